@@ -1,0 +1,70 @@
+"""The counters of a run: all that drives the order, the learning rate and the durations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Counters:
+    """One counter, one meaning. ``position`` and ``step`` part only by skipped steps."""
+
+    position: int = 0
+    """samples drawn from the order, skipped steps included; drives which samples come next"""
+    step: int = 0
+    """optimizer updates done"""
+    samples: int = 0
+    """samples trained on"""
+    weight: float = 0.0
+    """summed weight trained on: samples, or target tokens for text"""
+    skipped: int = 0
+    """steps drawn but not trained (fp16 loss scaling)"""
+    reductions: int = 0
+    """times that the plateau schedule lowered the learning rate"""
+    waited: int = 0
+    """evaluations since the best one or the last reduction"""
+
+    def trained(self, samples: int, weight: float) -> None:
+        """One update was made with ``samples`` samples of this summed weight."""
+        self.position += samples
+        self.step += 1
+        self.samples += samples
+        self.weight += weight
+
+    def evaluated(self, better: bool, *, patience: int) -> None:
+        """An evaluation was made; after ``patience`` of them without a better one the plateau schedule steps down."""
+        self.waited = 0 if better else self.waited + 1
+        if patience and self.waited >= patience:
+            self.reductions += 1
+            self.waited = 0
+
+    def figures(self, unit: str) -> dict[str, int]:
+        """What stands at the head of every line of metrics."""
+        tokens = {"tokens": int(self.weight)} if unit == "tokens" else {}
+        return {"step": self.step, "samples": self.samples, **tokens}
+
+    def passed_over(self, samples: int) -> None:
+        """The step's samples were drawn, and no update was made."""
+        self.position += samples
+        self.skipped += 1
+
+
+@dataclass
+class Best:
+    """The best evaluation so far, and how many have passed since."""
+
+    value: float | None = None
+    step: int = 0
+    since: int = 0
+    """evaluations since the best one"""
+
+    def update(self, value: float, step: int, *, higher_is_better: bool) -> bool:
+        """Take one result; True where it is the best so far. NaN never is."""
+        better = value == value and (
+            self.value is None or (value > self.value if higher_is_better else value < self.value)
+        )
+        if better:
+            self.value, self.step, self.since = value, step, 0
+        else:
+            self.since += 1
+        return better

@@ -1,0 +1,244 @@
+"""The micro-batches of one step, loaded ahead by worker processes and copied ahead to the device."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from oneloop.data.order import Order, key
+
+Batch = dict[str, Any]
+Place = tuple[int, int]
+"""(epoch, index) of one sample"""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a global batch is divided: ``size = ranks x accumulate x micro``.
+
+    Raises:
+        ValueError: it does not divide.
+    """
+
+    size: int
+    ranks: int
+    micro: int | None = None
+    """samples of one micro-batch (None: size / ranks)"""
+    accumulate: int = field(init=False)
+    """micro-batches of one step on one process"""
+
+    def __post_init__(self) -> None:
+        micro = self.micro or max(1, self.size // self.ranks)
+        if self.size % (self.ranks * micro):
+            unit = self.ranks * micro
+            nearest = max(1, round(self.size / unit)) * unit
+            asked = "" if self.micro is None else f" x micro {micro}"
+            raise ValueError(
+                f"batch.size {self.size} cannot be split over {self.ranks} ranks{asked}; nearest size: {nearest}"
+            )
+        object.__setattr__(self, "micro", micro)
+        object.__setattr__(self, "accumulate", self.size // (self.ranks * micro))
+
+    @property
+    def each(self) -> int:
+        """Samples of one micro-batch."""
+        assert self.micro is not None
+        return self.micro
+
+    def __str__(self) -> str:
+        return f"batch {self.size} = {self.ranks} ranks x {self.accumulate} micro-batches x {self.micro}"
+
+
+@dataclass
+class Group:
+    """The micro-batches of one step on this process, and what they weigh together."""
+
+    batches: Iterator[Batch]
+    """on the device, the next one on its way while one is used"""
+    weight: float
+    """summed weight of this process's samples, known before the first micro-batch is used"""
+
+
+class Keyed(Dataset[Any]):
+    """A data set whose randomness is a function of (seed, epoch, index), whatever process loads the sample.
+
+    torch's, Python's and numpy's global generators are seeded before each sample. A data set that says
+    ``deterministic = True`` is spared that, and may then load many at once with ``__getitems__``.
+    """
+
+    def __init__(self, dataset: Any, *, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.deterministic = getattr(dataset, "deterministic", False)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, place: Place) -> tuple[int, Any]:
+        epoch, index = place
+        if not self.deterministic:
+            number = key(self.seed, epoch, index)
+            torch.default_generator.manual_seed(number)
+            random.seed(number)
+            np.random.seed(number & 0xFFFFFFFF)
+        return index, self.dataset[index]
+
+    def __getitems__(self, places: Sequence[Place]) -> list[tuple[int, Any]]:
+        if self.deterministic and hasattr(self.dataset, "__getitems__"):
+            indices = [index for _, index in places]
+            return list(zip(indices, self.dataset.__getitems__(indices), strict=True))
+        return [self[place] for place in places]
+
+
+class Weighed:
+    """Collates samples, and says what they weigh: [(index, sample)] -> (batch, weight).
+
+    ``batch["index"]`` holds the samples' indices; floating tensors get ``dtype``.
+    """
+
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], Batch],
+        weight: Callable[[Batch], Tensor],
+        *,
+        sample_weight: float | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.collate, self.weight, self.sample_weight, self.dtype = collate, weight, sample_weight, dtype
+
+    def __call__(self, samples: list[tuple[int, Any]]) -> tuple[Batch, float]:
+        indices, values = zip(*samples, strict=True)
+        batch = self.collate(list(values))
+        batch["index"] = torch.tensor(indices)
+        if self.dtype is not torch.float32:
+            batch = {
+                name: value.to(self.dtype) if torch.is_tensor(value) and value.is_floating_point() else value
+                for name, value in batch.items()
+            }
+        if self.sample_weight is not None:
+            return batch, self.sample_weight * len(indices)
+        return batch, float(self.weight(batch).numpy())
+
+
+class _Places:
+    """Endless micro-batches of places for one rank, from a position on."""
+
+    def __init__(self, order: Order, split: Split, *, rank: int, start: int) -> None:
+        self.order, self.split, self.rank, self.start = order, split, rank, start
+
+    def __iter__(self) -> Iterator[list[Place]]:
+        share = self.split.accumulate * self.split.each
+        ahead = max(1, 4096 // share)  # steps computed at once: numpy's calls cost more than their work
+        start = self.start + self.rank * share
+        while True:
+            steps = start + self.split.size * np.arange(ahead)
+            positions = (steps[:, None] + np.arange(share)[None, :]).reshape(-1, self.split.each)
+            epochs, indices = self.order.at(positions.astype(np.int64))
+            for epoch, index in zip(epochs.tolist(), indices.tolist(), strict=True):
+                yield list(zip(epoch, index, strict=True))
+            start += self.split.size * ahead
+
+
+def workers_here(asked: int | str, *, device: torch.device, local_ranks: int) -> int:
+    """Worker processes for each training process: as asked; ``auto`` is 0 on a CPU, whose cores train."""
+    if asked != "auto":
+        return int(asked)
+    if device.type == "cpu":
+        return 0
+    return max(1, min(8, len(os.sched_getaffinity(0)) // local_ranks - 1))
+
+
+def loader(
+    dataset: Keyed, collate: Weighed, batches: Any, *, workers: int, device: torch.device, ahead: int = 2
+) -> DataLoader[Any]:
+    """A DataLoader over lists of places; draws nothing from the global generator."""
+    return DataLoader(
+        dataset,
+        batch_sampler=batches,
+        collate_fn=collate,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        persistent_workers=False,
+        prefetch_factor=max(2, math.ceil(ahead / workers)) if workers else None,
+        generator=torch.Generator(),
+    )
+
+
+def groups(
+    dataset: Any,
+    collate: Weighed,
+    order: Order,
+    split: Split,
+    *,
+    rank: int,
+    seed: int,
+    start: int,
+    device: torch.device,
+    workers: int = 0,
+) -> Iterator[Group]:
+    """Endless groups for ``rank``, from position ``start`` on; use up one group's batches before the next's.
+
+    Worker processes load two groups ahead; the next micro-batch is copied to the device while one is used.
+    """
+    places = _Places(order, split, rank=rank, start=start)
+    batches = iter(
+        loader(Keyed(dataset, seed=seed), collate, places, workers=workers, device=device, ahead=2 * split.accumulate)
+    )
+    loaded: deque[Batch] = deque()
+    weights: deque[float] = deque()
+
+    def load() -> None:
+        group = list(islice(batches, split.accumulate))
+        loaded.extend(batch for batch, _ in group)
+        weights.append(sum(weight for _, weight in group))
+
+    def stream() -> Iterator[Batch]:
+        while True:
+            if not loaded:
+                load()
+            yield loaded.popleft()
+
+    moved = transferred(stream(), device)
+    while True:
+        if not weights:
+            load()
+        yield Group(islice(moved, split.accumulate), weights.popleft())
+
+
+def transferred(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """The batches on ``device``; on CUDA each is copied on a stream of its own while the one before is used."""
+    if device.type != "cuda":
+        for batch in batches:
+            yield _to(batch, device)
+        return
+    copies = torch.cuda.Stream(device)
+    coming: Batch | None = None
+    for batch in batches:
+        with torch.cuda.stream(copies):
+            following = _to(batch, device)
+        if coming is not None:
+            yield coming
+        torch.cuda.current_stream(device).wait_stream(copies)
+        for value in following.values():
+            if torch.is_tensor(value):
+                value.record_stream(torch.cuda.current_stream(device))  # its memory is not reused too early
+        coming = following
+    if coming is not None:
+        yield coming
+
+
+def _to(batch: Batch, device: torch.device) -> Batch:
+    return {
+        name: value.to(device, non_blocking=True) if torch.is_tensor(value) else value for name, value in batch.items()
+    }

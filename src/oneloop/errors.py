@@ -1,0 +1,17 @@
+"""How a run ends: the exit codes, and the exceptions that lead to them."""
+
+from __future__ import annotations
+
+DONE = 0
+ERROR = 1
+BAD_INPUT = 2
+DIVERGED = 3
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again to go on
+
+
+class BadInput(ValueError):
+    """What the user asked for cannot be done: the message says what was asked, what was found and what to do."""
+
+
+class Diverged(RuntimeError):
+    """Loss or gradient became NaN or Inf; the weights are those from before that step."""

@@ -1,0 +1,132 @@
+"""Exact distributed evaluation: every sample counted once, for any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from oneloop.data.groups import Keyed, Weighed, loader, transferred
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; afterwards every module's own training mode, and FSDP2's shards, are restored."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward without a backward leaves the root gathered
+
+
+def evaluate(
+    task: Any,
+    model: nn.Module,
+    dataset: Any,
+    *,
+    accelerator: Accelerator,
+    micro: int,
+    workers: int = 0,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """Loss (weighted as in training) and the task's metrics over all of ``dataset``. Every rank must get here.
+
+    Args:
+        task: has ``collate``, ``weight``, ``loss``, and ``metrics`` with ``update`` where there are any.
+        model: as prepared for training.
+        dataset: map-style.
+        accelerator: its ranks share the samples.
+        micro: samples that one rank evaluates at once.
+        workers: processes that load data.
+        dtype: of floating inputs.
+        seed: of what is random in the data set.
+        interrupted: asked once per micro-batch, and must answer alike on all ranks; True ends the evaluation.
+
+    Returns:
+        ``{"loss": …, "accuracy": …}``, equal on all ranks; None where it was interrupted.
+    """
+    ranks, rank = accelerator.num_processes, accelerator.process_index
+    count = math.ceil(len(dataset) / micro)
+    turns = math.ceil(count / ranks)
+    mine = [turn * ranks + rank for turn in range(turns)]
+    # FSDP2 needs equal forward counts: a rank that has none left takes the first micro-batch again, and drops it.
+    places = [
+        [(0, index) for index in range(at * micro, min((at + 1) * micro, len(dataset)))]
+        for at in (number if number < count else 0 for number in mine)
+    ]
+    collate = Weighed(task.collate, task.weight, dtype=dtype)  # held-out samples may differ in weight
+    device = accelerator.device
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    metrics = task.metrics().to(device) if hasattr(task, "metrics") else None
+    total, weight = torch.zeros((), dtype=wide, device=device), 0.0
+    loaded = loader(Keyed(dataset, seed=seed), collate, places, workers=workers, device=device)
+    weights: list[float] = []
+
+    def batches() -> Iterator[dict[str, Any]]:
+        for batch, its_weight in loaded:
+            weights.append(its_weight)
+            yield batch
+
+    with evaluating(model):
+        for turn, batch in enumerate(transferred(batches(), device)):
+            if interrupted():
+                return None
+            loss, outputs = task.loss(model, batch)
+            if mine[turn] >= count:
+                continue
+            total += loss
+            weight += weights[turn]
+            if metrics is not None:
+                task.update(metrics, batch, outputs)
+    sums = torch.stack([total, torch.tensor(weight, dtype=wide, device=device)])
+    summed = accelerator.reduce(sums, "sum").tolist()
+    results = {"loss": summed[0] / summed[1]}
+    if metrics is not None:
+        values = {name: float(value) for name, value in metrics.compute().items() if value.numel() == 1}
+        results |= task.summarize(values) if hasattr(task, "summarize") else values
+    return results
+
+
+def evaluate_all(task: Any, model: nn.Module, sets: Mapping[str, Any], **options: Any) -> dict[str, float] | None:
+    """:func:`evaluate` over several sets: ``{"eval/loss": …, "test/loss": …}``; None where it was interrupted."""
+    results: dict[str, float] = {}
+    for name, dataset in sets.items():
+        found = evaluate(task, model, dataset, **options)
+        if found is None:
+            return None
+        results |= {f"{prefix(name)}/{metric}": value for metric, value in found.items()}
+    return results
+
+
+def prefix(name: str) -> str:
+    """How a set's figures are headed: the validation set's are the evaluation."""
+    return "eval" if name == "validation" else name
+
+
+def metric_names(task: Any) -> set[str]:
+    """Names of what :func:`evaluate` returns for this task."""
+    names = set(task.metrics().keys()) if hasattr(task, "metrics") else set()
+    if hasattr(task, "summarize"):
+        names = set(task.summarize(dict.fromkeys(names, 1.0)))
+    return names | {"loss"}
+
+
+def higher_is_better(task: Any, metric: str) -> bool:
+    """Whether a larger value of ``eval/<metric>`` is the better one: as torchmetrics says, and False for a loss."""
+    known = dict(task.metrics().items()) if hasattr(task, "metrics") else {}
+    name = metric.rpartition("/")[2]
+    return bool(known[name].higher_is_better) if name in known else False

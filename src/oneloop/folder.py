@@ -1,0 +1,143 @@
+"""The run's own folder: its owner, the resolved recipe, the environment, the summary and the final weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from oneloop.errors import BadInput
+
+_MATHEMATICS = ("task", "seed", "duration", "init", "optimizer", "schedule", "ema")
+
+
+def mathematics(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a resolved recipe that says what is learned, flattened to {"group.key": value}."""
+    flat: dict[str, Any] = {}
+    for group, value in resolved.items():
+        inside = value.items() if isinstance(value, Mapping) else ((None, value),)
+        for name, given in inside:
+            dotted = f"{group}.{name}" if name else group
+            if group in _MATHEMATICS or dotted in ("batch.size", "debug.overfit"):
+                flat[dotted] = given
+    return flat
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """One line for every key of the mathematics in which two resolved recipes differ."""
+    before, after = mathematics(old), mathematics(new)
+    keys = sorted(before.keys() | after.keys())
+    return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]
+
+
+class Folder:
+    """The folder of one run; only rank 0 opens and writes it.
+
+    Raises:
+        BadInput: by :meth:`inspect` and :meth:`open`: in use, unfinished, of another recipe, or not writable.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = FileLock(path / ".lock", blocking=False)
+
+    def inspect(self, resolved: Mapping[str, Any]) -> str | None:
+        """Looks without touching: the summary line of a finished run of the same recipe, None where all is free."""
+        if not self.path.exists():
+            return None
+        if not self.path.is_dir():
+            raise BadInput(f"run.dir {self.path} is a file; choose another run.dir")
+        recipe, summary = self.path / "recipe.yaml", self.path / "summary.json"
+        if not recipe.exists():
+            if any(self.path.iterdir()):
+                raise BadInput(f"run.dir {self.path} holds files that are no run of oneloop; choose another run.dir")
+            return None
+        if self._in_use():
+            raise BadInput(f"run.dir {self.path} is in use by {self._owner()}; wait for it, or choose another run.dir")
+        if changed := difference(yaml.safe_load(recipe.read_text()), resolved):
+            raise BadInput(f"run.dir {self.path} holds a run of another recipe ({'; '.join(changed)}); choose another"
+                           " run.dir, or give the same recipe")  # fmt: skip
+        ended = json.loads(summary.read_text()) if summary.exists() else {}
+        if ended.get("exit_code") == 0:
+            return f"{self.path} holds this run, finished at step {ended['step']}: nothing to do"
+        raise BadInput(f"run.dir {self.path} holds an unfinished run, which cannot be continued; remove the folder, or"
+                       " choose another run.dir")  # fmt: skip
+
+    def _in_use(self) -> bool:
+        if not (self.path / ".lock").exists():
+            return False
+        try:
+            with FileLock(self.path / ".lock", blocking=False):
+                return False
+        except Timeout:
+            return True
+
+    def _owner(self) -> str:
+        try:
+            owner = json.loads((self.path / "owner.json").read_text())
+        except (OSError, ValueError):
+            return "another process"
+        return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
+
+    def open(self) -> None:
+        """Makes the folder and takes its lock; the operating system lets go of it when this process ends."""
+        made = [parent for parent in (self.path, *self.path.parents) if not parent.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            (self.path / "owner.json").write_text(json.dumps(owner))
+        except Timeout:
+            raise BadInput(f"run.dir {self.path} is in use by {self._owner()}; choose another run.dir") from None
+        except OSError as error:
+            for folder in made:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise BadInput(f"run.dir {self.path} cannot be written: {error.strerror}; choose another run.dir") from None
+
+    def close(self) -> None:
+        (self.path / "owner.json").unlink(missing_ok=True)
+        self._lock.release()
+
+    def write(self, name: str, text: str) -> None:
+        """Writes one file whole or not at all."""
+        draft = self.path / f".{name}.draft"
+        draft.write_text(text)
+        draft.replace(self.path / name)
+
+    def write_json(self, name: str, content: Any) -> None:
+        self.write(name, json.dumps(content, indent=2) + "\n")
+
+
+_PACKAGES = {"accelerate", "datasets", "numpy", "oneloop", "safetensors", "tokenizers", "torch", "torchmetrics",
+             "torchvision", "transformers"}  # fmt: skip
+
+
+def environment(**more: Any) -> dict[str, Any]:
+    """What a run stood on: versions, machine, git revision, command, accelerate's settings."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False) if shutil.which("git") else None  # fmt: skip  # noqa: E501
+    names = {one.metadata["Name"].lower(): one.version for one in distributions()}
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "versions": {name: version for name, version in sorted(names.items()) if name in _PACKAGES},
+        "git": git.stdout.strip() if git and git.returncode == 0 else None,
+        "accelerate": {
+            key: value for key, value in sorted(os.environ.items()) if key.startswith(("ACCELERATE_", "FSDP_"))
+        },
+        **more,
+    }

@@ -1,0 +1,148 @@
+"""Optimizers by name or class path, with weight decay on matrices only."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from oneloop.optim.muon import Muon, hidden_matrices
+
+OPTIMIZERS = {name: f"oneloop.optim.build.{name}" for name in ("adamw", "sgd", "muon", "adafactor")}
+Groups = list[dict[str, Any]]
+
+_FUSED_DEVICES = {"cpu", "cuda", "xpu", "mps", "hpu"}
+
+
+def decay_groups(parameters: Iterable[tuple[str, Tensor]], weight_decay: float) -> Groups:
+    """Two parameter groups: matrices with ``weight_decay``, vectors (biases, norms) without. Empty ones are left out."""
+    named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    return [
+        {"params": params, "weight_decay": decay}
+        for params, decay in (
+            ([p for _, p in named if p.ndim >= 2], weight_decay),
+            ([p for _, p in named if p.ndim < 2], 0.0),
+        )
+        if params
+    ]
+
+
+def build(
+    make: Callable[..., Optimizer],
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    options: Mapping[str, Any] | None = None,
+) -> Optimizer:
+    """An optimizer over the parameters of ``model``, after it was sharded.
+
+    Args:
+        make: a function of this file, or an optimizer class.
+        model: holds the parameters.
+        lr: learning rate.
+        weight_decay: of the matrices.
+        options: keyword arguments of ``make``.
+
+    Raises:
+        ValueError: ``weight_decay`` for a class that has none.
+    """
+    arguments = inspect.signature(make).parameters
+    if weight_decay and isinstance(make, type) and "weight_decay" not in arguments:
+        raise ValueError(f"optimizer.weight_decay {weight_decay}: {make.__name__} has no weight decay; set it to 0")
+    extra = {"model": model} if "model" in arguments else {}
+    return make(decay_groups(model.named_parameters(), weight_decay), lr=lr, **extra, **(options or {}))
+
+
+def _fused(groups: Groups) -> bool:
+    return all(p.device.type in _FUSED_DEVICES for group in groups for p in group["params"])
+
+
+def adamw(params: Groups, *, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> Optimizer:
+    """AdamW (Loshchilov & Hutter 2019), fused.
+
+    Args:
+        params: parameter groups.
+        lr: learning rate.
+        betas: decay rates of the two moments, per step.
+        eps: added to the root of the second moment.
+    """
+    return torch.optim.AdamW(params, lr=lr, betas=betas, eps=eps, fused=_fused(params))
+
+
+def sgd(params: Groups, *, lr: float, momentum: float = 0.9, nesterov: bool = False) -> Optimizer:
+    """Stochastic gradient descent, fused.
+
+    Args:
+        params: parameter groups.
+        lr: learning rate.
+        momentum: share of the last update kept.
+        nesterov: look ahead (needs momentum).
+    """
+    return torch.optim.SGD(params, lr=lr, momentum=momentum, nesterov=nesterov, fused=_fused(params))
+
+
+def muon(
+    params: Groups,
+    *,
+    model: nn.Module,
+    lr: float,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    iterations: int = 5,
+    precision: Literal["exact", "bf16"] = "exact",
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    adamw_for: tuple[str, ...] = ("lm_head", "head", "classifier", "score", "fc"),
+) -> Optimizer:
+    """Muon (Jordan 2024) for hidden matrices, AdamW for the rest; one learning rate for both (Liu et al. 2025).
+
+    Args:
+        params: parameter groups.
+        model: tells which parameters are embeddings.
+        lr: learning rate.
+        momentum: of the matrices.
+        nesterov: look ahead, for the matrices.
+        iterations: Newton-Schulz steps.
+        precision: exact iterates in float32 or better; bf16 is quicker on GPUs, and then another split of the batch
+            differs by about 5e-3 after 20 steps.
+        betas: AdamW's decay rates, for the rest.
+        eps: AdamW's, for the rest.
+        adamw_for: names of modules whose matrices get AdamW too (a part of the dotted name, as a whole).
+    """
+    matrices = hidden_matrices(model, adamw_for)
+    groups: Groups = []
+    for group in params:
+        for chosen in (True, False):
+            if members := [p for p in group["params"] if (p in matrices) is chosen]:
+                groups.append({**group, "params": members, "muon": chosen})
+    return Muon(groups, lr=lr, momentum=momentum, nesterov=nesterov, iterations=iterations,
+                dtype=torch.bfloat16 if precision == "bf16" else torch.float32, betas=betas, eps=eps)  # fmt: skip
+
+
+def adafactor(
+    params: Groups, *, lr: float, beta2_decay: float = -0.8, eps: tuple[float | None, float] = (None, 1e-3), d: float = 1.0
+) -> Optimizer:  # fmt: skip
+    """Adafactor (Shazeer & Stern 2018), torch's; reads the device at every step, and is refused under FSDP2.
+
+    Args:
+        params: parameter groups.
+        lr: learning rate.
+        beta2_decay: decay rate of the second moment.
+        eps: terms for the update's denominator and for the parameter's scale.
+        d: clipping threshold of the update.
+    """
+    if any(type(p).__name__ == "DTensor" for group in params for p in group["params"]):
+        raise ValueError("optimizer.name adafactor: torch's Adafactor cannot update sharded parameters; use adamw or"
+                         " muon under FSDP2, or run adafactor with ddp.yaml")  # fmt: skip
+    return torch.optim.Adafactor(params, lr=lr, beta2_decay=beta2_decay, eps=eps, d=d)
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Gives every parameter group this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

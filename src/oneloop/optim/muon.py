@@ -1,0 +1,130 @@
+"""Muon with AdamW for the rest, exact for any split and sharding, and without a device read.
+
+Jordan 2024 (kellerjordan.github.io/posts/muon); the update's size follows Liu et al. 2025 (Muon is Scalable for LLM
+Training): 0.2 sqrt(max(rows, columns)), so that one learning rate fits both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+
+
+def hidden_matrices(model: nn.Module, adamw_for: tuple[str, ...] = ()) -> set[Tensor]:
+    """The matrices inside the model: not embeddings, not the output head, not modules named in ``adamw_for``."""
+    heads = [getattr(module, "get_output_embeddings", lambda: None)() for module in model.modules()]
+    outside = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    outside |= {p for head in heads if isinstance(head, nn.Module) for p in head.parameters()}
+    return {
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.ndim >= 2 and parameter not in outside and not set(adamw_for) & set(name.split("."))
+    }
+
+
+def orthogonalized(matrix: Tensor, *, iterations: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Roughly the nearest orthogonal matrix, by Newton-Schulz; shape (rows, columns), in ``dtype`` or better."""
+    x = matrix.to(torch.promote_types(dtype, matrix.dtype) if dtype is torch.float32 else dtype)
+    tall = x.shape[0] > x.shape[1]
+    x = x.mT if tall else x
+    x = x / (x.norm() + 1e-7)
+    a, b, c = _QUINTIC
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if tall else x).to(matrix.dtype)
+
+
+class Muon(Optimizer):
+    """Parameter groups with ``muon=True`` hold matrices; the others get fused AdamW.
+
+    Under FSDP2 each matrix is gathered once per step, orthogonalized by every rank alike, and cut again.
+    ``found_inf``, a 0-dim tensor set before :meth:`step`, makes the whole step change nothing where it is 1.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        lr: float,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        iterations: int = 5,
+        dtype: torch.dtype = torch.float32,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "iterations": iterations, "betas": betas,
+                    "eps": eps, "weight_decay": weight_decay, "muon": True}  # fmt: skip
+        super().__init__(params, defaults)
+        self.dtype = dtype
+        self.found_inf: Tensor | None = None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if group["muon"]:
+                    self.state[parameter] = {"momentum": torch.zeros_like(parameter)}
+                else:
+                    self.state[parameter] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of all parameters that have a gradient."""
+        for group in self.param_groups:
+            params = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if group["muon"]:
+                for parameter in params:
+                    self._update(parameter, group)
+            elif params:
+                states = [self.state[parameter] for parameter in params]
+                beta1, beta2 = group["betas"]
+                adamw(params, [p.grad for p in params], [s["exp_avg"] for s in states],
+                      [s["exp_avg_sq"] for s in states], [], [s["step"] for s in states], fused=True,
+                      grad_scale=None, found_inf=self.found_inf, amsgrad=False, beta1=beta1, beta2=beta2,
+                      lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)  # fmt: skip
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        weights, gradient, momentum = (
+            local(tensor) for tensor in (parameter, parameter.grad, self.state[parameter]["momentum"])
+        )
+        keep: float | Tensor = 1.0
+        if self.found_inf is not None:  # 0 or 1, without asking the device which
+            keep = (1.0 - self.found_inf).to(weights.dtype)
+            gradient = torch.where(self.found_inf > 0, torch.zeros_like(gradient), gradient)
+        momentum.lerp_(gradient, (1.0 - group["momentum"]) * torch.as_tensor(keep, dtype=weights.dtype))
+        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        update = self._orthogonalized(update, parameter, group["iterations"])
+        rows, columns = parameter.shape[0], parameter[0].numel()
+        size = 0.2 * max(rows, columns) ** 0.5
+        weights.mul_(1.0 - group["lr"] * group["weight_decay"] * keep)
+        weights.sub_(update * (group["lr"] * size * keep))
+
+    def _orthogonalized(self, update: Tensor, parameter: Tensor, iterations: int) -> Tensor:
+        """The whole matrix orthogonalized, and of it this rank's part; shape of ``update``."""
+        if isinstance(parameter, DTensor):
+            mesh, cut = parameter.device_mesh, parameter.placements
+            sharded = DTensor.from_local(update, mesh, cut, shape=parameter.shape, stride=parameter.stride())
+            update = sharded.full_tensor()  # one all-gather
+        whole = orthogonalized(update.flatten(1), iterations=iterations, dtype=self.dtype).view_as(update)
+        if isinstance(parameter, DTensor):
+            replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            whole = replicated.redistribute(mesh, cut).to_local()
+        return whole
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,270 @@
+"""How a run stands on its processes: accelerate's set-up, the agreement of all ranks, the stop flag, the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+)
+from torch import Tensor, nn
+
+from oneloop import errors
+from oneloop.data.groups import Group
+from oneloop.data.order import key
+from oneloop.errors import BadInput
+
+_EXIT_FILE = "ONELOOP_EXIT_FILE"
+_BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
+_DROPOUT = (nn.modules.dropout._DropoutNd,)
+
+
+class Run:
+    """The processes of one run, as one of them sees it."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.device: torch.device = accelerator.device
+        self.rank: int = accelerator.process_index
+        self.ranks: int = accelerator.num_processes
+        self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.main: bool = accelerator.is_main_process
+        self.signal: str | None = None
+        # A group on the host: what the ranks agree on never waits for a device.
+        self._host = dist.new_group(backend="gloo") if self.ranks > 1 else None
+        self._interrupts = 0
+
+    # --- stopping ---
+
+    def listen(self) -> None:
+        """From now on SIGTERM, SIGINT and SIGUSR1 ask for a stop after the step; a second SIGINT ends at once."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self.signal = signal.Signals(number).name
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                os._exit(128 + signal.SIGINT)
+
+    # --- agreement ---
+
+    def agreed(self, groups: Iterable[Group]) -> Iterator[tuple[Group, float, bool]]:
+        """(group, weight of the global batch, whether to stop), with one small all-reduce on the host per step.
+
+        The next step's sum is already under way while this one trains.
+        """
+        coming: tuple[Group, Tensor, Any] | None = None
+        for group in groups:
+            told = torch.tensor([group.weight, float(self.signal is not None)], dtype=torch.float64)
+            work = dist.all_reduce(told, group=self._host, async_op=True) if self._host else None
+            if coming is not None:
+                yield self._told(*coming)
+            coming = group, told, work
+
+    def _told(self, group: Group, told: Tensor, work: Any) -> tuple[Group, float, bool]:
+        if work is not None:
+            work.wait()
+        weight, stop = told.numpy()
+        return group, float(weight), bool(stop)
+
+    def stop_wanted(self) -> bool:
+        """Whether any rank was told to stop. Every rank must get here."""
+        told = torch.tensor([float(self.signal is not None)])
+        if self._host:
+            dist.all_reduce(told, group=self._host)
+        return bool(told.numpy()[0])
+
+    @contextmanager
+    def setting_up(self) -> Iterator[None]:
+        """What one rank finds wrong here is an error on all of them, so that they end together.
+
+        Raises:
+            BadInput: on every rank, with the first rank's message.
+        """
+        message: str | None = None
+        try:
+            yield
+        except BadInput as error:
+            message = str(error)
+        except (ValueError, ImportError) as error:
+            message = f"{error}{_where(error)}"
+        messages = [message]
+        if self._host:
+            messages = [None] * self.ranks
+            dist.all_gather_object(messages, message, group=self._host)
+        for found in messages:
+            if found is not None:
+                raise BadInput(found)
+
+    def from_main(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        box = [value]
+        if self._host:
+            dist.broadcast_object_list(box, src=0, group=self._host)
+        return box[0]
+
+    def say(self, text: str) -> None:
+        if self.main:
+            print(text, flush=True)
+
+    # --- the model ---
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """The model on its device, wrapped for DDP or sharded for FSDP2. Build the optimizer afterwards."""
+        self.accelerator.ddp_handler.broadcast_buffers = has_batch_statistics(model)
+        if not self.sharded:
+            return self.accelerator.prepare(model)  # type: ignore[no-any-return]
+        # accelerate wants an optimizer beside the model, and would rebind its parameters by address; the real one is
+        # built on the sharded parameters instead.
+        prepared, _ = self.accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        self.accelerator._optimizers.clear()
+        return prepared  # type: ignore[no-any-return]
+
+    @property
+    def sharded(self) -> bool:
+        return bool(self.accelerator.is_fsdp2)
+
+    def reseed(self, *numbers: int) -> None:
+        """Makes what is random in the model (dropout) a function of these numbers. About a microsecond."""
+        number = key(*numbers)
+        torch.default_generator.manual_seed(number)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index or 0].manual_seed(number)
+        elif self.device.type != "cpu":
+            torch.manual_seed(number)
+
+    # --- the end ---
+
+    def end(self, code: int) -> NoReturn:
+        """Ends this process with ``code``: nothing is left to destructors, which abort now and then under gloo."""
+        if dist.is_initialized() and code in (errors.DONE, errors.BAD_INPUT, errors.DIVERGED, errors.STOPPED):
+            dist.destroy_process_group()
+        leave(code, main=self.main)
+
+
+def has_batch_statistics(model: nn.Module) -> bool:
+    return any(isinstance(module, _BATCH_STATISTICS) for module in model.modules())
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether the model draws random numbers in training: a dropout layer, or an attention dropout in its config."""
+    config = getattr(model, "config", None)
+    rates = [getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")]
+    return any(isinstance(m, _DROPOUT) and m.p > 0 for m in model.modules()) or any(rate for rate in rates if rate)
+
+
+def start(*, sync_each_batch: bool = False, deterministic: bool = False, track: tuple[str, ...] = (),
+          folder: Path | None = None) -> Run:  # fmt: skip
+    """Builds the Accelerator that the launcher's environment asks for.
+
+    Args:
+        sync_each_batch: accelerate's switch of that name: reduce gradients at every micro-batch.
+        deterministic: refuse operations that have no deterministic algorithm.
+        track: accelerate's tracker names.
+        folder: where the trackers write.
+
+    Raises:
+        BadInput: a precision that the device lacks, or a strategy that is not plain, DDP or FSDP2.
+    """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    sharding = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if sharding and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise BadInput("fsdp_version 1 is asked for, and only FSDP2 is supported; set fsdp_version: 2")
+    for other in ("DEEPSPEED", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{other}", "false").lower() == "true":
+            raise BadInput(f"{other} is asked for, and only one process, DDP and FSDP2 are supported; use another"
+                           " config file from accelerate_configs/")  # fmt: skip
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        raise BadInput("accelerate's dynamo_backend is asked for, and is not supported; set dynamo_backend: 'no'")
+    if any(int(os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", 1)) > 1 for axis in ("TP", "CP", "SP")):
+        raise BadInput("tensor, context or sequence parallelism is asked for, and only data parallelism (dp_replicate,"
+                       " dp_shard) is supported; set the other sizes to 1")  # fmt: skip
+    state = PartialState()
+    _refuse_precision(precision, state.device)
+    plugin = None
+    if sharding:
+        if state.distributed_type == DistributedType.NO:
+            raise BadInput("FSDP2 is asked for with one process; use single.yaml, or --num_processes 2 or more")
+        if state.device.type == "cpu":
+            # accelerate turns only MULTI_GPU into FSDP; with gloo the same code runs without a GPU.
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=_sharded_precision(precision))
+    accelerator = Accelerator(
+        fsdp_plugin=plugin,
+        log_with=list(track) or None,
+        project_dir=None if folder is None else str(folder),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=1, sync_with_dataloader=False, sync_each_batch=sync_each_batch
+        ),
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        step_scheduler_with_optimizer=False,
+    )
+    return Run(accelerator)
+
+
+def _sharded_precision(precision: str) -> Any:
+    """Compute in half precision; reduce, and so accumulate, gradients in float32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    if precision not in kinds:
+        return None
+    return MixedPrecisionPolicy(param_dtype=kinds[precision], reduce_dtype=torch.float32)
+
+
+def _refuse_precision(precision: str, device: torch.device) -> None:
+    if precision == "fp16" and device.type == "cpu":
+        raise BadInput("mixed_precision fp16 is asked for on a CPU, which has no fp16 loss scaling; use bf16 or no")
+    if precision == "fp8":
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        if capability < (8, 9):
+            raise BadInput(f"mixed_precision fp8 is asked for on {device.type} {capability}, which has no fp8"
+                           " (compute capability 8.9 or higher is needed); use bf16")  # fmt: skip
+        from accelerate.utils import is_fp8_available
+
+        if not is_fp8_available():
+            raise BadInput("mixed_precision fp8 needs torchao or transformer-engine, and neither is installed")
+
+
+def _where(error: BaseException) -> str:
+    """Where an error of someone else's code was raised, so that a bug there is not taken for a typing error."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return "" if Path(frame.filename).is_relative_to(Path(__file__).parent) else f" ({frame.filename}:{frame.lineno})"
+
+
+def leave(code: int, *, main: bool) -> NoReturn:
+    """Ends this process. Under ``oneloop launch`` the code goes through a file, since torchrun makes every code 1."""
+    file = os.environ.get(_EXIT_FILE)
+    if file and code != errors.ERROR:
+        if main:
+            Path(file).write_text(str(code))
+        code = 0
+    elif code == errors.STOPPED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+        code = 0  # torchrun would start the run again
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if not main and code not in (0, errors.ERROR):
+            time.sleep(3)  # torchrun ends all ranks with the first that fails: let rank 0 say why first
+        os._exit(code)
+    raise SystemExit(code)

@@ -1,0 +1,74 @@
+"""The task protocol: any class with these members is a task."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+TASKS = {
+    "image_classification": "oneloop.tasks.image_classification.ImageClassification",
+    "causal_lm": "oneloop.tasks.causal_lm.CausalLM",
+    "text_classification": "oneloop.tasks.text_classification.TextClassification",
+}
+
+
+class Task(Protocol):
+    """What is learned. No ``.item()``, no boolean indexing, no other data-dependent shape: each is a device wait.
+
+    Optional members:
+        ``sample_weight: float``: what every sample weighs, where that is the same for all; spares a sum per step.
+        ``unit: str``: what the weight counts, "samples" (default) or "tokens".
+        ``metrics() -> torchmetrics.MetricCollection`` with ``update(metrics, batch, outputs) -> None``.
+        ``save(model, folder) -> None``: more files for ``final/`` (a tokenizer, a config).
+    """
+
+    def model(self) -> nn.Module:
+        """A new model, its weights drawn from torch's global generator."""
+
+    def train_set(self) -> Any:
+        """Map-style data set. What is random in it must come from a global generator (torch, random, numpy)."""
+
+    def eval_sets(self) -> dict[str, Any]:
+        """Map-style data sets by name; "validation" is logged as eval/…, "test" is evaluated at the end only."""
+
+    def collate(self, samples: list[Any]) -> dict[str, Any]:
+        """One batch of samples."""
+
+    def weight(self, batch: dict[str, Any]) -> Tensor:
+        """How much this batch counts: its samples, or its target tokens. 0-dim, on the host."""
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """SUM of the losses over what ``weight`` counts (0-dim), and detached outputs."""
+
+
+_NEEDED = ("model", "train_set", "eval_sets", "collate", "weight", "loss")
+
+
+def check(task: Any) -> None:
+    """Refuses what is not a task.
+
+    Raises:
+        ValueError: names what is missing.
+    """
+    missing = [name for name in _NEEDED if not callable(getattr(task, name, None))]
+    if hasattr(task, "metrics") and not callable(getattr(task, "update", None)):
+        missing.append("update (since it has metrics)")
+    if missing:
+        raise ValueError(
+            f"task.name {type(task).__name__} is not a task: it lacks {', '.join(missing)} (see oneloop.tasks.base.Task)"
+        )
+
+
+def check_sets(train: Any, evals: dict[str, Any]) -> None:
+    """Refuses data sets that cannot be used.
+
+    Raises:
+        ValueError: names the set.
+    """
+    for name, dataset in {"train": train, **evals}.items():
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise ValueError(f"task: the {name} set is a {type(dataset).__name__}, which has no length or no items;"
+                             " a map-style data set is needed")  # fmt: skip
+        if len(dataset) == 0:
+            raise ValueError(f"task: the {name} set is empty; it needs at least one sample")

@@ -1,0 +1,228 @@
+"""Image classification: scikit-learn's digits, MNIST, CIFAR, or a folder of images; a small CNN or torchvision's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_TORCHVISION = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}
+
+
+class ImageClassification:
+    """Images into classes.
+
+    Args:
+        data: digits (8x8, packaged with scikit-learn), mnist, fashion_mnist, cifar10, cifar100, or a folder with
+            train/CLASS/*.png and validation/CLASS/*.png (test/ too, where there is one).
+        model: cnn, or the name of a torchvision model.
+        width: channels of the CNN's first layer.
+        augment: shift (and, but for digits and letters, mirror) the training images at random.
+        image_size: pixels of a side that folder images are resized to.
+        root: folder of the downloaded sets.
+        download: fetch a missing set from its public host.
+        smoothing: label smoothing.
+        dropout: of the CNN, before its last layer.
+    """
+
+    sample_weight = 1.0
+
+    def __init__(
+        self,
+        data: str = "digits",
+        model: str = "cnn",
+        width: int = 32,
+        augment: bool = True,
+        image_size: int = 64,
+        root: str = "data",
+        download: bool = False,
+        smoothing: float = 0.0,
+        dropout: float = 0.0,
+    ) -> None:
+        self.architecture = model
+        self.width = width
+        self.smoothing = smoothing
+        self.dropout = dropout
+        mirror = data not in ("digits", "mnist", "fashion_mnist")
+        if data == "digits":
+            parts, self.classes = _digits()
+        elif data in _TORCHVISION:
+            parts, self.classes = _torchvision(data, root, download)
+        else:
+            parts, self.classes = _folder(data, image_size)
+        shift = "none" if not augment else "mirrored" if mirror else "shifted"
+        self._train = Images(parts.pop("train"), augment=shift)
+        self._evals = {name: Images(part) for name, part in parts.items()}
+        self.shape = tuple(self._train[0][0].shape)
+
+    def model(self) -> nn.Module:
+        if self.architecture == "cnn":
+            return CNN(self.shape[0], len(self.classes), width=self.width, dropout=self.dropout)
+        from torchvision import models
+
+        known = models.list_models(module=models)
+        if self.architecture not in known:
+            raise ValueError(f"task.model {self.architecture!r} is neither cnn nor one of torchvision's {len(known)}"
+                             " classification models (resnet18, vit_b_16, …)")  # fmt: skip
+        return models.get_model(self.architecture, num_classes=len(self.classes))  # type: ignore[no-any-return]
+
+    def train_set(self) -> Images:
+        return self._train
+
+    def eval_sets(self) -> dict[str, Any]:
+        return dict(self._evals)
+
+    def collate(self, samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
+        images, labels = zip(*samples, strict=True)
+        return {"image": torch.stack(images), "label": torch.tensor(labels)}
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return torch.tensor(float(len(batch["label"])))
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        logits = model(batch["image"])
+        each = F.cross_entropy(logits, batch["label"], reduction="none", label_smoothing=self.smoothing)
+        return each.sum(), {"prediction": logits.detach().argmax(-1), "loss": each.detach()}
+
+    def metrics(self) -> Any:
+        from torchmetrics import MetricCollection
+        from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+        count = len(self.classes)
+        return MetricCollection({"accuracy": MulticlassAccuracy(count, average="micro", validate_args=False),
+                                 "macro_f1": MulticlassF1Score(count, validate_args=False)})  # fmt: skip
+
+    def update(self, metrics: Any, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+        metrics.update(outputs["prediction"], batch["label"])
+
+
+class Images:
+    """Images (float, channels x height x width, about -1 to 1) with labels, from pixels in memory or on disk."""
+
+    def __init__(self, part: Any, *, augment: Literal["none", "shifted", "mirrored"] = "none") -> None:
+        self.part = part
+        self.augment = augment
+        self.deterministic = augment == "none"
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, label = self.part[index]
+        if self.augment != "none":
+            image = shifted(image, max(1, image.shape[-1] // 8))
+        if self.augment == "mirrored" and torch.rand(()) < 0.5:
+            image = image.flip(-1)
+        return image, label
+
+
+def shifted(image: Tensor, most: int) -> Tensor:
+    """The image moved by up to ``most`` pixels each way, at random; the border is repeated."""
+    down, right = torch.randint(0, 2 * most + 1, (2,)).tolist()
+    padded = F.pad(image, (most, most, most, most), mode="replicate")
+    return padded[:, down : down + image.shape[1], right : right + image.shape[2]]
+
+
+class CNN(nn.Module):
+    """Three convolutions with GroupNorm; no dropout unless asked, no batch statistics."""
+
+    def __init__(self, channels: int, classes: int, *, width: int = 32, dropout: float = 0.0) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for inside, outside in ((channels, width), (width, 2 * width), (2 * width, 4 * width)):
+            layers += [nn.Conv2d(inside, outside, 3, padding=1, bias=False), nn.GroupNorm(8, outside), nn.GELU()]
+            layers += [nn.MaxPool2d(2)] if inside != channels else []
+        self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(dropout))
+        self.head = nn.Linear(16 * width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.features(images))  # type: ignore[no-any-return]
+
+
+# --- where the pixels come from -------------------------------------------------------------------------------------
+
+
+class _InMemory:
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.images, self.labels = images, labels.tolist()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], self.labels[index]
+
+
+def _divided(images: Tensor, labels: Tensor, shares: tuple[float, ...]) -> list[_InMemory]:
+    """Parts with the same mix of classes, by a fixed rule: every class is dealt out in a fixed random order."""
+    parts: list[list[Tensor]] = [[] for _ in shares]
+    shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    for label in labels.unique():
+        members = shuffled[labels[shuffled] == label]
+        bounds = [round(sum(shares[:i]) * len(members)) for i in range(len(shares) + 1)]
+        for part, start, stop in zip(parts, bounds, bounds[1:], strict=False):
+            part.append(members[start:stop])
+    return [_InMemory(images[chosen], labels[chosen]) for chosen in (torch.cat(part) for part in parts)]
+
+
+def _digits() -> tuple[dict[str, Any], list[str]]:
+    """1,797 handwritten digits of 8x8 pixels: 70 % to train, 15 % validation, 15 % test."""
+    from sklearn.datasets import load_digits
+
+    loaded = load_digits()
+    images = torch.tensor(loaded.images, dtype=torch.float32)[:, None] / 8 - 1
+    parts = _divided(images, torch.tensor(loaded.target), (0.7, 0.15, 0.15))
+    return dict(zip(("train", "validation", "test"), parts, strict=True)), [str(digit) for digit in range(10)]
+
+
+def _torchvision(data: str, root: str, download: bool) -> tuple[dict[str, Any], list[str]]:
+    from torchvision import datasets
+
+    kind = getattr(datasets, _TORCHVISION[data])
+    try:
+        sets = [kind(root, train=train, download=download) for train in (True, False)]
+    except RuntimeError as error:
+        raise ValueError(f"task.data {data!r} is not under task.root {root!r}; put it there, or let torchvision fetch"
+                         " it with --task.download true") from error  # fmt: skip
+    pixels = [torch.as_tensor(part.data) for part in sets]
+    pixels = [(x[:, None] if x.ndim == 3 else x.permute(0, 3, 1, 2)).float() / 127.5 - 1 for x in pixels]
+    labels = [torch.as_tensor(part.targets) for part in sets]
+    train, validation = _divided(pixels[0], labels[0], (0.9, 0.1))
+    return {"train": train, "validation": validation, "test": _InMemory(pixels[1], labels[1])}, list(sets[0].classes)
+
+
+class _Folder:
+    """torchvision's ImageFolder with pixels from -1 to 1."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        from torchvision import datasets, transforms
+
+        steps = [transforms.Resize((size, size)), transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.5] * 3)]
+        self.images = datasets.ImageFolder(str(folder), transforms.Compose(steps))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, label = self.images[index]
+        return image, label
+
+
+def _folder(data: str, size: int) -> tuple[dict[str, Any], list[str]]:
+    root = Path(data)
+    names = [name for name in ("train", "validation", "test") if (root / name).is_dir()]
+    if "train" not in names or len(names) < 2:
+        raise ValueError(f"task.data {data!r} is neither digits, {', '.join(_TORCHVISION)}, nor a folder with train/ and"
+                         " validation/ (one folder per class in each)")  # fmt: skip
+    try:
+        parts = {name: _Folder(root / name, size) for name in names}
+    except FileNotFoundError as error:
+        raise ValueError(f"task.data {data!r}: {error}") from error
+    classes = parts["train"].images.classes
+    for name, part in parts.items():
+        if part.images.classes != classes:
+            raise ValueError(f"task.data {data!r}: {name}/ holds the classes {part.images.classes}, train/ {classes}")
+    return parts, list(classes)

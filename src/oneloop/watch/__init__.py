@@ -1,0 +1,1 @@
+"""Seeing what a run does, at no cost between two log steps."""

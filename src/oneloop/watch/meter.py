@@ -1,0 +1,50 @@
+"""Sums on the device between two log steps; reading them is the one visible host sync."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+
+class Meter:
+    """What happened since the last :meth:`read`: loss, weight, samples, time, and the last gradient norm."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        device = accelerator.device
+        self._loss = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self._norm = torch.zeros((), device=device)
+        self._weight = 0.0
+        self._samples = 0
+        self._since = time.perf_counter()
+
+    def add(self, loss: Tensor) -> None:
+        """Takes in one micro-batch's summed loss; no host sync."""
+        self._loss += loss.detach()
+
+    def step(self, *, weight: float, samples: int, norm: Tensor) -> None:
+        """Takes in one step: the global batch's weight and samples, and the global gradient norm before clipping."""
+        self._weight += weight
+        self._samples += samples
+        self._norm = norm
+
+    def read(self) -> dict[str, float]:
+        """The figures since the last read; one all-reduce and one host sync. Every rank must get here."""
+        told = torch.stack([self._loss, self._norm.to(self._loss.dtype) / self._accelerator.num_processes])
+        loss, norm = self._accelerator.reduce(told, "sum").tolist()
+        now = time.perf_counter()
+        figures = {
+            "train/loss": loss / self._weight,
+            "train/grad_norm": norm,
+            "train/samples_per_second": self._samples / (now - self._since),
+        }
+        self._loss.zero_()
+        self._weight, self._samples, self._since = 0.0, 0, now
+        return figures
+
+    def restart(self) -> None:
+        """Leaves the time since the last read (an evaluation) out of the next figures."""
+        self._since = time.perf_counter()

@@ -1,0 +1,66 @@
+"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere; nothing on other ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Display:
+    """Shows steps and figures; ``with Display(...) as display``.
+
+    Args:
+        total: steps of the run.
+        start: steps already done.
+        shown: False on all ranks but one.
+        console: where to; a terminal gets a bar.
+        interval: seconds between two plain lines, at least.
+    """
+
+    def __init__(
+        self, total: int, *, start: int = 0, shown: bool = True, console: Console | None = None, interval: float = 1.0
+    ) -> None:
+        self._total, self._start, self._began = total, start, time.monotonic()
+        self._console = console or Console(quiet=not shown)
+        self._bar: Progress | None = None
+        self._interval, self._last = interval, float("-inf")
+        if shown and self._console.is_terminal:
+            self._bar = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"),
+                                 TextColumn("left"), TimeRemainingColumn(), console=self._console)  # fmt: skip
+            self._task = self._bar.add_task("train", total=total, completed=start, text="")
+
+    def __enter__(self) -> Display:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def figures(self, step: int, figures: Mapping[str, float]) -> None:
+        """Shows the training figures of a log step."""
+        text = f"loss {figures['train/loss']:.4f}  {figures['train/samples_per_second']:,.0f} samples/s"
+        now = time.monotonic()
+        if self._bar:
+            self._bar.update(self._task, completed=step, text=text)
+        elif now - self._last >= self._interval or step == self._total:
+            self._last = now
+            left = (now - self._began) / max(1, step - self._start) * (self._total - step)
+            self.lines([f"step {step}/{self._total}  {text}  {left:.0f} s left"])
+
+    def results(self, step: int, results: Mapping[str, float]) -> None:
+        """Shows an evaluation."""
+        figures = "  ".join(f"{name} {value:.4f}" for name, value in results.items())
+        self.lines([f"step {step}  {figures}"])
+
+    def lines(self, texts: Iterable[str]) -> None:
+        """Shows lines that stay."""
+        for text in texts:
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,61 @@
+"""Where figures go: metrics.jsonl, and the trackers that accelerate knows. Only rank 0 writes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuses trackers that cannot be used.
+
+    Raises:
+        ValueError: not one of accelerate's, or its package is not installed.
+    """
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise ValueError(f"track {name!r} is none of accelerate's trackers: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}")
+        package = {"comet_ml": "comet_ml", "dvclive": "dvclive"}.get(name, name)
+        if find_spec(package) is None:
+            raise ValueError(f"track {name!r}: the package {package!r} is not installed; pip install {package}, or"
+                             " choose another tracker (--track tensorboard)")  # fmt: skip
+
+
+class Tracking:
+    """One JSON object per line in metrics.jsonl, and the same figures to the trackers."""
+
+    def __init__(self, accelerator: Accelerator, folder: Path, *, project: str, config: Mapping[str, Any]) -> None:
+        self._accelerator = accelerator
+        self._file: IO[str] | None = None
+        if accelerator.is_main_process:
+            self._file = (folder / "metrics.jsonl").open("a", buffering=1)
+        if accelerator.log_with:
+            flat = {f"{group}.{key}": str(value) for group, inside in config.items()
+                    for key, value in (inside.items() if isinstance(inside, Mapping) else (("", inside),))}  # fmt: skip
+            accelerator.init_trackers(project, config=flat)
+
+    def log(self, figures: Mapping[str, Any]) -> None:
+        """Writes one line; its numbers also go to the trackers. NaN and Inf are written as text: JSON has none."""
+        if self._file is None:
+            return
+        self._file.write(json.dumps({name: _plain(value) for name, value in figures.items()}) + "\n")
+        numbers = {name: value for name, value in figures.items() if "/" in name and isinstance(value, int | float)}
+        for tracker in self._accelerator.trackers:
+            tracker.log(numbers, step=figures["step"])
+
+    def close(self) -> None:
+        if self._accelerator.log_with:
+            self._accelerator.end_training()
+        if self._file is not None:
+            self._file.close()
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
