@@ -127,9 +127,11 @@ class Run:
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """The model on its device, wrapped for DDP or sharded for FSDP2. Build the optimizer afterwards."""
-        self.accelerator.ddp_handler.broadcast_buffers = has_batch_statistics(model)
         if not self.sharded:
-            return self.accelerator.prepare(model)  # type: ignore[no-any-return]
+            prepared = self.accelerator.prepare(model)
+            if isinstance(prepared, nn.parallel.DistributedDataParallel):
+                prepared.broadcast_buffers = has_batch_statistics(model)  # else a broadcast per forward for nothing
+            return prepared  # type: ignore[no-any-return]
         # accelerate wants an optimizer beside the model, and would rebind its parameters by address; the real one is
         # built on the sharded parameters instead.
         prepared, _ = self.accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
@@ -199,7 +201,8 @@ def start(*, sync_each_batch: bool = False, deterministic: bool = False, track: 
     if any(int(os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", 1)) > 1 for axis in ("TP", "CP", "SP")):
         raise BadInput("tensor, context or sequence parallelism is asked for, and only data parallelism (dp_replicate,"
                        " dp_shard) is supported; set the other sizes to 1")  # fmt: skip
-    state = PartialState()
+    on_cpu = not torch.accelerator.is_available()  # said to accelerate, several processes then get gloo
+    state = PartialState(cpu=on_cpu)
     _refuse_precision(precision, state.device)
     plugin = None
     if sharding:
@@ -210,6 +213,7 @@ def start(*, sync_each_batch: bool = False, deterministic: bool = False, track: 
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=_sharded_precision(precision))
     accelerator = Accelerator(
+        cpu=on_cpu,
         fsdp_plugin=plugin,
         log_with=list(track) or None,
         project_dir=None if folder is None else str(folder),

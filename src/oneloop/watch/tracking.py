@@ -51,8 +51,8 @@ class Tracking:
             tracker.log(numbers, step=figures["step"])
 
     def close(self) -> None:
-        if self._accelerator.log_with:
-            self._accelerator.end_training()
+        for tracker in self._accelerator.trackers:  # not end_training(), which also ends the process group
+            tracker.finish()
         if self._file is not None:
             self._file.close()
 
