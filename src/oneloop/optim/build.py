@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from oneloop.optim.muon import Muon, hidden_matrices
+from oneloop.optim.sgd import SGD
 
 OPTIMIZERS = {name: f"oneloop.optim.build.{name}" for name in ("adamw", "sgd", "muon", "adafactor")}
 Groups = list[dict[str, Any]]
@@ -83,7 +84,7 @@ def sgd(params: Groups, *, lr: float, momentum: float = 0.9, nesterov: bool = Fa
         momentum: share of the last update kept.
         nesterov: look ahead (needs momentum).
     """
-    return torch.optim.SGD(params, lr=lr, momentum=momentum, nesterov=nesterov, fused=_fused(params))
+    return SGD(params, lr=lr, momentum=momentum, nesterov=nesterov)
 
 
 def muon(

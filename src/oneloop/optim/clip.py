@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from oneloop.optim.local import local
+
 
 def global_norm(parameters: Iterable[Tensor]) -> Tensor:
     """L2 norm of all gradients together: a plain 0-dim tensor, equal on every rank. Every rank must get here.
@@ -23,5 +25,5 @@ def clip_(parameters: Iterable[Tensor], largest: float, norm: Tensor) -> None:
     """Scales the gradients in place so that their global norm is at most ``largest`` (0: leaves them alone)."""
     if not largest:
         return
-    gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
     torch._foreach_mul_(gradients, torch.clamp(largest / (norm + 1e-6), max=1.0))

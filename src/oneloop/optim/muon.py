@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from oneloop.optim.local import local
+
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
@@ -91,8 +93,9 @@ class Muon(Optimizer):
             elif params:
                 states = [self.state[parameter] for parameter in params]
                 beta1, beta2 = group["betas"]
-                adamw(params, [p.grad for p in params], [s["exp_avg"] for s in states],
-                      [s["exp_avg_sq"] for s in states], [], [s["step"] for s in states], fused=True,
+                adamw([local(p) for p in params], [local(p.grad) for p in params],
+                      [local(s["exp_avg"]) for s in states], [local(s["exp_avg_sq"]) for s in states], [],
+                      [s["step"] for s in states], fused=True,
                       grad_scale=None, found_inf=self.found_inf, amsgrad=False, beta1=beta1, beta2=beta2,
                       lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)  # fmt: skip
 
@@ -124,7 +127,3 @@ class Muon(Optimizer):
             whole = replicated.redistribute(mesh, cut).to_local()
         return whole
 
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; a plain tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,98 @@
+"""Small tasks for tests, with real data sets and models; every drawn sample is written down by its process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WORDS = 13
+
+
+def drawn(folder: Path, rank: int) -> list[int]:
+    """Sample ids that a rank loaded for training, in order."""
+    return [int(line) for line in (folder / f"drawn-{rank}.txt").read_text().split()]
+
+
+class Sequences:
+    """Token sequences of 2 to 9 tokens, the same on every machine."""
+
+    def __init__(self, count: int, *, seed: int, record: bool = False) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(2, 10, (count,), generator=generator).tolist()
+        self.samples = [torch.randint(0, WORDS, (length,), generator=generator) for length in lengths]
+        folder = os.environ.get("TINY_FOLDER")
+        self.record = Path(folder, f"drawn-{os.environ.get('RANK', '0')}.txt") if record and folder else None
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self.record:
+            with self.record.open("a") as file:
+                file.write(f"{index}\n")
+        return self.samples[index]
+
+
+class Net(nn.Module):
+    """Predicts the next token from this one."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, width)
+        self.inner = nn.Linear(width, 2 * width)
+        self.norm = nn.LayerNorm(2 * width)
+        self.drop = nn.Dropout(dropout)
+        self.head = nn.Linear(2 * width, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.drop(torch.tanh(self.norm(self.inner(self.embedding(tokens))))))
+
+
+class Ragged:
+    """Next-token prediction on sequences of different lengths.
+
+    Args:
+        samples: training sequences.
+        held_out: validation sequences.
+        width: of the model.
+        dropout: before the head.
+        spoiled: index of the training sequence whose loss is NaN (-1: none).
+    """
+
+    unit = "tokens"
+
+    def __init__(
+        self, samples: int = 37, held_out: int = 11, width: int = 8, dropout: float = 0.0, spoiled: int = -1
+    ) -> None:
+        self.samples, self.held_out, self.width, self.dropout, self.spoiled = samples, held_out, width, dropout, spoiled
+
+    def model(self) -> nn.Module:
+        return Net(self.width, self.dropout)
+
+    def train_set(self) -> Any:
+        return Sequences(self.samples, seed=1, record=True)
+
+    def eval_sets(self) -> dict[str, Any]:
+        return {"validation": Sequences(self.held_out, seed=2)}
+
+    def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
+        padded = nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-100)
+        return {"input": padded[:, :-1].clamp(min=0), "target": padded[:, 1:]}
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return (batch["target"] != -100).sum()
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        logits = model(batch["input"]).to(torch.promote_types(batch["input"].dtype, torch.float32))
+        if logits.dtype != torch.float64 and next(model.parameters()).dtype == torch.float64:
+            logits = model(batch["input"])
+        each = F.cross_entropy(logits.flatten(0, 1), batch["target"].flatten(), reduction="none")
+        each = each.view_as(batch["target"])
+        if self.spoiled >= 0:
+            each = torch.where((batch["index"] == self.spoiled)[:, None], each * torch.nan, each)
+        return each.sum(), {"loss": each.detach()}

@@ -1,0 +1,124 @@
+"""Real processes for tests: forked from a warm server, so that a world of two costs about two seconds.
+
+A world runs a function in each of its processes with the environment that ``accelerate launch`` would give it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "accelerate_configs"
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["warm"])
+
+
+@dataclass
+class World:
+    """What a world left behind: exit codes, results and output of its processes, by rank."""
+
+    codes: list[int | None]
+    results: list[Any]
+    output: str
+
+    def ok(self) -> list[Any]:
+        assert self.codes == [0] * len(self.codes), f"exit codes {self.codes}\n{self.output}"
+        return self.results
+
+
+def environment(config: str, *options: str) -> dict[str, str]:
+    """The variables that ``accelerate launch --config_file accelerate_configs/<config>.yaml`` sets."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+    words = ["--config_file", str(CONFIGS / f"{config}.yaml"), *options, "-m", "oneloop.train"]
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    made = prepare_multi_gpu_env(args) if args.multi_gpu or args.use_fsdp else prepare_simple_launcher_cmd_env(args)[1]
+    return {k: v for k, v in made.items() if k.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))}
+
+
+def run(
+    function: Callable[..., Any], *args: Any, ranks: int = 1, config: str | None = None, options: Sequence[str] = (),
+    variables: dict[str, str] | None = None, timeout: float = 120.0, folder: Path | None = None,
+) -> World:  # fmt: skip
+    """Runs ``function(*args)`` in ``ranks`` processes and waits for them."""
+    config = config or ("single" if ranks == 1 else "ddp")
+    shared = environment(config, *options) | (variables or {})
+    with tempfile.TemporaryDirectory() as scratch:
+        processes = []
+        port = _free_port()
+        for rank in range(ranks):
+            mine = dict(shared)
+            if ranks > 1:
+                mine |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+                         "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                         "OMP_NUM_THREADS": "1"}  # fmt: skip
+            process = _context.Process(target=_child, args=(function, args, mine, scratch, rank, str(folder or "")))
+            process.start()
+            processes.append(process)
+        for process in processes:
+            process.join(timeout)
+        late = [process for process in processes if process.is_alive()]
+        for process in late:
+            process.kill()
+            process.join()
+        output = "".join(
+            f"--- rank {rank}\n{Path(scratch, f'{rank}.txt').read_text()}"
+            for rank in range(ranks) if Path(scratch, f"{rank}.txt").exists()
+        )  # fmt: skip
+        assert not late, f"{len(late)} of {ranks} processes hung\n{output}"
+        results = [
+            pickle.loads(path.read_bytes()) if (path := Path(scratch, f"{rank}.pickle")).exists() else None
+            for rank in range(ranks)
+        ]
+        return World([process.exitcode for process in processes], results, output)
+
+
+def _child(function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], scratch: str, rank: int,
+           folder: str) -> None:  # fmt: skip
+    os.environ.update(env)
+    if folder:
+        os.chdir(folder)
+    output = os.open(Path(scratch, f"{rank}.txt"), os.O_CREAT | os.O_WRONLY, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    import torch
+
+    torch.set_num_threads(1)
+    code = 0
+    try:
+        result = function(*args)
+        Path(scratch, f"{rank}.pickle").write_bytes(pickle.dumps(result))
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def train(argv: Sequence[str]) -> None:
+    """``python -m oneloop.train`` with these words."""
+    from oneloop.train import main
+
+    main(list(argv))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
