@@ -20,6 +20,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "accelerate_configs"
 
+# The server takes its path from here (Python 3.11 gives it no other).
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["warm"])
 

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from importlib.metadata import distributions
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -120,22 +121,35 @@ class Folder:
         self.write(name, json.dumps(content, indent=2) + "\n")
 
 
-_PACKAGES = {"accelerate", "datasets", "numpy", "oneloop", "safetensors", "tokenizers", "torch", "torchmetrics",
-             "torchvision", "transformers"}  # fmt: skip
+_PACKAGES = ("accelerate", "datasets", "numpy", "oneloop", "safetensors", "tokenizers", "torch", "torchmetrics",
+             "torchvision", "transformers")  # fmt: skip
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def _git_revision() -> str | None:
+    if not shutil.which("git"):
+        return None
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() if asked.returncode == 0 else None
 
 
 def environment(**more: Any) -> dict[str, Any]:
     """What a run stood on: versions, machine, git revision, command, accelerate's settings."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False) if shutil.which("git") else None  # fmt: skip  # noqa: E501
-    names = {one.metadata["Name"].lower(): one.version for one in distributions()}
     return {
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": socket.gethostname(),
         "cpus": len(os.sched_getaffinity(0)),
-        "versions": {name: version for name, version in sorted(names.items()) if name in _PACKAGES},
-        "git": git.stdout.strip() if git and git.returncode == 0 else None,
+        "versions": _versions(),
+        "git": _git_revision(),
         "accelerate": {
             key: value for key, value in sorted(os.environ.items()) if key.startswith(("ACCELERATE_", "FSDP_"))
         },
