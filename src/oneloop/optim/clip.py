@@ -5,19 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from oneloop.optim.local import local
 
 
+@torch.no_grad()
 def global_norm(parameters: Iterable[Tensor]) -> Tensor:
     """L2 norm of all gradients together: a plain 0-dim tensor, equal on every rank. Every rank must get here.
 
-    Under FSDP2 it costs one small all-reduce (the shards' norms); elsewhere the gradients are already reduced.
+    Sharded gradients (FSDP2) cost one small all-reduce; others are already reduced.
     """
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    norm = torch.nn.utils.get_total_norm([gradient for gradient in gradients if not isinstance(gradient, DTensor)])
+    if not sharded:
+        return norm
+    square = torch.nn.utils.get_total_norm([local(gradient) for gradient in sharded]).square()
+    mesh, placements = sharded[0].device_mesh, sharded[0].placements
+    for dimension, placement in enumerate(placements):
+        if placement.is_shard():
+            dist.all_reduce(square, group=mesh.get_group(dimension))
+    return (square + norm.to(square.device).square()).sqrt()
 
 
 @torch.no_grad()
@@ -25,5 +36,5 @@ def clip_(parameters: Iterable[Tensor], largest: float, norm: Tensor) -> None:
     """Scales the gradients in place so that their global norm is at most ``largest`` (0: leaves them alone)."""
     if not largest:
         return
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     torch._foreach_mul_(gradients, torch.clamp(largest / (norm + 1e-6), max=1.0))

@@ -110,7 +110,7 @@ class Muon(Optimizer):
         momentum.lerp_(gradient, (1.0 - group["momentum"]) * torch.as_tensor(keep, dtype=weights.dtype))
         update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         update = self._orthogonalized(update, parameter, group["iterations"])
-        rows, columns = parameter.shape[0], parameter[0].numel()
+        rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
         size = 0.2 * max(rows, columns) ** 0.5
         weights.mul_(1.0 - group["lr"] * group["weight_decay"] * keep)
         weights.sub_(update * (group["lr"] * size * keep))

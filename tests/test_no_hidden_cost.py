@@ -1,0 +1,91 @@
+"""Promise 7: between two log steps no device is read, and nothing is communicated beyond the strategy's own."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from test_same_weights import words
+from worlds import run
+
+READS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::masked_select")
+
+
+def counted(argv: list[str]) -> dict[str, int]:
+    """Device reads and collectives of a whole run, by the profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from oneloop import train
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        code = 0
+        try:
+            original, train.Run.end = train.Run.end, lambda self, code: None
+            train.main(argv)
+        except SystemExit as end:
+            code = end.code
+        train.Run.end = original
+    assert not code
+    return Counter(event.name for event in profiled.events()
+                   if event.name.startswith("c10d::") or (event.name in READS and not _inside_kernel(event)))  # fmt: skip
+
+
+def _inside_kernel(event) -> bool:
+    """The CPU kernel of fused AdamW reads its own step counters, where CUDA's leaves them on the device."""
+    while event is not None and event.name != "aten::_fused_adamw_":
+        event = event.cpu_parent
+    return event is not None
+
+
+def per_step(tmp_path, *, ranks: int, strategy: str, optimizer: str, accumulate: int = 2) -> Counter[str]:
+    """What ten steps add that do not log: a longer run less a shorter one."""
+    counts = []
+    for steps in (10, 20):
+        folder = tmp_path / str(steps)
+        folder.mkdir()
+        argv = [*words(folder, ranks=ranks, accumulate=accumulate, steps=steps, dtype="float32", optimizer=optimizer),
+                "--log.every", "1000", "--schedule.warmup", "0"]  # fmt: skip
+        counts.append(Counter(run(counted, argv, ranks=ranks, config=strategy).ok()[0]))
+    return Counter({name: count for name in counts[1] if (count := counts[1][name] - counts[0][name])})
+
+
+def test_the_count_sees_a_read_and_a_collective(tmp_path):
+    assert run(_reads_and_reduces, ranks=2).ok()[0] == {"read": True, "collective": True}
+
+
+def _reads_and_reduces() -> dict[str, bool]:
+    import torch
+    import torch.distributed as dist
+    from torch.profiler import profile
+
+    dist.init_process_group("gloo")
+    with profile() as profiled:
+        one = torch.ones(3)
+        dist.all_reduce(one)
+        float(one.sum())
+    names = {event.key for event in profiled.key_averages()}
+    return {"read": bool(names & set(READS)), "collective": any(name.startswith("c10d::allreduce") for name in names)}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_one_process_reads_and_sends_nothing(tmp_path, optimizer):
+    assert per_step(tmp_path, ranks=1, strategy="single", optimizer=optimizer) == {}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_ddp_sends_its_bucket_and_one_small_sum(tmp_path, optimizer):
+    # One bucket per step, whatever the accumulation, and the sum of weight and stop flag.
+    assert per_step(tmp_path, ranks=2, strategy="ddp", optimizer=optimizer) == {"c10d::allreduce_": 20}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_fsdp2_sends_its_own_and_one_small_sum(tmp_path, optimizer):
+    found = per_step(tmp_path, ranks=2, strategy="fsdp2", optimizer=optimizer)
+    own = {
+        "c10d::_allgather_base_": 40,  # accelerate makes two units of this model: gathered in both micro-batches
+        "c10d::_reduce_scatter_base_": 20,  # and scattered once per step
+        "c10d::allreduce_": 20,  # the gradient norm; weight and stop flag
+    }
+    if optimizer == "muon":
+        own["c10d::allgather_into_tensor_coalesced_"] = 10  # Muon gathers its one matrix
+    assert found == own
