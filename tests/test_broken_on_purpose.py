@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from test_same_weights import BATCH, distance, expected, trained
 from worlds import run, train
 
@@ -66,9 +67,8 @@ def test_each_break_is_found(tmp_path, name):
 
 def bf16_gradients(ids: list[int], ranks: int, accumulate: int) -> dict[str, Any]:
     """One SGD step as FSDP2 should make it: every micro-batch computed in bf16, all of them summed in float32."""
-    from tiny import Ragged, Sequences
-
     from oneloop.data.order import key
+    from tiny import Ragged, Sequences
 
     torch.manual_seed(key(0))
     task = Ragged()
@@ -99,9 +99,8 @@ def test_fsdp2_reduces_in_float32(tmp_path, reduce_in):
              "--optimizer.momentum", "0", "--optimizer.weight_decay", "0", "--optimizer.lr", "1")  # fmt: skip
     weights, _, ids = trained(tmp_path / "a", ranks=2, accumulate=2, strategy="fsdp2", steps=1, optimizer="sgd",
                               function=InBf16(function), extra=extra)  # fmt: skip
-    from tiny import Ragged
-
     from oneloop.data.order import key
+    from tiny import Ragged
 
     torch.manual_seed(key(0))
     start = Ragged().model().state_dict()

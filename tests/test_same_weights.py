@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import PlainMuon, cosine_with_warmup, plain_loop
 from safetensors.torch import load_file
+
+from reference import PlainMuon, cosine_with_warmup, plain_loop
 from tiny import Ragged, Sequences, drawn
 from worlds import run, train
 

@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """Imported once by the server that test processes are forked from; starts no thread."""
 
 import os
@@ -5,16 +6,16 @@ import os
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import sklearn.datasets  # noqa: E402, F401
-import torch.distributed.checkpoint  # noqa: E402, F401
-import torch.distributed.fsdp  # noqa: E402, F401
-import torch.distributed.tensor  # noqa: E402, F401
-import torch.utils.tensorboard  # noqa: E402, F401
-import torchmetrics.classification  # noqa: E402, F401
-import torchvision  # noqa: E402, F401
-import transformers.integrations.sdpa_attention  # noqa: E402, F401
+import sklearn.datasets
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor
+import torch.utils.tensorboard
+import torchmetrics.classification
+import torchvision
+import transformers.integrations.sdpa_attention
 
-import oneloop.tasks.causal_lm  # noqa: E402, F401
-import oneloop.tasks.image_classification  # noqa: E402, F401
-import oneloop.tasks.text_classification  # noqa: E402, F401
-import oneloop.train  # noqa: E402, F401
+import oneloop.tasks.causal_lm
+import oneloop.tasks.image_classification
+import oneloop.tasks.text_classification
+import oneloop.train

@@ -23,9 +23,7 @@ class Duration:
     """
 
     def __init__(self, text: str | int | Duration) -> None:
-        if isinstance(text, Duration):
-            text = text.text
-        self.text = str(text).strip()
+        self.text: str = text.text if isinstance(text, Duration) else str(text).strip()
         match = _FORM.fullmatch(self.text)
         if match is None or match[3] not in _UNITS:
             raise ValueError(

@@ -63,7 +63,9 @@ def build_job(recipe: Recipe, *, ranks: int) -> Job:
     check(task)
     train_set, eval_sets = task.train_set(), task.eval_sets()
     check_sets(train_set, eval_sets)
-    metrics = sorted(f"{prefix(name)}/{metric}" for name in eval_sets if name != "test" for metric in metric_names(task))
+    metrics = sorted(
+        f"{prefix(name)}/{metric}" for name in eval_sets if name != "test" for metric in metric_names(task)
+    )
     if metrics and recipe.eval.best not in metrics:
         raise ValueError(f"eval.best {recipe.eval.best!r} is none of this task's metrics: {', '.join(metrics)}")
     if recipe.debug.overfit:

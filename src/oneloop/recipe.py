@@ -27,7 +27,7 @@ from oneloop.optim.build import OPTIMIZERS
 from oneloop.optim.schedule import SCHEDULES
 from oneloop.tasks.base import TASKS
 
-register_type(Duration, serializer=lambda duration: duration.text, deserializer=Duration)  # type: ignore[no-untyped-call]
+register_type(Duration, serializer=lambda duration: duration.text, deserializer=Duration)
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 RECIPES = resources.files("oneloop") / "recipes"

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ class Run:
         self.main: bool = accelerator.is_main_process
         self.signal: str | None = None
         # A group on the host: what the ranks agree on never waits for a device.
-        self._host = dist.new_group(backend="gloo") if self.ranks > 1 else None
+        self._host = cast("dist.ProcessGroup | None", dist.new_group(backend="gloo") if self.ranks > 1 else None)
         self._interrupts = 0
 
     # --- stopping ---

@@ -51,7 +51,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     validation = {name: dataset for name, dataset in job.eval_sets.items() if name != "test"}
     meter = Meter(accelerator)
     tracking = Tracking(accelerator, folder.path, project=recipe.name, config=recipe.resolved)
-    reason, stopped, results = "done", False, {}
+    reason, stopped = "done", False
+    results: dict[str, float] = {}
 
     with Display(job.steps, start=count.step, shown=run.main) as display:
         display.lines(introduction(job, run, model, optimizer))

@@ -24,7 +24,9 @@ def gathered_weights(model: nn.Module) -> dict[str, Tensor]:
 
     Names are those of the bare model: no ``module.``, no ``_orig_mod.``. Tied weights stand there once.
     """
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state: dict[str, Any] = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     tied = tied_names(bare(model))
     return {name: tensor.contiguous() for name, tensor in state.items() if name not in tied}
 
@@ -54,7 +56,9 @@ def load_weights(model: nn.Module, source: str) -> None:
         ValueError: there are none, or they are not this model's.
     """
     path = Path(source)
-    tried = [path] if path.suffix == ".safetensors" else [path / "final" / "model.safetensors", path / "model.safetensors"]
+    tried = (
+        [path] if path.suffix == ".safetensors" else [path / "final" / "model.safetensors", path / "model.safetensors"]
+    )
     file = next((one for one in tried if one.is_file()), None)
     if file is None:
         raise ValueError(f"init.from {source!r}: no weights there (looked for {' and '.join(map(str, tried))})")

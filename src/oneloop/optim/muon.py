@@ -33,10 +33,10 @@ def hidden_matrices(model: nn.Module, adamw_for: tuple[str, ...] = ()) -> set[Te
 
 def orthogonalized(matrix: Tensor, *, iterations: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
     """Roughly the nearest orthogonal matrix, by Newton-Schulz; shape (rows, columns), in ``dtype`` or better."""
-    x = matrix.to(torch.promote_types(dtype, matrix.dtype) if dtype is torch.float32 else dtype)
+    x: Tensor = matrix.to(torch.promote_types(dtype, matrix.dtype) if dtype is torch.float32 else dtype)
     tall = x.shape[0] > x.shape[1]
     x = x.mT if tall else x
-    x = x / (x.norm() + 1e-7)
+    x = x / (torch.linalg.vector_norm(x) + 1e-7)
     a, b, c = _QUINTIC
     for _ in range(iterations):
         gram = x @ x.mT
@@ -100,9 +100,9 @@ class Muon(Optimizer):
                       lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)  # fmt: skip
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        weights, gradient, momentum = (
-            local(tensor) for tensor in (parameter, parameter.grad, self.state[parameter]["momentum"])
-        )
+        weights, momentum = local(parameter), local(self.state[parameter]["momentum"])
+        assert parameter.grad is not None
+        gradient = local(parameter.grad)
         keep: float | Tensor = 1.0
         if self.found_inf is not None:  # 0 or 1, without asking the device which
             keep = (1.0 - self.found_inf).to(weights.dtype)
@@ -126,4 +126,3 @@ class Muon(Optimizer):
             replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
             whole = replicated.redistribute(mesh, cut).to_local()
         return whole
-

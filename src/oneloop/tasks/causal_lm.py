@@ -115,7 +115,9 @@ class CausalLM:
         from torchmetrics import MetricCollection
         from torchmetrics.aggregation import SumMetric
 
-        sums = {name: SumMetric(nan_strategy="disable").set_dtype(torch.float64) for name in ("nats", "tokens", "bytes")}
+        sums: Any = {
+            name: SumMetric(nan_strategy="disable").set_dtype(torch.float64) for name in ("nats", "tokens", "bytes")
+        }
         return MetricCollection(sums, compute_groups=False)
 
     def update(self, metrics: Any, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+_Augment = Literal["none", "shifted", "mirrored"]
 _TORCHVISION = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}
 
 
@@ -53,8 +54,8 @@ class ImageClassification:
             parts, self.classes = _torchvision(data, root, download)
         else:
             parts, self.classes = _folder(data, image_size)
-        shift = "none" if not augment else "mirrored" if mirror else "shifted"
-        self._train = Images(parts.pop("train"), augment=shift)
+        how: _Augment = "none" if not augment else "mirrored" if mirror else "shifted"
+        self._train = Images(parts.pop("train"), augment=how)
         self._evals = {name: Images(part) for name, part in parts.items()}
         self.shape = tuple(self._train[0][0].shape)
 
@@ -102,7 +103,7 @@ class ImageClassification:
 class Images:
     """Images (float, channels x height x width, about -1 to 1) with labels, from pixels in memory or on disk."""
 
-    def __init__(self, part: Any, *, augment: Literal["none", "shifted", "mirrored"] = "none") -> None:
+    def __init__(self, part: Any, *, augment: _Augment = "none") -> None:
         self.part = part
         self.augment = augment
         self.deterministic = augment == "none"

@@ -21,7 +21,9 @@ def check_trackers(names: Sequence[str]) -> None:
     """
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
-            raise ValueError(f"track {name!r} is none of accelerate's trackers: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}")
+            raise ValueError(
+                f"track {name!r} is none of accelerate's trackers: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
+            )
         package = {"comet_ml": "comet_ml", "dvclive": "dvclive"}.get(name, name)
         if find_spec(package) is None:
             raise ValueError(f"track {name!r}: the package {package!r} is not installed; pip install {package}, or"

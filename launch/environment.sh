@@ -1,0 +1,29 @@
+# Sourced by the scripts beside it: an environment with oneloop and the extra named by $1, made only where it is missing.
+# Uses the active environment, else .venv. Sets $python.
+extra=$1
+if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
+  if [ ! -x .venv/bin/python ]; then
+    base=${PYTHON:-python3}
+    "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
+      echo "oneloop needs Python 3.10 or newer; $base is $("$base" --version 2>&1). Set PYTHON to a newer one." >&2
+      exit 2
+    }
+    echo "making .venv"
+    "$base" -m venv .venv
+  fi
+  export VIRTUAL_ENV="$PWD/.venv" PATH="$PWD/.venv/bin:$PATH"
+fi
+prefix=${VIRTUAL_ENV:-$CONDA_PREFIX}
+python=$prefix/bin/python
+stamp=$prefix/.oneloop-$extra
+wanted="$PWD $(cksum < pyproject.toml)"
+if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+  echo "installing oneloop[$extra] into $prefix (several GB the first time)"
+  if command -v uv >/dev/null || "$python" -m pip install --quiet uv 2>/dev/null; then
+    uv=$(command -v uv || echo "$prefix/bin/uv")
+    "$uv" pip install --quiet --python "$python" -e ".[$extra]"
+  else
+    "$python" -m pip install --quiet -e ".[$extra]"
+  fi
+  echo "$wanted" > "$stamp"
+fi
