@@ -10,7 +10,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from oneloop.errors import BAD_INPUT, ERROR
+import yaml
+
+from oneloop.errors import BAD_INPUT, ERROR, BadInput
 
 _USAGE = """usage: oneloop launch [accelerate launch's options] RECIPE [--key value …]
 
@@ -39,7 +41,11 @@ def launch(words: Sequence[str]) -> int:
     if words and words[0] in ("-h", "--help"):
         print(_USAGE)
         return 0
-    options, training = _divided(words)
+    try:
+        options, training = _divided(words)
+    except BadInput as error:
+        print(f"oneloop: {error}", file=sys.stderr)
+        return BAD_INPUT
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *options, "-m", "oneloop.train",
                *training]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="oneloop-") as folder:
@@ -55,12 +61,28 @@ def launch(words: Sequence[str]) -> int:
 
 
 def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """accelerate's options, and from the recipe on the trainer's: accelerate's own parser says where they part."""
-    from accelerate.commands.launch import launch_command_parser
+    """accelerate's options, and from the recipe on the trainer's: accelerate's own parser says where they part.
 
-    parsed = launch_command_parser().parse_args([*words]) if words else None
-    if parsed is None or parsed.training_script is None:
-        return list(words), []
+    Raises:
+        BadInput: what accelerate would answer with a traceback.
+    """
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils import is_fp8_available
+
+    if not words:
+        raise BadInput("no recipe given; for example: oneloop launch --config_file accelerate_configs/single.yaml digits")
+    parsed = launch_command_parser().parse_args([*words])
+    precision = parsed.mixed_precision
+    if parsed.config_file is not None:
+        try:
+            config = yaml.safe_load(Path(parsed.config_file).read_text())
+            precision = precision or config.get("mixed_precision")
+        except OSError as error:
+            raise BadInput(f"--config_file {parsed.config_file} cannot be read: {error.strerror}") from error
+        except (yaml.YAMLError, AttributeError) as error:
+            raise BadInput(f"--config_file {parsed.config_file} is not an accelerate config file") from error
+    if precision == "fp8" and not is_fp8_available():
+        raise BadInput("mixed_precision fp8 needs torchao or transformer-engine, and neither is installed; use bf16")
     training = [parsed.training_script, *parsed.training_script_args]
     return list(words[: len(words) - len(training)]), training
 

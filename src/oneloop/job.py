@@ -15,11 +15,10 @@ from oneloop.data.groups import Split, Weighed
 from oneloop.data.order import Order, key
 from oneloop.duration import Scale
 from oneloop.evaluate import higher_is_better, metric_names, prefix
-from oneloop.optim.build import build
+from oneloop.optim.build import build, refuse_if_sharded
 from oneloop.optim.schedule import LearningRate, learning_rate
 from oneloop.recipe import Recipe, resolve
 from oneloop.tasks.base import check, check_sets
-from oneloop.watch.tracking import check_trackers
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,14 @@ class Job:
         return build(make, model, lr=chosen.lr, weight_decay=chosen.weight_decay, options=chosen.options)
 
 
-def build_job(recipe: Recipe, *, ranks: int) -> Job:
+def build_job(recipe: Recipe, *, ranks: int, sharded: bool = False) -> Job:
     """Builds what the recipe names.
 
     Raises:
         ValueError: what was asked, what was found, what to do.
     """
-    check_trackers(recipe.track)
+    if sharded:
+        refuse_if_sharded(resolve("optimizer", recipe.optimizer.name))
     split = Split(recipe.batch.size, ranks, recipe.batch.micro)
     task = resolve("task", recipe.task.name)(**recipe.task.options)
     check(task)

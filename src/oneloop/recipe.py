@@ -190,7 +190,7 @@ _NOT_OPTIONS = {
     "task": frozenset[str](),
     "optimizer": frozenset({"params", "model", "lr", "weight_decay", "foreach", "fused", "capturable", "maximize"}
                            | {"differentiable", "decoupled_weight_decay"}),
-    "schedule": frozenset({"step", "total", "final"}),
+    "schedule": frozenset({"step", "total", "final", "reductions"}),
 }  # fmt: skip
 
 
@@ -292,7 +292,7 @@ def read(argv: Sequence[str]) -> Recipe:
         namespace = made.parse_args([_argument(key, value, made) for key, value in given.items()])
     except Exception as error:  # jsonargparse raises many kinds; all say what was wrong with which key
         raise BadInput(_one_line(error)) from error
-    resolved = yaml.safe_load(made.dump(namespace, skip_none=False))
+    resolved = yaml.safe_load(made.dump(namespace, skip_unset=False))
     recipe = _build(name, namespace, resolved)
     if "print_config" in flags:
         print(recipe.yaml(), end="")

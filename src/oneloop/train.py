@@ -27,7 +27,7 @@ from oneloop.runtime import Run, leave, start
 from oneloop.watch.introduction import introduction
 from oneloop.watch.meter import Meter
 from oneloop.watch.progress import Display
-from oneloop.watch.tracking import Tracking
+from oneloop.watch.tracking import Tracking, check_trackers
 
 
 def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
@@ -127,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     is_main = int(os.environ.get("RANK", "0")) == 0
     try:
         recipe = read(sys.argv[1:] if argv is None else argv)
+        check_trackers(recipe.track)
         folder = Folder(recipe.folder)
         run = start(sync_each_batch=recipe.machine.sync_each_batch, deterministic=recipe.machine.deterministic,
                     track=recipe.track, folder=recipe.folder)  # fmt: skip
@@ -136,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             run.say(finished)
             leave(errors.DONE, main=is_main)
         with run.setting_up():
-            job = build_job(recipe, ranks=run.ranks)
+            job = build_job(recipe, ranks=run.ranks, sharded=run.sharded)
         with run.setting_up():
             if is_main:
                 folder.open()

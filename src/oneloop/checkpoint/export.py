@@ -73,7 +73,7 @@ def load_weights(model: nn.Module, source: str) -> None:
               for name in sorted(own.keys() & weights.keys()) if own[name].shape != weights[name].shape]  # fmt: skip
     if missing or unexpected or shapes:
         found = [f"{what}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
-                 for what, names in (("missing", missing), ("unexpected", unexpected), ("other shape", shapes)) if names]  # fmt: skip  # noqa: E501
+                 for what, names in (("missing", missing), ("unexpected", unexpected), ("other shape", shapes)) if names]  # fmt: skip
         raise ValueError(f"init.from {source!r}: {file.name} is not of this model ({'; '.join(found)});"
                          " choose weights of the same task.* settings")  # fmt: skip
     with torch.no_grad():

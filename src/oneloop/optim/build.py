@@ -59,6 +59,17 @@ def build(
     return make(decay_groups(model.named_parameters(), weight_decay), lr=lr, **extra, **(options or {}))
 
 
+def refuse_if_sharded(make: Callable[..., Optimizer]) -> None:
+    """Refuses optimizers that cannot update sharded parameters.
+
+    Raises:
+        ValueError: for Adafactor, whose row and column means torch takes over a shard only.
+    """
+    if make in (adafactor, torch.optim.Adafactor):
+        raise ValueError("optimizer.name adafactor is asked for under FSDP2, where torch's Adafactor cannot update"
+                         " sharded parameters; use adamw or muon, or run it with ddp.yaml")  # fmt: skip
+
+
 def _fused(groups: Groups) -> bool:
     return all(p.device.type in _FUSED_DEVICES for group in groups for p in group["params"])
 
@@ -137,9 +148,6 @@ def adafactor(
         eps: terms for the update's denominator and for the parameter's scale.
         d: clipping threshold of the update.
     """
-    if any(type(p).__name__ == "DTensor" for group in params for p in group["params"]):
-        raise ValueError("optimizer.name adafactor: torch's Adafactor cannot update sharded parameters; use adamw or"
-                         " muon under FSDP2, or run adafactor with ddp.yaml")  # fmt: skip
     return torch.optim.Adafactor(params, lr=lr, beta2_decay=beta2_decay, eps=eps, d=d)
 
 

@@ -128,14 +128,18 @@ def shifted(image: Tensor, most: int) -> Tensor:
 
 
 class CNN(nn.Module):
-    """Three convolutions with GroupNorm; no dropout unless asked, no batch statistics."""
+    """Three convolutions with GroupNorm; no dropout unless asked, no batch statistics.
+
+    It averages where others take a maximum: a near-tie under a maximum sends the gradient one way or the other by
+    rounding alone, and two splits of a batch would then part by 1e-3 within 40 float32 steps instead of 1e-7.
+    """
 
     def __init__(self, channels: int, classes: int, *, width: int = 32, dropout: float = 0.0) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         for inside, outside in ((channels, width), (width, 2 * width), (2 * width, 4 * width)):
             layers += [nn.Conv2d(inside, outside, 3, padding=1, bias=False), nn.GroupNorm(8, outside), nn.GELU()]
-            layers += [nn.MaxPool2d(2)] if inside != channels else []
+            layers += [nn.AvgPool2d(2)] if inside != channels else []
         self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(dropout))
         self.head = nn.Linear(16 * width, classes)
 

@@ -12,21 +12,23 @@ from typing import IO, Any
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+from oneloop.errors import BadInput
+
 
 def check_trackers(names: Sequence[str]) -> None:
     """Refuses trackers that cannot be used.
 
     Raises:
-        ValueError: not one of accelerate's, or its package is not installed.
+        BadInput: not one of accelerate's, or its package is not installed.
     """
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
-            raise ValueError(
+            raise BadInput(
                 f"track {name!r} is none of accelerate's trackers: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
             )
         package = {"comet_ml": "comet_ml", "dvclive": "dvclive"}.get(name, name)
         if find_spec(package) is None:
-            raise ValueError(f"track {name!r}: the package {package!r} is not installed; pip install {package}, or"
+            raise BadInput(f"track {name!r}: the package {package!r} is not installed; pip install {package}, or"
                              " choose another tracker (--track tensorboard)")  # fmt: skip
 
 

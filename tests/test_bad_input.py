@@ -1,0 +1,117 @@
+"""Promise 8: bad input is exit code 2 and one message that names the key and the fix; nothing is written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from worlds import CONFIGS, run, train
+
+EMPTY = """
+from oneloop.tasks.image_classification import ImageClassification
+class Empty(ImageClassification):
+    def eval_sets(self):
+        return {"validation": []}
+class NotATask:
+    pass
+"""
+
+# kind: (words after the recipe, what the message must say, accelerate's options)
+BAD = {
+    "unknown key": (["digits", "--batch.siez", "3"], ["batch.siez", "did you mean 'batch.size'"]),
+    "misspelt recipe": (["digit"], ["'digit'", "did you mean 'digits'"]),
+    "wrong type": (["digits", "--batch.size", "many"], ["batch.size", "int", "many"]),
+    "impossible split": (["digits", "--batch.size", "100", "--batch.micro", "16"],
+                         ["batch.size 100", "micro 16", "nearest size: 96"]),
+    "missing file": (["missing/recipe.yaml"], ["missing/recipe.yaml", "No such file"]),
+    "missing weights": (["digits", "--init.from", "nowhere"], ["init.from", "nowhere", "looked for"]),
+    "broken YAML": (["broken.yaml"], ["broken.yaml", "not valid YAML", "line 2"]),
+    "a class that does not exist": (["digits", "--task", "mine.Missing"], ["mine.Missing", "has no 'Missing'"]),
+    "a module that does not exist": (["digits", "--task", "nowhere.Task"], ["nowhere.Task", "not found"]),
+    "a class that is no task": (["digits", "--task", "mine.NotATask"], ["NotATask", "lacks model, train_set"]),
+    "a negative duration": (["digits", "--duration", "-5"], ["duration", "-5", "never negative"]),
+    "an eval set that is empty": (["digits", "--task", "mine.Empty"], ["validation set is empty"]),
+    "an unwritable run folder": (["digits", "--run.dir", "/proc/oneloop/run"], ["run.dir", "/proc/oneloop/run"]),
+    "a tracker that is not installed": (["digits", "--track", "wandb"], ["track 'wandb'", "pip install wandb"]),
+    "a tracker that is none": (["digits", "--track", "tensorbored"], ["tensorbored", "tensorboard"]),
+    "no recipe": ([], ["no recipe given", "digits"]),
+    "two recipes": (["digits", "gpt"], ["two recipes"]),
+    "a group as a key": (["digits", "--batch", "3"], ["batch is a group", "batch.size"]),
+    "a key without a value": (["digits", "--batch.size"], ["batch.size needs a value"]),
+    "an unknown metric": (["digits", "--eval.best", "eval/acc"], ["eval.best", "eval/accuracy"]),
+    "a warm-up longer than the run": (["digits", "--duration", "5", "--schedule.warmup", "6"], ["schedule.warmup"]),
+    "a duration of none": (["digits", "--duration", "0"], ["duration 0", "the shortest is 1"]),
+    "tokens of images": (["digits", "--duration", "5M tokens"], ["duration", "tokens", "samples"]),
+    "an unknown optimizer": (["digits", "--optimizer.name", "adamv"], ["optimizer.name", "did you mean 'adamw'"]),
+    "an option of another optimizer": (["digits", "--optimizer.momentum", "0.9"], ["optimizer.momentum"]),
+    "an unknown model": (["digits", "--task.model", "resnet19"], ["task.model", "resnet18"]),
+    "an unknown data set": (["digits", "--task.data", "diggits"], ["task.data", "diggits"]),
+    "a learning rate below zero": (["digits", "--optimizer.lr", "-1"], ["optimizer.lr", "at least 0"]),
+    "a batch of none": (["digits", "--batch.size", "0"], ["batch.size", "at least 1"]),
+}  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path) -> Path:
+    (tmp_path / "mine.py").write_text(EMPTY)
+    (tmp_path / "broken.yaml").write_text("batch:\n  size: [3\n")
+    return tmp_path
+
+
+def check(codes: list[int | None], output: str, says: list[str], here: Path, before: set[Path]) -> None:
+    assert set(codes) == {2}, output
+    messages = [line for line in output.splitlines() if line.startswith("oneloop: ")]
+    assert len(messages) == 1, output
+    for words in says:
+        assert words in messages[0], f"{words!r} not in {messages[0]!r}"
+    assert "Traceback" not in output, output
+    left = {path for path in here.rglob("*") if "__pycache__" not in path.parts}
+    assert left == before, f"left behind: {left - before}"
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input_is_one_message_and_exit_code_2(here, kind):
+    words, says = BAD[kind]
+    before = set(here.rglob("*"))
+    world = run(_with_path, str(here), words, folder=here)
+    check(world.codes, world.output, says, here, before)
+
+
+def _with_path(here: str, words: list[str]) -> None:
+    sys.path.insert(0, here)
+    train(words)
+
+
+@pytest.mark.parametrize(("words", "says", "config", "options"), [
+    (["digits", "--batch.size", "1"], ["batch.size 1", "2 ranks", "nearest size: 2"], "ddp", []),
+    (["digits", "--run.dir", "/proc/oneloop/run"], ["run.dir"], "ddp", []),
+    (["digits", "--optimizer.name", "adafactor"], ["adafactor", "ddp.yaml"], "fsdp2", []),
+    (["digits"], ["fp16", "CPU", "bf16"], "ddp", ["--mixed_precision", "fp16"]),
+])  # fmt: skip
+def test_all_ranks_end_together(here, words, says, config, options):
+    before = set(here.rglob("*"))
+    world = run(train, words, ranks=2, config=config, options=options, folder=here)
+    check(world.codes, world.output, says, here, before)
+
+
+def test_fp8_where_there_is_none(here):
+    before = set(here.rglob("*"))
+    world = run(train, ["digits"], variables={"ACCELERATE_MIXED_PRECISION": "fp8"}, folder=here)
+    check(world.codes, world.output, ["fp8", "cpu", "bf16"], here, before)
+
+
+@pytest.mark.parametrize(("command", "words", "says"), [
+    ([sys.executable, "-m", "oneloop.train"], ["digits", "--batch.siez", "3"], ["batch.siez"]),
+    ([sys.executable, "-m", "oneloop.cli", "launch", "--config_file", str(CONFIGS / "single.yaml"),
+      "--mixed_precision", "fp16"], ["digits"], ["fp16", "CPU"]),
+    ([sys.executable, "-m", "oneloop.cli", "launch", "--config_file", str(CONFIGS / "ddp.yaml")],
+     ["digits", "--batch.size", "1"], ["2 ranks", "nearest size: 2"]),
+    ([sys.executable, "-m", "oneloop.cli", "launch", "--mixed_precision", "fp8"], ["digits"], ["fp8", "bf16"]),
+    ([sys.executable, "-m", "oneloop.cli", "launch", "--config_file", "nowhere.yaml"], ["digits"], ["nowhere.yaml"]),
+])  # fmt: skip
+def test_the_commands_as_typed(here, command, words, says):
+    before = set(here.rglob("*"))
+    ended = subprocess.run([*command, *words], cwd=here, capture_output=True, text=True, timeout=120, check=False)
+    check([ended.returncode], ended.stdout + ended.stderr, says, here, before)

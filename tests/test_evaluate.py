@@ -1,0 +1,94 @@
+"""Evaluation counts every sample exactly once, for any number of ranks, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from worlds import run
+
+SIZES = (1, 7, 16, 33)
+MICROS = (4, 16)
+
+
+class Squares:
+    """y = x; the loss of sample i is i squared, its weight i + 1."""
+
+    def collate(self, samples):
+        return {"x": torch.tensor(samples, dtype=torch.float32)[:, None]}
+
+    def weight(self, batch):
+        return (batch["x"] + 1).sum()
+
+    def loss(self, model, batch):
+        out = model(batch["x"])
+        return out.square().sum(), {"seen": batch["x"][:, 0].detach()}
+
+    def metrics(self):
+        from torchmetrics import MetricCollection
+        from torchmetrics.aggregation import CatMetric, SumMetric
+
+        return MetricCollection({"count": SumMetric(), "each": CatMetric()}, compute_groups=False)
+
+    def update(self, metrics, batch, outputs):
+        metrics["count"].update(torch.ones_like(outputs["seen"]))
+        metrics["each"].update(outputs["seen"])
+
+
+class Same(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.drop = nn.Dropout(0.5)
+        self.frozen = nn.Dropout(0.5).eval()
+
+    def forward(self, x):
+        return self.frozen(self.drop(x * self.scale))
+
+
+def results() -> dict:
+    from torch.distributed.fsdp import FSDPModule
+
+    from oneloop.evaluate import evaluate
+    from oneloop.runtime import start
+
+    world = start()
+    model = world.prepare(Same())
+    found = {}
+    for size in SIZES:
+        for micro in MICROS:
+            model.train()
+            inner = model.module if hasattr(model, "module") else model
+            inner.frozen.eval()
+            found[size, micro] = evaluate(Squares(), model, list(range(size)), accelerator=world.accelerator, micro=micro)
+            assert model.training and inner.drop.training and not inner.frozen.training
+            if isinstance(model, FSDPModule):
+                assert type(inner.scale).__name__ == "DTensor"  # sharded again
+    assert evaluate(Squares(), model, [1, 2], accelerator=world.accelerator, micro=1, interrupted=lambda: True) is None
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (3, "ddp"), (2, "fsdp2")])
+def test_every_sample_counts_once(ranks, config):
+    for found in run(results, ranks=ranks, config=config).ok():
+        for size in SIZES:
+            wanted = sum(i * i for i in range(size)) / sum(i + 1 for i in range(size))
+            for micro in MICROS:
+                assert found[size, micro]["loss"] == pytest.approx(wanted, rel=1e-12)
+                assert found[size, micro]["count"] == size
+                assert "each" not in found[size, micro] or size == 1
+
+
+def test_directions_come_from_torchmetrics():
+    from oneloop.evaluate import higher_is_better, metric_names
+    from oneloop.tasks.causal_lm import CausalLM
+    from oneloop.tasks.image_classification import ImageClassification
+
+    digits = ImageClassification()
+    assert higher_is_better(digits, "eval/accuracy") and not higher_is_better(digits, "eval/loss")
+    text = CausalLM(block=512)
+    assert metric_names(text) == {"loss", "perplexity", "bits_per_byte"}
+    sums = {"nats": 8 * math.log(2), "tokens": 4.0, "bytes": 8.0}
+    assert text.summarize(sums) == pytest.approx({"perplexity": 4.0, "bits_per_byte": 1.0})
