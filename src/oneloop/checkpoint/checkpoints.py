@@ -1,0 +1,269 @@
+"""Checkpoints: save while training goes on, load what verifies. Works alone in a plain Accelerate script.
+
+>>> checkpoints = Checkpoints(Path("checkpoints"), accelerator)
+>>> found = checkpoints.newest()                    # verified, on all ranks; None at first
+>>> state = checkpoints.load(found, model, optimizer) if found else {"step": 0}
+>>> checkpoints.save(step, model, optimizer, {"step": step})       # every rank; waits for a copy to host memory
+>>> checkpoints.finish()                            # before the end
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from oneloop.checkpoint import writer
+from oneloop.checkpoint.state import (
+    header_of,
+    load_tensors,
+    load_values,
+    model_tensors,
+    optimizer_tensors,
+    optimizer_values,
+    pieces,
+    stage,
+)
+from oneloop.checkpoint.store import Keep, Store, problems
+
+WRITER = "oneloop.checkpoint.writer"
+"""the module that a writing process runs"""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in a folder that all ranks share.
+
+    Args:
+        root: the folder.
+        accelerator: its ranks write together.
+        sync: write in the training process instead of another one.
+        say: how a person is told of bad checkpoints, on rank 0.
+    """
+
+    def __init__(self, root: Path, accelerator: Accelerator, *, sync: bool = False,
+                 say: Callable[[str], None] = print) -> None:  # fmt: skip
+        self.store = Store(root)
+        self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
+        self._sync, self._say = sync, say
+        self._host: Any = dist.new_group(backend="gloo") if self.ranks > 1 else None
+        self._pin = accelerator.device.type == "cuda"
+        self._process: _Process | None = None
+        self._attempt = 0
+        self._trouble: str | None = None
+        self._pending = False
+
+    # --- saving ---
+
+    def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], *,
+             about: Mapping[str, Any] | None = None, keep: Keep | None = None) -> str | None:  # fmt: skip
+        """Begins to save; the last save is finished first. Every rank must get here.
+
+        Args:
+            step: names the checkpoint.
+            model: as prepared.
+            optimizer: over its parameters.
+            state: what else is to be kept, as JSON can hold it; rank 0's is written.
+            about: for the manifest (the metric that the best is chosen by).
+            keep: which older ones to leave.
+
+        Returns:
+            What went wrong with the last save, alike on all ranks; None where nothing did.
+        """
+        trouble = self.finish()
+        mine = pieces(model_tensors(model) | optimizer_tensors(model, optimizer), rank=self.rank, ranks=self.ranks)
+        header, size = header_of(mine)
+        self._attempt += 1
+        order = writer.Order(
+            root=str(self.store.root.absolute()), step=step, attempt=self._attempt, rank=self.rank, ranks=self.ranks,
+            header=header, size=size, state={**state, "optimizer": optimizer_values(model, optimizer)},
+            about={"ranks": self.ranks, **(about or {})}, keep=vars(keep or Keep()),
+        )  # fmt: skip
+        if self._sync:
+            buffer = torch.empty(size, dtype=torch.uint8)
+            stage(mine, buffer)
+            self._write_here(order, buffer.numpy().data)
+            return trouble or self.finish()
+        if self._process is None or self._process.size < size or not self._process.alive():
+            if self._process is not None:
+                self._process.close()
+            self._process = _Process(size, pin=self._pin)
+        stage(mine, self._process.buffer)
+        self._process.tell(order)
+        self._pending = True
+        return trouble
+
+    def _write_here(self, order: writer.Order, data: memoryview) -> None:
+        """Rank 0 last, when the others' parts are there or known to have failed."""
+        self._pending = True
+        if self.rank != 0:
+            self._trouble = _attempt(lambda: writer.write(order, data))
+        others = self._all(self._trouble)
+        if self.rank == 0 and not any(others):
+            self._trouble = _attempt(lambda: writer.write(order, data))
+
+    def poll(self) -> str | None:
+        """This rank's trouble with the save under way, if it is known by now; costs a microsecond, waits for nothing."""
+        if self._pending and self._process is not None:
+            self._note(self._process.answer(wait=False))
+        return self._trouble
+
+    def finish(self) -> str | None:
+        """Waits for the save under way. Every rank must get here.
+
+        Returns:
+            What went wrong, alike on all ranks; None where the checkpoint is sealed, or none was under way.
+        """
+        if self._pending and self._process is not None and not self._sync and self.rank != 0:
+            self._note(self._process.answer(wait=True))
+        others = self._all(self._trouble)
+        if self._pending and self._process is not None and not self._sync and self.rank == 0 and self._trouble is None:
+            if any(others):
+                self._process.call_off()
+            self._note(self._process.answer(wait=True))
+        found = [trouble for trouble in (*others, *self._all(self._trouble)) if trouble]
+        self._trouble, self._pending = None, False
+        return next((trouble for trouble in found if "Gone" not in trouble), found[0] if found else None)
+
+    def _note(self, answer: dict[str, Any] | None) -> None:
+        if answer is not None:
+            self._pending = False
+            self._trouble = answer.get("error")
+
+    def _all(self, value: Any) -> list[Any]:
+        values = [value]
+        if self._host is not None:
+            values = [None] * self.ranks
+            dist.all_gather_object(values, value, group=self._host)
+        return values
+
+    def close(self) -> None:
+        """Ends the writing process."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    # --- loading ---
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint that verifies, the same on all ranks; bad ones are told of and set aside.
+
+        Raises:
+            ValueError: some were sealed, and none is good.
+        """
+        told: tuple[str | None, str | None] = (None, None)
+        if self.rank == 0:
+            self.store.sweep(drafts=True)
+            bad: list[str] = []
+            for path, wrong in self.store.newest_good():
+                if not wrong:
+                    told = (str(path), None)
+                    break
+                bad.append(f"checkpoint {path} is damaged, and passed over: {'; '.join(wrong)}")
+            if bad and told[0] is None:
+                told = (None, "; ".join(bad) + "; no good one is left: restore one, or choose another run.dir")
+            else:
+                for line, (path, _) in zip(bad, list(self.store.newest_good()), strict=False):
+                    self._say(f"{line}; kept as {self.store.set_aside(path)}")
+        told = self._all(told)[0]
+        if told[1] is not None:
+            raise ValueError(told[1])
+        return Path(told[0]) if told[0] else None
+
+    def load(self, folder: Path, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
+        """Loads model and optimizer in place and returns the rest of the state. Every rank must get here.
+
+        Raises:
+            ValueError: the checkpoint is damaged, or of another model.
+        """
+        wrong = self._all(problems(folder) if self.rank == 0 else [])[0]
+        if wrong:
+            raise ValueError(f"checkpoint {folder} is damaged: {'; '.join(wrong)}; take another one")
+        load_tensors(folder, model, optimizer)
+        state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+        if optimizer is not None:
+            load_values(state["optimizer"], model, optimizer)
+        return state
+
+
+def _attempt(act: Callable[[], None]) -> str | None:
+    try:
+        act()
+    except (OSError, writer.Gone) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+class _Process:
+    """A writing process and the memory it shares with this one."""
+
+    def __init__(self, size: int, *, pin: bool) -> None:
+        self.size = size
+        if hasattr(os, "memfd_create"):
+            shared = os.memfd_create("oneloop-checkpoint")
+        else:
+            with tempfile.TemporaryFile() as file:
+                shared = os.dup(file.fileno())
+        os.ftruncate(shared, max(1, size))
+        self.buffer: Tensor = torch.frombuffer(mmap.mmap(shared, max(1, size)), dtype=torch.uint8)
+        if pin and size:
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), size, 0)))
+        package = str(Path(__file__).parents[2])
+        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", WRITER, str(os.getpid()), str(shared), str(size)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[shared], env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        os.close(shared)
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._heard = b""
+
+    def tell(self, order: writer.Order) -> None:
+        self._send(writer.as_line(order))
+
+    def call_off(self) -> None:
+        self._send(writer.as_line(None))
+
+    def _send(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return  # it is gone, which answer() will say
+
+    def answer(self, *, wait: bool) -> dict[str, Any] | None:
+        """The answer to the last order; None while there is none."""
+        assert self._process.stdout is not None
+        handle = self._process.stdout.fileno()
+        os.set_blocking(handle, wait)
+        while b"\n" not in self._heard:
+            try:
+                more = os.read(handle, 1 << 16)
+            except BlockingIOError:
+                return None
+            if not more:
+                return {"error": f"the writing process ended with {self._process.wait()}"}
+            self._heard += more
+        line, _, self._heard = self._heard.partition(b"\n")
+        return json.loads(line)  # type: ignore[no-any-return]
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()

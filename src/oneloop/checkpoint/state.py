@@ -1,0 +1,179 @@
+"""The state of a run as one named tree of tensors, its layout in a file, and the way back at any world size.
+
+The files are those of torch.distributed.checkpoint's safetensors storage: any of its readers loads them. Names are the
+bare model's: ``model.<name>``, ``optimizer.<parameter>.<key>``. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+
+_TYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+          torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
+_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name without what DDP, torch.compile and recompute put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "") if wrapper != "module." else name.removeprefix(wrapper)
+    return name
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, each under its first name; the tensors themselves, not copies."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"the model's state holds {name}, a {type(tensor).__name__}; only tensors can be saved")
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[f"model.{bare_name(name)}"] = tensor.detach()
+    return found
+
+
+def _parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor, dict[str, Any]]]:
+    names = {parameter: bare_name(name) for name, parameter in model.named_parameters()}
+    return [(names[p], p, group) for group in optimizer.param_groups for p in group["params"]]
+
+
+def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The optimizer's tensors by parameter and key; the tensors themselves, not copies."""
+    return {
+        f"optimizer.{name}.{key}": value.detach()
+        for name, parameter, _ in _parameters(model, optimizer)
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def optimizer_values(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """What the optimizer keeps that is no tensor: per parameter, and in its groups beyond what it was built with."""
+    states = {
+        name: {key: value for key, value in optimizer.state.get(parameter, {}).items() if not isinstance(value, Tensor)}
+        for name, parameter, _ in _parameters(model, optimizer)
+    }
+    groups = [{k: v for k, v in group.items() if k not in ("params", *optimizer.defaults)} for group in optimizer.param_groups]
+    return {"parameters": {name: values for name, values in states.items() if values}, "groups": groups}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rank's part of one tensor."""
+
+    name: str
+    tensor: Tensor
+    offset: tuple[int, ...]
+
+
+def pieces(tensors: Mapping[str, Tensor], *, rank: int, ranks: int) -> list[Piece]:
+    """What this rank writes: of a sharded tensor its own shard, of whole ones a fair share. No communication."""
+    mine: list[Piece] = []
+    load = [0] * ranks
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            place = tensor.device_mesh.get_coordinate()
+            replica = any(p.is_replicate() and at for p, at in zip(tensor.placements, place or (), strict=True))
+            _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            if not replica and tensor.to_local().numel():
+                mine.append(Piece(name, tensor.to_local(), tuple(offset)))
+            continue
+        owner = load.index(min(load))
+        load[owner] += tensor.numel() * tensor.element_size() + 1
+        if owner == rank:
+            mine.append(Piece(name, tensor, (0,) * tensor.ndim))
+    return sorted(mine, key=lambda piece: -piece.tensor.element_size())  # so that every one is aligned
+
+
+def header_of(mine: list[Piece]) -> tuple[str, int]:
+    """The safetensors header of these pieces, one after the other, and the bytes of their data."""
+    entries: dict[str, Any] = {}
+    end = 0
+    for piece in mine:
+        start, end = end, end + piece.tensor.numel() * piece.tensor.element_size()
+        kind = _TYPES.get(piece.tensor.dtype)
+        if kind is None:
+            raise TypeError(f"{piece.name} is of {piece.tensor.dtype}, which safetensors does not hold")
+        entries[piece.name] = {"dtype": kind, "shape": list(piece.tensor.shape), "data_offsets": [start, end]}
+    sharding = {piece.name: {"saved_offsets": list(piece.offset)} for piece in mine}
+    about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
+    return json.dumps({"__metadata__": about, **entries}), end
+
+
+@torch.no_grad()
+def stage(mine: list[Piece], buffer: Tensor) -> None:
+    """Copies the pieces into ``buffer`` (host memory, uint8) and waits until they are there. Host sync."""
+    views, sources, end = [], [], 0
+    for piece in mine:
+        start, end = end, end + piece.tensor.numel() * piece.tensor.element_size()
+        views.append(buffer[start:end].view(piece.tensor.dtype).view(piece.tensor.shape))
+        sources.append(piece.tensor)
+    if views:
+        torch._foreach_copy_(views, sources, non_blocking=True)
+        if sources[0].device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+@torch.no_grad()
+def load_tensors(folder: Path, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Reads model and optimizer in place, each rank what it holds of them, whatever world wrote the files.
+
+    Raises:
+        ValueError: the checkpoint is of another model.
+    """
+    reader = HuggingFaceStorageReader(str(folder))
+    saved = reader.read_metadata().state_dict_metadata
+    targets = model_tensors(model)
+    _same_names({name for name in saved if name.startswith("model.")}, set(targets), folder)
+    for name, target in targets.items():
+        if tuple(saved[name].size) != tuple(target.shape):  # type: ignore[union-attr]
+            raise ValueError(f"{folder}: {name} is {tuple(saved[name].size)} there and {tuple(target.shape)} here")  # type: ignore[union-attr]
+    if optimizer is not None:
+        for name, parameter, group in _parameters(model, optimizer):
+            prefix = f"optimizer.{name}."
+            for entry in (one for one in saved if one.startswith(prefix) and "." not in one.removeprefix(prefix)):
+                known = optimizer.state[parameter]
+                key = entry.removeprefix(prefix)
+                if key not in known:
+                    known[key] = _room_for(saved[entry], parameter, key, group)
+                targets[entry] = known[key]
+    load(dict(targets), storage_reader=reader, no_dist=True)
+
+
+def load_values(values: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
+    """Puts back what :func:`optimizer_values` took."""
+    for name, parameter, _ in _parameters(model, optimizer):
+        optimizer.state[parameter].update(values["parameters"].get(name, {}))
+        if not optimizer.state[parameter]:
+            del optimizer.state[parameter]
+    for group, given in zip(optimizer.param_groups, values["groups"], strict=True):
+        group.update(given)
+
+
+def _room_for(saved: Any, parameter: Tensor, key: str, group: Mapping[str, Any]) -> Tensor:
+    """An empty tensor of the optimizer for ``parameter``, where the optimizer itself would have put it."""
+    kind = saved.properties.dtype
+    if tuple(saved.size) == tuple(parameter.shape) and key != "step":
+        return torch.zeros_like(parameter, dtype=kind)
+    on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+    return torch.zeros(tuple(saved.size), dtype=kind, device="cpu" if on_host else parameter.device)
+
+
+def _same_names(there: set[str], here: set[str], folder: Path) -> None:
+    if there != here:
+        missing, strange = sorted(here - there)[:3], sorted(there - here)[:3]
+        raise ValueError(f"{folder} is of another model (missing there: {missing}, unknown here: {strange});"
+                         " start it with the same task.* settings, or choose another run.dir")  # fmt: skip

@@ -1,0 +1,191 @@
+"""Sealed checkpoint folders: written under a draft's name, hashed, flushed, renamed by one process; then pruned.
+
+A reader takes only what a manifest vouches for. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128, xxh3_128_hexdigest
+
+MANIFEST = "MANIFEST.json"
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})")
+_CHUNK = 1 << 22
+
+
+def name_of(step: int) -> str:
+    """``step-00000500``."""
+    return f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int:
+    match = _NAME.fullmatch(folder.name)
+    assert match is not None, folder
+    return int(match[1])
+
+
+def checksum(file: Path) -> str:
+    """The file's xxh3-128, as hexadecimal."""
+    state = xxh3_128()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+def flush_folder(folder: Path) -> None:
+    """Makes names in a folder last through a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_file(file: Path, content: bytes) -> dict[str, Any]:
+    """Writes and flushes a file; returns its manifest entry."""
+    with file.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return {"size": len(content), "xxh3": xxh3_128_hexdigest(content)}
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints outlive a prune: the newest, every Mth step for good, the best."""
+
+    newest: int = 2
+    every: int = 0
+    """steps; 0: none"""
+    best: int | None = None
+    """step of the best checkpoint"""
+
+
+class Store:
+    """The ``checkpoints/`` folder of one run.
+
+    >>> store = Store(Path("runs/digits/checkpoints"))
+    >>> draft = store.draft(500); (draft / "weights").write_bytes(b"…"); store.seal(draft, 500, {...})
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def draft(self, step: int, attempt: int = 0) -> Path:
+        """The folder to write a checkpoint into before it is sealed; made where it is missing."""
+        path = self.root / f".{name_of(step)}.{attempt}.draft"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def seal(self, draft: Path, step: int, files: Mapping[str, Any], about: Mapping[str, Any]) -> Path:
+        """Commits a draft: manifest, flush, one rename, flush.
+
+        Args:
+            draft: holds the files, already flushed.
+            step: of the checkpoint.
+            files: manifest entries (size and checksum) by name.
+            about: what is in it, for readers.
+        """
+        manifest = {"format": FORMAT, "step": step, "files": dict(sorted(files.items())), "about": dict(about)}
+        write_file(draft / MANIFEST, json.dumps({**manifest, "self": _of(manifest)}, indent=1).encode())
+        flush_folder(draft)
+        sealed = self.root / name_of(step)
+        if sealed.exists():  # an older one of the same step, which a resume passed over
+            sealed.rename(self.root / f".{sealed.name}.replaced")
+        draft.rename(sealed)
+        flush_folder(self.root)
+        return sealed
+
+    def sealed(self) -> list[Path]:
+        """Committed checkpoints, oldest first; whether they are still whole, :func:`problems` says."""
+        if not self.root.is_dir():
+            return []
+        return sorted((path for path in self.root.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
+
+    def prune(self, keep: Keep) -> list[Path]:
+        """Removes what need not be kept; a kill in the midst leaves no half checkpoint under a checkpoint's name."""
+        found = self.sealed()
+        spared = set(found[-max(1, keep.newest) :])
+        spared |= {path for path in found if keep.every and step_of(path) % keep.every == 0}
+        spared |= {path for path in found if step_of(path) == keep.best}
+        gone = [path for path in found if path not in spared]
+        for path in gone:
+            path.rename(self.root / f".{path.name}.removed")
+        self.sweep()
+        return gone
+
+    def sweep(self, *, drafts: bool = False) -> None:
+        """Removes what a kill left behind; ``drafts`` too, where no writer can be at work."""
+        endings = (".removed", ".replaced", *((".draft",) if drafts else ()))
+        for path in self.root.glob(".step-*") if self.root.is_dir() else ():
+            if path.name.endswith(endings):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def set_aside(self, path: Path) -> Path:
+        """Takes a bad checkpoint out of the row, for a person to look at."""
+        aside = self.root / f"bad-{path.name}"
+        with suppress(OSError):
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+        return aside
+
+    def newest_good(self) -> Iterator[tuple[Path, list[str]]]:
+        """Committed checkpoints, newest first, each with its problems (none: it is good)."""
+        for path in reversed(self.sealed()):
+            yield path, problems(path)
+
+
+def _of(manifest: Mapping[str, Any]) -> str:
+    return xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The checkpoint's manifest.
+
+    Raises:
+        ValueError: it is missing, damaged or of another format.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        vouched = manifest.pop("self")
+        files = manifest["files"]
+        plain = {n for n in files if n == Path(n).name} == set(files)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
+    if vouched != _of(manifest) or not plain:
+        raise ValueError(f"{MANIFEST} is damaged: its checksum should be {_of(manifest)}, and says {vouched}")
+    if manifest["format"] != FORMAT:
+        raise ValueError(f"{MANIFEST} is of format {manifest['format']}, and this oneloop reads {FORMAT}")
+    return manifest  # type: ignore[no-any-return]
+
+
+def problems(folder: Path) -> list[str]:
+    """What is wrong with a committed checkpoint: which file, what was expected, what was found. Reads it whole."""
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        return [str(error)]
+    found = []
+    for name, entry in manifest["files"].items():
+        file = folder / name
+        try:
+            size = file.stat().st_size
+            if size != entry["size"]:
+                found.append(f"{name}: expected {entry['size']} bytes, found {size}")
+            elif (actual := checksum(file)) != entry["xxh3"]:
+                found.append(f"{name}: expected checksum {entry['xxh3']}, found {actual}")
+        except OSError as error:
+            found.append(f"{name}: {error.strerror}")
+    strangers = {path.name for path in folder.iterdir()} - set(manifest["files"]) - {MANIFEST}
+    return found + [f"{name}: not in the manifest" for name in sorted(strangers)]

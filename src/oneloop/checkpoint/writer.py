@@ -1,0 +1,160 @@
+"""Writes one rank's part of a checkpoint; rank 0 waits for the others' and seals. As a process: no torch, no GIL shared.
+
+A part is one safetensors file, its data section being the staged bytes as they are. Ranks tell each other through the
+draft folder, on the storage they share anyway: ``rank-00001.json`` says a part is done, ``rank-00001.failed`` that it
+will not be.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128
+
+from oneloop.checkpoint.orphans import die_with
+from oneloop.checkpoint.store import Keep, Store, write_file
+
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to write: all that a writer needs to know."""
+
+    root: str
+    """the run's checkpoints folder"""
+    step: int
+    attempt: int
+    """how many saves were begun before; no two drafts share a name"""
+    rank: int
+    ranks: int
+    header: str
+    """the safetensors header: name, type, shape and place of every tensor, as JSON"""
+    size: int
+    """bytes of tensor data"""
+    state: dict[str, Any] = field(default_factory=dict)
+    """what is no tensor; rank 0 writes it"""
+    about: dict[str, Any] = field(default_factory=dict)
+    """for the manifest"""
+    keep: dict[str, Any] = field(default_factory=dict)
+    """fields of :class:`Keep`"""
+
+
+class Gone(Exception):
+    """Another rank's part failed, or this save was called off."""
+
+
+def write(order: Order, data: memoryview, called_off: Callable[[], bool] = lambda: False) -> None:
+    """Writes this rank's part; on rank 0 also seals the checkpoint and prunes older ones.
+
+    Raises:
+        OSError: the storage refused.
+        Gone: another rank's part failed.
+    """
+    store = Store(Path(order.root))
+    draft = store.draft(order.step, order.attempt)
+    part = f"rank-{order.rank:05d}"
+    try:
+        entry = write_tensors(draft / f"{part}.safetensors", order.header, data)
+        if order.rank != 0:
+            write_file(draft / f"{part}.draft", json.dumps(entry).encode())
+            (draft / f"{part}.draft").rename(draft / f"{part}.json")
+            return
+        files = {f"{part}.safetensors": entry}
+        files["state.json"] = write_file(draft / "state.json", json.dumps(order.state, indent=1).encode())
+        files |= gathered(draft, order.ranks, called_off)
+    except OSError:
+        try:
+            (draft / f"{part}.failed").touch()
+        finally:
+            raise
+    store.seal(draft, order.step, files, order.about)
+    store.prune(Keep(**order.keep))
+
+
+def write_tensors(file: Path, header: str, data: memoryview) -> dict[str, Any]:
+    """One flushed safetensors file from its header and its data section; returns its manifest entry."""
+    head = header.encode()
+    head += b" " * (-len(head) % 8)
+    state = xxh3_128()
+    with file.open("wb", buffering=0) as stream:
+        for piece in _pieces(memoryview(len(head).to_bytes(8, "little") + head)) + _pieces(data):
+            state.update(piece)
+            written = 0
+            while written < len(piece):
+                written += stream.write(piece[written:])
+        os.fsync(stream.fileno())
+    return {"size": 8 + len(head) + len(data), "xxh3": state.hexdigest()}
+
+
+def _pieces(data: memoryview) -> list[Any]:
+    return [data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK)]
+
+
+def gathered(draft: Path, ranks: int, called_off: Callable[[], bool]) -> dict[str, Any]:
+    """Manifest entries of the other ranks' parts, once all are there.
+
+    Raises:
+        Gone: one of them failed, or the save was called off.
+    """
+    entries: dict[str, Any] = {}
+    while len(entries) < ranks - 1:
+        for rank in range(1, ranks):
+            part, done = f"rank-{rank:05d}", draft / f"rank-{rank:05d}.json"
+            if f"{part}.safetensors" not in entries and done.exists():
+                entries[f"{part}.safetensors"] = json.loads(done.read_text())
+                done.unlink()
+            if (draft / f"{part}.failed").exists():
+                raise Gone(f"rank {rank} could not write its part")
+        if called_off():
+            raise Gone("another rank could not write its part")
+        if len(entries) < ranks - 1:
+            time.sleep(0.01)
+    return entries
+
+
+# --- the process ----------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Takes orders from standard input, one JSON object a line; answers each on standard output."""
+    die_with(int(sys.argv[1]))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # the trainer decides when to stop
+    shared, size = int(sys.argv[2]), int(sys.argv[3])
+    data = memoryview(mmap.mmap(shared, size, prot=mmap.PROT_READ)) if size else memoryview(b"")
+    while line := sys.stdin.buffer.readline():
+        told = json.loads(line)
+        if told is None:
+            continue  # called off too late: it had ended already
+        order = Order(**told)
+        began = time.perf_counter()
+        try:
+            write(order, data[: order.size], called_off=_waiting)
+            answer: dict[str, Any] = {"step": order.step, "seconds": time.perf_counter() - began}
+        except Exception as error:
+            answer = {"step": order.step, "error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+def _waiting() -> bool:
+    """Whether the trainer has something to say; while a save is under way, that can only be to call it off."""
+    return bool(select.select([sys.stdin], [], [], 0)[0])
+
+
+def as_line(order: Order | None) -> bytes:
+    return json.dumps(None if order is None else asdict(order)).encode() + b"\n"
+
+
+if __name__ == "__main__":
+    main()

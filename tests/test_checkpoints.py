@@ -1,0 +1,277 @@
+"""Checkpoints: any world loads what any other wrote; what is damaged is found; trouble loses nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from worlds import run
+
+from oneloop.checkpoint.store import Keep, Store, problems
+
+
+class Odd(nn.Module):
+    """Uneven shards, a 0-dim parameter, buffers of several types, an empty tensor, tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(5, 7)
+        self.two = nn.Linear(7, 3)
+        self.embedding = nn.Embedding(7, 5)
+        self.one.weight = self.embedding.weight
+        self.register_buffer("seen", torch.tensor(3))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("nothing", torch.zeros(0, 4))
+        self.register_buffer("brief", torch.arange(3).bfloat16())
+
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(x))).sum() + self.embedding.weight.square().sum()
+
+
+def build(make: str):
+    from oneloop.optim.build import adamw, build, muon, sgd
+    from oneloop.runtime import start
+
+    world = start()
+    torch.manual_seed(1)
+    model = world.prepare(Odd())
+    kinds = {"adamw": adamw, "sgd": sgd, "muon": muon, "rmsprop": torch.optim.RMSprop}
+    return world, model, build(kinds[make], model, lr=0.05, weight_decay=0.1)
+
+
+def step(model, optimizer, number: int) -> float:
+    torch.manual_seed(number)
+    optimizer.zero_grad()
+    loss = model(torch.randn(4, 5))
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def everything(model, optimizer) -> dict[str, torch.Tensor]:
+    from oneloop.checkpoint.state import model_tensors, optimizer_tensors
+
+    found = model_tensors(model) | optimizer_tensors(model, optimizer)
+    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in found.items()}
+
+
+def saved(root: str, make: str, sync: bool) -> dict[str, torch.Tensor]:
+    from oneloop.checkpoint.checkpoints import Checkpoints
+
+    world, model, optimizer = build(make)
+    checkpoints = Checkpoints(Path(root), world.accelerator, sync=sync)
+    for number in range(3):
+        step(model, optimizer, number)
+        assert checkpoints.save(number, model, optimizer, {"number": number}) is None
+    wanted = everything(model, optimizer)
+    step(model, optimizer, 99)  # while the last is written
+    assert checkpoints.finish() is None
+    checkpoints.close()
+    return wanted
+
+
+def loaded(root: str, make: str):
+    from oneloop.checkpoint.checkpoints import Checkpoints
+
+    world, model, optimizer = build(make)
+    checkpoints = Checkpoints(Path(root), world.accelerator)
+    newest = checkpoints.newest()
+    state = checkpoints.load(newest, model, optimizer)
+    found = everything(model, optimizer)
+    return found, state["number"], step(model, optimizer, 3)
+
+
+WORLDS = [(1, "single"), (2, "ddp"), (2, "fsdp2"), (4, "hsdp"), (3, "fsdp2")]
+
+
+@pytest.mark.parametrize(("ranks", "config"), WORLDS[:4])
+@pytest.mark.parametrize("sync", [False, True])
+def test_any_world_loads_what_any_other_wrote(tmp_path, ranks, config, sync):
+    wanted = run(saved, str(tmp_path), "adamw", sync, ranks=ranks, config=config).ok()[0]
+    assert [path.name for path in Store(tmp_path).sealed()] == ["step-00000001", "step-00000002"]  # the newest two
+    losses = []
+    for other_ranks, other in WORLDS if sync else WORLDS[:3]:
+        for found, number, loss in run(loaded, str(tmp_path), "adamw", ranks=other_ranks, config=other).ok():
+            assert number == 2 and found.keys() == wanted.keys()
+            for name in wanted:
+                assert found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name]), name
+            losses.append(loss)
+    assert max(losses) - min(losses) < 1e-5  # and goes on the same
+
+
+@pytest.mark.parametrize("make", ["sgd", "muon", "rmsprop"])
+def test_every_optimizers_state_comes_back(tmp_path, make):
+    wanted = run(saved, str(tmp_path), make, False, ranks=2, config="fsdp2").ok()[0]
+    found, _, _ = run(loaded, str(tmp_path), make).ok()[0]
+    assert found.keys() == wanted.keys() and any(name.startswith("optimizer.") for name in found)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_the_files_are_plain_safetensors(tmp_path):
+    from safetensors.torch import load_file
+
+    wanted = run(saved, str(tmp_path), "adamw", False).ok()[0]
+    newest = Store(tmp_path).sealed()[-1]
+    assert {path.name for path in newest.iterdir()} == {"MANIFEST.json", "rank-00000.safetensors", "state.json"}
+    weights = load_file(newest / "rank-00000.safetensors")
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted if wanted[name].numel())
+
+
+# --- the store --------------------------------------------------------------------------------------------------------
+
+
+def fill(store: Store, step: int, count: int = 3) -> Path:
+    from oneloop.checkpoint.store import write_file
+
+    draft = store.draft(step)
+    generator = random.Random(step)
+    files = {f"{n}.bin": write_file(draft / f"{n}.bin", generator.randbytes(1000 + n)) for n in range(count)}
+    return store.seal(draft, step, files, {})
+
+
+def damage(folder: Path, chance: random.Random) -> str:
+    files = sorted(path for path in folder.iterdir())
+    file = chance.choice(files)
+    kind = chance.choice(["flip", "truncate", "remove", "swap", "empty the manifest"])
+    content = file.read_bytes()
+    if kind == "flip":
+        at = chance.randrange(len(content) * 8)
+        file.write_bytes(content[: at // 8] + bytes([content[at // 8] ^ (1 << at % 8)]) + content[at // 8 + 1 :])
+    elif kind == "truncate":
+        file.write_bytes(content[: chance.randrange(len(content))])
+    elif kind == "remove":
+        file.unlink()
+    elif kind == "swap":
+        other = chance.choice([one for one in files if one != file])
+        file.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+    else:
+        (folder / "MANIFEST.json").write_text("")
+    return kind
+
+
+def corruptions(tmp_path: Path, number: int) -> int:
+    store = Store(tmp_path / "checkpoints")
+    fill(store, 1)
+    good = fill(store, 2)
+    assert problems(good) == []
+    chance, detected = random.Random(0), 0
+    shutil.copytree(good, tmp_path / "whole")
+    for _ in range(number):
+        kind = damage(good, chance)
+        walk = list(store.newest_good())
+        assert walk[0][0] == good and walk[0][1], f"{kind} was not seen"
+        assert walk[1] == (store.root / "step-00000001", [])  # falls back to the one before
+        detected += 1
+        shutil.rmtree(good)
+        shutil.copytree(tmp_path / "whole", good)
+    return detected
+
+
+def test_damage_is_detected(tmp_path):
+    assert corruptions(tmp_path, 300) == 300
+
+
+@pytest.mark.slow
+def test_two_thousand_corruptions_are_detected(tmp_path):
+    assert corruptions(tmp_path, 2000) == 2000
+
+
+def test_a_flip_in_the_manifest_alone_is_detected(tmp_path):
+    folder = fill(Store(tmp_path), 1)
+    manifest = folder / "MANIFEST.json"
+    content = manifest.read_bytes()
+    missed = 0
+    for at in range(len(content)):
+        manifest.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        missed += not problems(folder)
+    # White space between JSON's tokens carries nothing.
+    assert missed <= content.count(b" ") + content.count(b"\n")
+
+
+def test_retention_keeps_the_newest_every_mth_and_the_best(tmp_path):
+    store = Store(tmp_path)
+    for number in range(1, 11):
+        fill(store, number)
+    store.prune(Keep(newest=2, every=4, best=3))
+    assert [int(path.name[5:]) for path in store.sealed()] == [3, 4, 8, 9, 10]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_draft_is_never_read_and_a_second_seal_replaces_the_first(tmp_path):
+    store = Store(tmp_path)
+    (store.draft(5) / "x").write_text("half")
+    assert store.sealed() == []
+    fill(store, 5)
+    first = hashlib.sha256((tmp_path / "step-00000005" / "0.bin").read_bytes()).hexdigest()
+    fill(store, 5)
+    assert hashlib.sha256((tmp_path / "step-00000005" / "0.bin").read_bytes()).hexdigest() == first
+    store.sweep(drafts=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+
+
+# --- trouble ----------------------------------------------------------------------------------------------------------
+
+
+def troubled(root: str, sync: bool, rank: int):
+    """Rank ``rank`` cannot write its part of the second save: its files may grow to a few bytes only."""
+    import resource
+
+    from oneloop.checkpoint.checkpoints import Checkpoints
+
+    world, model, optimizer = build("adamw")
+    checkpoints = Checkpoints(Path(root), world.accelerator, sync=sync)
+    told = []
+    for number in range(4):
+        step(model, optimizer, number)
+        if world.rank == rank and number in (1, 2):
+            checkpoints.poll()
+            if number == 2 and not sync:
+                time.sleep(0.5)  # the second save runs into the limit before it is lifted
+            writing = 0 if sync else checkpoints._process._process.pid
+            soft = 400 if number == 1 else resource.RLIM_INFINITY
+            resource.prlimit(writing, resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
+        told.append(checkpoints.save(number, model, optimizer, {"number": number}, keep=Keep(newest=9)))
+    told.append(checkpoints.finish())
+    checkpoints.close()
+    return [trouble is not None for trouble in told]
+
+
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_full_disk_costs_one_checkpoint_and_all_ranks_know(tmp_path, ranks, rank, sync):
+    when = 1 if sync else 2  # of the save itself, or at the next
+    for told in run(troubled, str(tmp_path), sync, rank, ranks=ranks).ok():
+        assert told == [number == when for number in range(5)]
+    store = Store(tmp_path)
+    assert [path.name[-1] for path in store.sealed()] == ["0", "2", "3"]
+    assert all(problems(path) == [] for path in store.sealed())
+
+
+def test_a_writer_ends_with_its_trainer(tmp_path):
+    import psutil
+
+    pid = run(_writers, str(tmp_path)).ok()[0]
+    began = time.monotonic()
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie":
+        assert time.monotonic() - began < 5
+        time.sleep(0.05)
+
+
+def _writers(root: str) -> int:
+    from oneloop.checkpoint.checkpoints import Checkpoints
+
+    world, model, optimizer = build("adamw")
+    step(model, optimizer, 0)
+    checkpoints = Checkpoints(Path(root), world.accelerator)
+    checkpoints.save(0, model, optimizer, {})
+    checkpoints.finish()
+    assert os.getpid()
+    return checkpoints._process._process.pid
