@@ -15,7 +15,9 @@ def test_order_and_groups_feed_a_plain_loop():
     data = [(torch.randn(3), torch.randn(1)) for _ in range(20)]
     collate = Weighed(lambda pairs: {"x": torch.stack([x for x, _ in pairs]), "y": torch.stack([y for _, y in pairs])},
                       lambda batch: torch.tensor(float(len(batch["x"]))))  # fmt: skip
-    stream = groups(data, collate, Order(20, seed=0), Split(8, 1, 4), rank=0, seed=0, start=0, device=accelerator.device)
+    stream = groups(
+        data, collate, Order(20, seed=0), Split(8, 1, 4), rank=0, seed=0, start=0, device=accelerator.device
+    )
     model = accelerator.prepare(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for group, _ in zip(stream, range(5)):
@@ -56,7 +58,9 @@ def test_evaluate_in_a_plain_script():
             return model(batch["x"][:, None]).square().sum(), {}
 
     accelerator = Accelerator()
-    found = evaluate(MeanOfSquares(), accelerator.prepare(nn.Identity()), [1.0, 2.0, 3.0], accelerator=accelerator, micro=2)
+    found = evaluate(
+        MeanOfSquares(), accelerator.prepare(nn.Identity()), [1.0, 2.0, 3.0], accelerator=accelerator, micro=2
+    )
     assert found == {"loss": 14 / 3}
 
 
@@ -68,7 +72,9 @@ def test_meter_in_a_plain_loop():
         meter.add(torch.tensor(value))
         meter.step(weight=2.0, samples=2, norm=torch.tensor(value))
     figures = meter.read()
-    assert figures["train/loss"] == 1.0 and figures["train/grad_norm"] == 3.0 and figures["train/samples_per_second"] > 0
+    assert (
+        figures["train/loss"] == 1.0 and figures["train/grad_norm"] == 3.0 and figures["train/samples_per_second"] > 0
+    )
 
 
 def test_muon_and_learning_rate_in_a_plain_loop():

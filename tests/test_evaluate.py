@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
+
 from worlds import run
 
 SIZES = (1, 7, 16, 33)
@@ -62,7 +63,9 @@ def results() -> dict:
             model.train()
             inner = model.module if hasattr(model, "module") else model
             inner.frozen.eval()
-            found[size, micro] = evaluate(Squares(), model, list(range(size)), accelerator=world.accelerator, micro=micro)
+            found[size, micro] = evaluate(
+                Squares(), model, list(range(size)), accelerator=world.accelerator, micro=micro
+            )
             assert model.training and inner.drop.training and not inner.frozen.training
             if isinstance(model, FSDPModule):
                 assert type(inner.scale).__name__ == "DTensor"  # sharded again

@@ -36,7 +36,9 @@ def weight(batch):
 def taken(count: int, *, workers: int = 0, rank: int = 0, ranks: int = 1, micro: int | None = None, start: int = 0):
     stream = groups(Noisy(), Weighed(collate, weight), Order(23, seed=5), Split(8, ranks, micro), rank=rank, seed=5,
                     start=start, device=CPU, workers=workers)  # fmt: skip
-    return [(group.weight, torch.cat([batch["x"] for batch in group.batches])) for group, _ in zip(stream, range(count))]
+    return [
+        (group.weight, torch.cat([batch["x"] for batch in group.batches])) for group, _ in zip(stream, range(count))
+    ]
 
 
 def test_a_split_says_its_arithmetic():

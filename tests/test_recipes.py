@@ -8,10 +8,10 @@ import sys
 
 import pytest
 from safetensors.torch import load_file
-from test_same_weights import distance, furthest
-from worlds import CONFIGS, run, train
 
 from oneloop.recipe import packaged, read
+from test_same_weights import distance, furthest
+from worlds import CONFIGS, run, train
 
 WAYS = {"big": ("single", 1, ["--batch.micro", "64"]), "accumulated": ("single", 1, ["--batch.micro", "16"]),
         "ddp": ("ddp", 2, []), "fsdp2": ("fsdp2", 2, ["--batch.micro", "8"])}  # fmt: skip
@@ -39,7 +39,9 @@ def corpus(tmp_path):
 def test_the_same_weights_four_ways(corpus, recipe):
     weights, losses = {}, {}
     for way, (config, ranks, words) in WAYS.items():
-        run(train, [recipe, *SGD, *SMALL[recipe], *words, "--run.dir", way], ranks=ranks, config=config, folder=corpus).ok()
+        run(
+            train, [recipe, *SGD, *SMALL[recipe], *words, "--run.dir", way], ranks=ranks, config=config, folder=corpus
+        ).ok()
         weights[way] = load_file(corpus / way / "final" / "model.safetensors")
         lines = map(json.loads, (corpus / way / "metrics.jsonl").read_text().splitlines())
         losses[way] = [line["train/loss"] for line in lines if "train/loss" in line]

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+
 from test_same_weights import distance
 from worlds import CONFIGS, run, train
 
@@ -65,9 +66,6 @@ def test_a_finished_run_says_so_and_another_recipe_is_refused(tmp_path, recipe):
     assert again.codes == [0] and "finished at step 30: nothing to do" in again.output
     other = run(train, [recipe, "--optimizer.lr", "0.5"], folder=tmp_path)
     assert other.codes == [2] and "optimizer.lr: 0.001 -> 0.5" in other.output
-    (tmp_path / "runs" / "tiny_run" / "summary.json").unlink()
-    unfinished = run(train, [recipe], folder=tmp_path)
-    assert unfinished.codes == [2] and "unfinished" in unfinished.output
 
 
 def test_init_from_takes_the_weights_of_another_run(tmp_path, recipe):
@@ -154,7 +152,8 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, config, name)
     assert launcher.returncode == 75, output
     ended = summary(tmp_path / "run")
     assert ended["exit_code"] == 75 and ended["exit_reason"].startswith("stopped by")
-    assert lines(tmp_path / "run")[-1]["step"] == ended["step"] < 100000
+    assert lines(tmp_path / "run")[-1]["step"] <= ended["step"] < 100000
+    assert sorted((tmp_path / "run" / "checkpoints").iterdir())[-1].name == f"step-{ended['step']:08d}"
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 
 
@@ -187,7 +186,9 @@ def test_bf16_trains_under_every_strategy(tmp_path, recipe):
 
 def test_hsdp_trains_the_same_weights_on_four_processes(tmp_path, recipe):
     run(train, [recipe, "--run.dir", "one", "--machine.dtype", "float64"], folder=tmp_path).ok()
-    world = run(train, [recipe, "--run.dir", "four", "--machine.dtype", "float64"], ranks=4, config="hsdp", folder=tmp_path)
+    world = run(
+        train, [recipe, "--run.dir", "four", "--machine.dtype", "float64"], ranks=4, config="hsdp", folder=tmp_path
+    )
     world.ok()
     one, four = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("one", "four"))
     assert distance(four, one) < 1e-10
@@ -209,5 +210,7 @@ def _pictures(folder: Path) -> Path:
         for label in ("cat", "dog"):
             (folder / "pictures" / part / label).mkdir(parents=True)
             for number in range(4):
-                Image.new("RGB", (20, 24), (number * 60, 100, 200)).save(folder / "pictures" / part / label / f"{number}.png")
+                Image.new("RGB", (20, 24), (number * 60, 100, 200)).save(
+                    folder / "pictures" / part / label / f"{number}.png"
+                )
     return folder / "pictures"

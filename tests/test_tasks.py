@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from worlds import run, train
 
 from oneloop.tasks.base import check, check_sets
 from oneloop.tasks.causal_lm import BPE, Bytes, CausalLM
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.text_classification import TextClassification
+from worlds import run, train
 
 
 @pytest.fixture(scope="module")

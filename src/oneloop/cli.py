@@ -8,10 +8,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import yaml
 
+from oneloop.checkpoint.orphans import die_with
 from oneloop.errors import BAD_INPUT, ERROR, BadInput
 
 _USAGE = """usage: oneloop launch [accelerate launch's options] RECIPE [--key value …]
@@ -50,7 +52,8 @@ def launch(words: Sequence[str]) -> int:
                *training]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="oneloop-") as folder:
         told = Path(folder) / "exit_code"
-        process = subprocess.Popen(command, env={**os.environ, "ONELOOP_EXIT_FILE": str(told)})
+        process = subprocess.Popen(command, env={**os.environ, "ONELOOP_EXIT_FILE": str(told)},
+                                   preexec_fn=partial(die_with, os.getpid()))  # fmt: skip
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda number, _: process.send_signal(number))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the trainers too
@@ -70,7 +73,9 @@ def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
     from accelerate.utils import is_fp8_available
 
     if not words:
-        raise BadInput("no recipe given; for example: oneloop launch --config_file accelerate_configs/single.yaml digits")
+        raise BadInput(
+            "no recipe given; for example: oneloop launch --config_file accelerate_configs/single.yaml digits"
+        )
     parsed = launch_command_parser().parse_args([*words])
     precision = parsed.mixed_precision
     if parsed.config_file is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass
@@ -23,6 +24,16 @@ class Counters:
     """times that the plateau schedule lowered the learning rate"""
     waited: int = 0
     """evaluations since the best one or the last reduction"""
+    seconds: float = 0.0
+    """spent on the run up to the last save, over all starts"""
+    evaluation_due: bool = False
+    """a stop came before the evaluation of this step was done"""
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
     def trained(self, samples: int, weight: float) -> None:
         """One update was made with ``samples`` samples of this summed weight."""
@@ -49,6 +60,16 @@ class Counters:
         self.skipped += 1
 
 
+class Results(dict[str, float]):
+    """The latest figure of each kind."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.update(state)
+
+
 @dataclass
 class Best:
     """The best evaluation so far, and how many have passed since."""
@@ -57,6 +78,12 @@ class Best:
     step: int = 0
     since: int = 0
     """evaluations since the best one"""
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
     def update(self, value: float, step: int, *, higher_is_better: bool) -> bool:
         """Take one result; True where it is the best so far. NaN never is."""

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
+from oneloop.duration import Duration
 from oneloop.errors import BadInput
 
 _MATHEMATICS = ("task", "seed", "duration", "init", "optimizer", "schedule", "ema")
@@ -43,6 +44,21 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]
 
 
+def goes_on(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether only the duration differs, is longer, and no schedule depends on it."""
+    keys = [line.partition(":")[0] for line in difference(old, new)]
+    schedule = new["schedule"]
+    endless = schedule["name"] in ("constant", "plateau") and "%" not in str(schedule["warmup"])
+    if keys != ["duration"] or not endless:
+        return False
+    before, after = Duration(old["duration"]), Duration(new["duration"])
+    return before.unit == after.unit and after.amount > before.amount
+
+
+_OWN = {".lock", "owner.json", ".recipe.yaml.draft"}
+"""what a start leaves that was killed before it had written its recipe"""
+
+
 class Folder:
     """The folder of one run; only rank 0 opens and writes it.
 
@@ -54,27 +70,34 @@ class Folder:
         self.path = path
         self._lock = FileLock(path / ".lock", blocking=False)
 
-    def inspect(self, resolved: Mapping[str, Any]) -> str | None:
-        """Looks without touching: the summary line of a finished run of the same recipe, None where all is free."""
+    def inspect(self, resolved: Mapping[str, Any], *, resume: str = "auto", accept_changes: bool = False) -> str | None:
+        """Looks without touching: the line of a finished run of the same recipe, None where there is work to do."""
         if not self.path.exists():
             return None
         if not self.path.is_dir():
             raise BadInput(f"run.dir {self.path} is a file; choose another run.dir")
-        recipe, summary = self.path / "recipe.yaml", self.path / "summary.json"
-        if not recipe.exists():
-            if any(self.path.iterdir()):
-                raise BadInput(f"run.dir {self.path} holds files that are no run of oneloop; choose another run.dir")
-            return None
         if self._in_use():
             raise BadInput(f"run.dir {self.path} is in use by {self._owner()}; wait for it, or choose another run.dir")
-        if changed := difference(yaml.safe_load(recipe.read_text()), resolved):
+        recipe = self.path / "recipe.yaml"
+        if not recipe.exists():
+            if any(path.name not in _OWN for path in self.path.iterdir()):
+                raise BadInput(f"run.dir {self.path} holds files that are no run of oneloop; choose another run.dir")
+            return None
+        if resume == "never":
+            raise BadInput(f"run.dir {self.path} holds a run, and run.resume is never; choose another run.dir")
+        old = yaml.safe_load(recipe.read_text())
+        longer = goes_on(old, resolved)
+        changed = [] if longer or accept_changes else difference(old, resolved)
+        if changed:
             raise BadInput(f"run.dir {self.path} holds a run of another recipe ({'; '.join(changed)}); choose another"
-                           " run.dir, or give the same recipe")  # fmt: skip
-        ended = json.loads(summary.read_text()) if summary.exists() else {}
-        if ended.get("exit_code") == 0:
+                           " run.dir, give the same recipe, or go on with --run.accept_changes true")  # fmt: skip
+        try:
+            ended = json.loads((self.path / "summary.json").read_text())
+        except (OSError, ValueError):
+            return None
+        if ended.get("exit_code") == 0 and not difference(old, resolved):
             return f"{self.path} holds this run, finished at step {ended['step']}: nothing to do"
-        raise BadInput(f"run.dir {self.path} holds an unfinished run, which cannot be continued; remove the folder, or"
-                       " choose another run.dir")  # fmt: skip
+        return None
 
     def _in_use(self) -> bool:
         if not (self.path / ".lock").exists():

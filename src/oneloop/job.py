@@ -35,6 +35,8 @@ class Job:
     steps: int
     log_every: int
     eval_every: int
+    save_every: int
+    keep_every: int
     rate: LearningRate
     model: nn.Module
     dtype: torch.dtype
@@ -92,6 +94,8 @@ def build_job(recipe: Recipe, *, ranks: int, sharded: bool = False) -> Job:
         steps=1 if recipe.debug.dry_run else total,
         log_every=max(1, recipe.log.every.steps(scale, total=total, key="log.every")),
         eval_every=recipe.eval.every.steps(scale, total=total, key="eval.every"),
+        save_every=recipe.save.every.steps(scale, total=total, key="save.every"),
+        keep_every=recipe.save.forever.steps(scale, total=total, key="save.forever"),
         rate=learning_rate(resolve("schedule", schedule.name), recipe.optimizer.lr, warmup=schedule.warmup,
                            final=schedule.final, options=schedule.options, scale=scale, total=total),
         model=model,

@@ -108,12 +108,45 @@ class Eval:
 
 
 @dataclass(frozen=True)
+class Save:
+    every: Duration = Duration("10%")
+    """duration between two checkpoints (0: at the end and at a stop only)"""
+    keep: int = 2
+    """newest checkpoints to keep"""
+    forever: Duration = Duration(0)
+    """checkpoints at multiples of this duration are kept for good (0: none)"""
+    best: bool = True
+    """also save whenever eval.best is better than ever, and keep that checkpoint"""
+    sync: bool = False
+    """write in the training process, which waits, instead of another one"""
+    max_failures: int = 3
+    """failing saves in a row that are borne (a full disk) before the run ends with exit code 1"""
+
+    def __post_init__(self) -> None:
+        _at_least(1, save__keep=self.keep)
+        _at_least(0, save__max_failures=self.max_failures)
+
+
+@dataclass(frozen=True)
 class Stop:
     patience: int = 0
     """evaluations without a better result before the run ends early (0: never)"""
+    after: str | None = None
+    """time after which the run saves and stops, to be started again: 55min, 3.5h, 90s (null: never)"""
+
+    @property
+    def seconds(self) -> float:
+        """``after``, in seconds."""
+        if self.after is None:
+            return float("inf")
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)", self.after)
+        if match is None:
+            raise BadInput(f"stop.after {self.after!r} is not a time; write 90s, 55min, 3.5h or 2d")
+        return float(match[1]) * {"s": 1, "min": 60, "h": 3600, "d": 86400}[match[2]]
 
     def __post_init__(self) -> None:
         _at_least(0, stop__patience=self.patience)
+        assert self.seconds >= 0
 
 
 @dataclass(frozen=True)
@@ -141,6 +174,10 @@ class Machine:
 class Run:
     dir: str | None = None
     """the run's own folder (null: runs/<recipe>)"""
+    resume: str = "auto"
+    """auto: go on from the newest good checkpoint; never: refuse a folder with a run in it; or a checkpoint's path"""
+    accept_changes: bool = False
+    """go on although the recipe's mathematics has changed"""
 
 
 @dataclass(frozen=True)
@@ -168,6 +205,7 @@ class Recipe:
     optimizer: Optimizer
     schedule: Schedule
     eval: Eval
+    save: Save
     stop: Stop
     log: Log
     machine: Machine
@@ -232,7 +270,7 @@ def _suggest(word: str, known: Mapping[str, Any] | Sequence[str]) -> str:
 # --- from the command line and YAML to a Recipe --------------------------------------------------------------------
 
 _GROUPS = {"task": Task, "init": Init, "batch": Batch, "optimizer": Optimizer, "schedule": Schedule, "eval": Eval,
-           "stop": Stop, "log": Log, "machine": Machine, "run": Run, "debug": Debug}  # fmt: skip
+           "save": Save, "stop": Stop, "log": Log, "machine": Machine, "run": Run, "debug": Debug}  # fmt: skip
 
 
 def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:

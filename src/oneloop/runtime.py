@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -20,10 +20,12 @@ from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
+    ProjectConfiguration,
 )
 from torch import Tensor, nn
 
 from oneloop import errors
+from oneloop.checkpoint.orphans import die_with
 from oneloop.data.groups import Group
 from oneloop.data.order import key
 from oneloop.errors import BadInput
@@ -44,6 +46,9 @@ class Run:
         self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.main: bool = accelerator.is_main_process
         self.signal: str | None = None
+        self._stop_file: Path | None = None
+        self._deadline = float("inf")
+        self._looked = 0.0
         # A group on the host: what the ranks agree on never waits for a device.
         self._host = cast("dist.ProcessGroup | None", dist.new_group(backend="gloo") if self.ranks > 1 else None)
         self._interrupts = 0
@@ -55,6 +60,21 @@ class Run:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
 
+    def stop_by(self, *, file: Path, after: float) -> None:
+        """Also stop when ``file`` appears, and ``after`` seconds from now."""
+        self._stop_file = file
+        self._deadline = time.monotonic() + after
+
+    def _told_to_stop(self) -> bool:
+        now = time.monotonic()
+        if self.signal is None and now > self._deadline:
+            self.signal = "stop.after"
+        if self.main and self._stop_file and now - self._looked > 1.0:  # a look at the disk a second at most
+            self._looked = now
+            if self._stop_file.exists():
+                self.signal = "a STOP file"
+        return self.signal is not None
+
     def _on_signal(self, number: int, frame: Any) -> None:
         self.signal = signal.Signals(number).name
         if number == signal.SIGINT:
@@ -64,28 +84,30 @@ class Run:
 
     # --- agreement ---
 
-    def agreed(self, groups: Iterable[Group]) -> Iterator[tuple[Group, float, bool]]:
-        """(group, weight of the global batch, whether to stop), with one small all-reduce on the host per step.
+    def agreed(
+        self, groups: Iterable[Group], trouble: Callable[[], object] = lambda: None
+    ) -> Iterator[tuple[Group, float, bool, bool]]:
+        """(group, weight of the global batch, whether to stop, whether a rank has trouble), one small host sum a step.
 
         The next step's sum is already under way while this one trains.
         """
         coming: tuple[Group, Tensor, Any] | None = None
         for group in groups:
-            told = torch.tensor([group.weight, float(self.signal is not None)], dtype=torch.float64)
+            told = torch.tensor([group.weight, self._told_to_stop(), trouble() is not None], dtype=torch.float64)
             work = dist.all_reduce(told, group=self._host, async_op=True) if self._host else None
             if coming is not None:
                 yield self._told(*coming)
             coming = group, told, work
 
-    def _told(self, group: Group, told: Tensor, work: Any) -> tuple[Group, float, bool]:
+    def _told(self, group: Group, told: Tensor, work: Any) -> tuple[Group, float, bool, bool]:
         if work is not None:
             work.wait()
-        weight, stop = told.numpy()
-        return group, float(weight), bool(stop)
+        weight, stop, trouble = told.numpy().tolist()
+        return group, weight, bool(stop), bool(trouble)
 
     def stop_wanted(self) -> bool:
         """Whether any rank was told to stop. Every rank must get here."""
-        told = torch.tensor([float(self.signal is not None)])
+        told = torch.tensor([float(self._told_to_stop())])
         if self._host:
             dist.all_reduce(told, group=self._host)
         return bool(told.numpy()[0])
@@ -184,6 +206,8 @@ def start(*, sync_each_batch: bool = False, deterministic: bool = False, track: 
     Raises:
         BadInput: a precision that the device lacks, or a strategy that is not plain, DDP or FSDP2.
     """
+    if {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys():  # a launcher's child
+        die_with(os.getppid())
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -216,7 +240,7 @@ def start(*, sync_each_batch: bool = False, deterministic: bool = False, track: 
         cpu=on_cpu,
         fsdp_plugin=plugin,
         log_with=list(track) or None,
-        project_dir=None if folder is None else str(folder),
+        project_config=ProjectConfiguration(str(folder), logging_dir=str(folder / "tensorboard")) if folder else None,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=1, sync_with_dataloader=False, sync_each_batch=sync_each_batch
         ),

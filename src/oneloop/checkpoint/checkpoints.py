@@ -49,11 +49,12 @@ class Checkpoints:
         root: the folder.
         accelerator: its ranks write together.
         sync: write in the training process instead of another one.
+        max_failures: failing saves in a row that are borne.
         say: how a person is told of bad checkpoints, on rank 0.
     """
 
     def __init__(self, root: Path, accelerator: Accelerator, *, sync: bool = False,
-                 say: Callable[[str], None] = print) -> None:  # fmt: skip
+                 max_failures: int = 3, say: Callable[[str], None] = print) -> None:  # fmt: skip
         self.store = Store(root)
         self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
         self._sync, self._say = sync, say
@@ -63,6 +64,7 @@ class Checkpoints:
         self._attempt = 0
         self._trouble: str | None = None
         self._pending = False
+        self._failures, self._max_failures = 0, max_failures
 
     # --- saving ---
 
@@ -94,7 +96,7 @@ class Checkpoints:
             buffer = torch.empty(size, dtype=torch.uint8)
             stage(mine, buffer)
             self._write_here(order, buffer.numpy().data)
-            return trouble or self.finish()
+            return self.finish() or trouble
         if self._process is None or self._process.size < size or not self._process.alive():
             if self._process is not None:
                 self._process.close()
@@ -124,7 +126,12 @@ class Checkpoints:
 
         Returns:
             What went wrong, alike on all ranks; None where the checkpoint is sealed, or none was under way.
+
+        Raises:
+            OSError: on all ranks, when more than ``max_failures`` saves in a row have failed.
         """
+        if not self._pending and self._trouble is None and self._host is None:
+            return None
         if self._pending and self._process is not None and not self._sync and self.rank != 0:
             self._note(self._process.answer(wait=True))
         others = self._all(self._trouble)
@@ -134,7 +141,18 @@ class Checkpoints:
             self._note(self._process.answer(wait=True))
         found = [trouble for trouble in (*others, *self._all(self._trouble)) if trouble]
         self._trouble, self._pending = None, False
-        return next((trouble for trouble in found if "Gone" not in trouble), found[0] if found else None)
+        if not found:
+            self._failures = 0
+            return None
+        trouble: str = next((one for one in found if not one.startswith("Gone")), found[0])
+        self._failures += 1
+        if self._failures > self._max_failures:
+            raise OSError(f"{self._failures} saves in a row have failed, the last one: {trouble}")
+        if self.rank == 0:
+            self._say(
+                f"A SAVE HAS FAILED, and will be tried again at the next: {trouble} (the checkpoint before is whole)"
+            )
+        return trouble
 
     def _note(self, answer: dict[str, Any] | None) -> None:
         if answer is not None:
@@ -142,7 +160,7 @@ class Checkpoints:
             self._trouble = answer.get("error")
 
     def _all(self, value: Any) -> list[Any]:
-        values = [value]
+        values: list[Any] = [value]
         if self._host is not None:
             values = [None] * self.ranks
             dist.all_gather_object(values, value, group=self._host)
@@ -195,6 +213,39 @@ class Checkpoints:
         if optimizer is not None:
             load_values(state["optimizer"], model, optimizer)
         return state
+
+
+def resume(checkpoints: Checkpoints, asked: str, model: nn.Module, optimizer: Optimizer, parts: Mapping[str, Any], *,
+           say: Callable[[str], None] = print) -> dict[str, Any]:  # fmt: skip
+    """Loads what ``asked`` says: ``auto`` (the newest good checkpoint), ``never``, or a checkpoint's path.
+
+    Args:
+        checkpoints: of this run.
+        asked: as above.
+        model: as prepared.
+        optimizer: over its parameters.
+        parts: by name, what has ``load_state_dict`` and stood in the saved state.
+        say: how a person is told.
+
+    Returns:
+        The saved state; empty where nothing was ever sealed.
+
+    Raises:
+        ValueError: there is no such checkpoint, it is damaged, or newer ones would be overwritten.
+    """
+    found = checkpoints.newest() if asked in ("auto", "never") else Path(asked)
+    if found is None:
+        return {}
+    own = found.resolve().parent == checkpoints.store.root.resolve()
+    if newer := [path.name for path in checkpoints.store.sealed() if path.name > found.name or not own]:
+        raise ValueError(f"run.resume {asked}: this run already has {newer[-1]}, which would be lost; choose another"
+                         " run.dir to start from there")  # fmt: skip
+    state = checkpoints.load(found, model, optimizer)
+    for name, part in parts.items():
+        if name in state:
+            part.load_state_dict(state[name])
+    say(f"going on from {found}")
+    return state if own else {name: value for name, value in state.items() if name != "tracking"}
 
 
 def _attempt(act: Callable[[], None]) -> str | None:

@@ -66,7 +66,9 @@ def optimizer_values(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         name: {key: value for key, value in optimizer.state.get(parameter, {}).items() if not isinstance(value, Tensor)}
         for name, parameter, _ in _parameters(model, optimizer)
     }
-    groups = [{k: v for k, v in group.items() if k not in ("params", *optimizer.defaults)} for group in optimizer.param_groups]
+    groups = [
+        {k: v for k, v in group.items() if k not in ("params", *optimizer.defaults)} for group in optimizer.param_groups
+    ]
     return {"parameters": {name: values for name, values in states.items() if values}, "groups": groups}
 
 

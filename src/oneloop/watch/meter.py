@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -44,6 +45,19 @@ class Meter:
         self._loss.zero_()
         self._weight, self._samples, self._since = 0.0, 0, now
         return figures
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was summed since the last read, each rank's loss by itself. Host sync; every rank must get here."""
+        losses = self._accelerator.gather(self._loss.reshape(1)).tolist()
+        return {"losses": losses, "weight": self._weight, "samples": self._samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on with those sums: to the bit where the number of ranks is the same, else rank 0 takes all."""
+        losses, rank = state["losses"], self._accelerator.process_index
+        mine = losses[rank] if len(losses) == self._accelerator.num_processes else sum(losses) if rank == 0 else 0.0
+        self._loss.fill_(mine)
+        self._weight, self._samples = state["weight"], state["samples"]
+        self._since = time.perf_counter()
 
     def restart(self) -> None:
         """Leaves the time since the last read (an evaluation) out of the next figures."""

@@ -33,6 +33,12 @@ class Display:
                                  TextColumn("left"), TimeRemainingColumn(), console=self._console)  # fmt: skip
             self._task = self._bar.add_task("train", total=total, completed=start, text="")
 
+    def begin(self, start: int) -> None:
+        """From which step the run goes on."""
+        self._start, self._began = start, time.monotonic()
+        if self._bar:
+            self._bar.update(self._task, completed=start)
+
     def __enter__(self) -> Display:
         if self._bar:
             self._bar.start()
@@ -59,6 +65,10 @@ class Display:
         """Shows an evaluation."""
         figures = "  ".join(f"{name} {value:.4f}" for name, value in results.items())
         self.lines([f"step {step}  {figures}"])
+
+    def say(self, text: str) -> None:
+        """Shows one line that stays."""
+        self.lines([text])
 
     def lines(self, texts: Iterable[str]) -> None:
         """Shows lines that stay."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,17 +34,35 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Tracking:
-    """One JSON object per line in metrics.jsonl, and the same figures to the trackers."""
+    """One JSON object per line in metrics.jsonl, and the same figures to the trackers.
 
-    def __init__(self, accelerator: Accelerator, folder: Path, *, project: str, config: Mapping[str, Any]) -> None:
+    Args:
+        accelerator: its main process writes.
+        folder: where metrics.jsonl stands.
+        project: name of the run for the trackers.
+        config: the resolved recipe, for the trackers.
+        resumed: state of an earlier start; what was written after it is cut off, or all where there is none.
+        step: of that state.
+    """
+
+    def __init__(self, accelerator: Accelerator, folder: Path, *, project: str, config: Mapping[str, Any],
+                 resumed: Mapping[str, Any] | None = None, step: int = 0) -> None:  # fmt: skip
         self._accelerator = accelerator
         self._file: IO[str] | None = None
         if accelerator.is_main_process:
             self._file = (folder / "metrics.jsonl").open("a", buffering=1)
+            self._file.truncate(resumed["bytes"] if resumed else 0)
+            self._file.seek(0, os.SEEK_END)
         if accelerator.log_with:
             flat = {f"{group}.{key}": str(value) for group, inside in config.items()
                     for key, value in (inside.items() if isinstance(inside, Mapping) else (("", inside),))}  # fmt: skip
-            accelerator.init_trackers(project, config=flat)
+            # TensorBoard hides what an earlier start wrote beyond this step.
+            purge = {"tensorboard": {"purge_step": step + 1 if resumed else 0}}
+            accelerator.init_trackers(project, config=flat, init_kwargs=purge)
+
+    def state_dict(self) -> dict[str, int]:
+        """How far metrics.jsonl is written."""
+        return {"bytes": self._file.tell() if self._file else 0}
 
     def log(self, figures: Mapping[str, Any]) -> None:
         """Writes one line; its numbers also go to the trackers. NaN and Inf are written as text: JSON has none."""

@@ -1,0 +1,288 @@
+"""Kills a real run at random moments, starts it again with the same command until it is done, and compares.
+
+    python tests/chaos.py --recipe digits --kills 100 --config_file accelerate_configs/fsdp2.yaml
+
+Imports once and forks. Most kills are aimed at saving, renaming, pruning and loading; the victims are launchers, single
+ranks and writing processes. All is drawn from the printed seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from functools import wraps
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+PHASES = ("writing", "background writing", "renaming", "pruning", "loading")
+TRACE = "CHAOS_TRACE"
+
+
+def mark(phase: str, what: str) -> None:
+    with open(os.environ[TRACE], "a") as file:
+        file.write(f"{os.getpid()} {what} {phase}\n")
+
+
+def traced(phase: str, function):
+    """The function, with its begin and end written down, and a little time for a kill at both."""
+
+    @wraps(function)
+    def inner(*args, **kwargs):
+        mark(phase, "begin")
+        time.sleep(0.02)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            time.sleep(0.01)
+            mark(phase, "end")
+
+    return inner
+
+
+def trace_writing(phase: str) -> None:
+    """Writes down what a writer does, in this process."""
+    from oneloop.checkpoint import store, writer
+
+    writer.write_tensors = traced(phase, writer.write_tensors)
+    store.Store.seal = traced("renaming", store.Store.seal)
+    store.Store.prune = traced("pruning", store.Store.prune)
+    flush = store.flush_folder
+    store.flush_folder = lambda folder: (flush(folder), time.sleep(0.01))  # between manifest, rename and its flush
+
+
+def rank_of(rank: int, ranks: int, port: int, words: list[str], environment: dict[str, str], output: Path) -> None:
+    """One trainer; never returns."""
+    os.environ.update(environment)
+    if ranks > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")  # fmt: skip
+    handle = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(handle, 1), os.dup2(handle, 2)
+    import torch
+
+    from oneloop import train
+    from oneloop.checkpoint import checkpoints
+
+    torch.set_num_threads(1)
+    trace_writing("writing")
+    checkpoints.WRITER = "chaos_writer"
+    checkpoints.Checkpoints.load = traced("loading", checkpoints.Checkpoints.load)
+    code = 1
+    try:
+        train.main(words)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        os._exit(code)
+
+
+def launcher(ranks: int, words: list[str], environment: dict[str, str], output: Path) -> None:
+    """Starts the ranks and ends them all with the first that fails, as torchrun does; never returns."""
+    from worlds import _free_port
+
+    port = _free_port()
+    pids = []
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            rank_of(rank, ranks, port, words, environment, output)
+        pids.append(pid)
+    code = 0
+    while pids and not code:
+        pid, status = os.wait()
+        pids.remove(pid)
+        code = os.waitstatus_to_exitcode(status)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, number)
+        time.sleep(0.2 if pids else 0)
+    os._exit(abs(code))
+
+
+def family(pid: int) -> set[int]:
+    import psutil
+
+    try:
+        return {pid} | {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def gone(pids: set[int], within: float) -> bool:
+    """Whether all of them have ended in time."""
+    import psutil
+
+    limit = time.monotonic() + within
+    while time.monotonic() < limit:
+        alive = [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+        if not alive:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def open_phases(trace: Path, pids: set[int]) -> list[str]:
+    """The phases in which these processes were."""
+    inside: Counter[tuple[int, str]] = Counter()
+    for line in trace.read_text().splitlines() if trace.exists() else ():
+        pid, what, phase = line.split(maxsplit=2)
+        inside[int(pid), phase] += 1 if what == "begin" else -1
+    return [phase for (pid, phase), depth in inside.items() if depth > 0 and pid in pids]
+
+
+class Chaos:
+    """Runs of one recipe under one configuration, killed until ``kills`` is reached."""
+
+    def __init__(self, recipe: str, config: str, ranks: int, seed: int, words: list[str]) -> None:
+        from worlds import environment
+
+        self.recipe, self.ranks, self.words = recipe, ranks, words
+        self.environment = environment(config)
+        self.chance = random.Random(seed)
+        self.hits: Counter[str] = Counter()
+        self.victims: Counter[str] = Counter()
+        self.starts = 0
+
+    def start(self, folder: Path, sync: str = "false") -> int:
+        """Forks one start of the run, which writes in the training process or in another one."""
+        self.starts += 1
+        os.environ[TRACE] = str(folder.parent / "trace")
+        words = [self.recipe, "--run.dir", str(folder), "--track", "none", "--save.sync", sync, *self.words]
+        pid = os.fork()
+        if pid == 0:
+            launcher(self.ranks, words, self.environment, folder.parent / "output.txt")
+        return pid
+
+    def left_alone(self, folder: Path) -> None:
+        pid = self.start(folder)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, (folder.parent / "output.txt").read_text()
+
+    def kill_one(self, folder: Path) -> bool | None:
+        """One start and one kill. True: killed; None: the run was done before its time came."""
+        trace = folder.parent / "trace"
+        trace.unlink(missing_ok=True)
+        there = any((folder / "checkpoints").glob("step-*"))
+        phases = PHASES if there else PHASES[:-1]  # at first there is nothing to load
+        wanted = min(phases, key=lambda phase: self.hits[phase] + self.chance.random() * 3)
+        if self.chance.random() < 0.15:
+            wanted = "any"
+        sync = {"writing": "true", "background writing": "false"}.get(wanted, self.chance.choice(["true", "false"]))
+        turn = self.chance.randrange(1 if wanted == "loading" else 3)
+        delay = self.chance.random() * (1.5 if wanted == "any" else 0.025)
+        pid = self.start(folder, sync)
+        seen = 0
+        began = time.monotonic()
+        while wanted != "any" and seen <= turn:
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                return None
+            seen = trace.read_text().count(f"begin {wanted}\n") if trace.exists() else 0
+            if time.monotonic() - began > 4:
+                break  # that phase does not come in this start (nothing to load, another way of writing)
+            time.sleep(0.002)
+        time.sleep(delay)
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return None
+        everyone = family(pid)
+        trainers = [child for child in family(pid) - {pid} if _parent(child) == pid]
+        writers = list(everyone - set(trainers) - {pid})
+        kinds = {"launcher": [pid], "rank": trainers, "writer": writers}
+        kind = self.chance.choice([name for name, some in kinds.items() if some])
+        victim = self.chance.choice(kinds[kind])
+        hit = open_phases(trace, everyone if kind == "launcher" else family(victim))
+        try:
+            os.kill(victim, signal.SIGKILL)
+        except ProcessLookupError:
+            return None
+        self.victims[kind] += 1
+        self.hits.update(set(hit) or {"training"})
+        if kind == "writer":  # the run bears it: it is told, and goes on
+            os.waitpid(pid, 0)
+            return True
+        if kind != "launcher":
+            os.waitpid(pid, 0)
+        assert gone(everyone, 10), f"orphans 10 s after the {kind} was killed"
+        if kind == "launcher":
+            os.waitpid(pid, 0)
+        return True
+
+
+def _parent(pid: int) -> int:
+    import psutil
+
+    try:
+        return psutil.Process(pid).ppid()
+    except psutil.NoSuchProcess:
+        return -1
+
+
+def outcome(folder: Path) -> tuple[bytes, list[tuple]]:
+    """The final weights, and every logged figure that is a function of the recipe."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = {"time", "train/samples_per_second"}
+    figures = [tuple(sorted((k, v) for k, v in line.items() if k not in timed)) for line in lines]
+    return (folder / "final" / "model.safetensors").read_bytes(), figures
+
+
+def chaos(recipe: str, config: str, ranks: int, kills: int, seed: int, words: list[str], say=print) -> Chaos:
+    """Kills that many times, over as many runs as it takes; every run must end as the one left alone.
+
+    Raises:
+        AssertionError: a run did not resume, left an orphan, or differs.
+    """
+    import warm  # noqa: F401
+
+    made = Chaos(recipe, config, ranks, seed, words)
+    done = runs = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        alone = Path(scratch, "alone", "run")
+        alone.parent.mkdir()
+        made.left_alone(alone)
+        wanted = outcome(alone)
+        while done < kills:
+            folder = Path(scratch, "killed", "run")
+            shutil.rmtree(folder.parent, ignore_errors=True)
+            folder.parent.mkdir()
+            for _ in range(made.chance.randrange(6, 14)):
+                if done < kills and made.kill_one(folder):
+                    done += 1
+            made.left_alone(folder)
+            assert outcome(folder) == wanted, (folder.parent / "output.txt").read_text()
+            runs += 1
+            say(f"{done}/{kills} kills, {runs} runs the same; hit {dict(made.hits)}; victims {dict(made.victims)}")
+    return made
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    asked.add_argument("--recipe", default="digits")
+    asked.add_argument("--kills", type=int, default=100)
+    asked.add_argument("--config_file", default="accelerate_configs/single.yaml")
+    asked.add_argument("--seed", type=int, default=0)
+    given, words = asked.parse_known_args()
+    config = Path(given.config_file).stem
+    ranks = {"single": 1, "hsdp": 4}.get(config, 2)
+    print(f"seed {given.seed}, {config}, {ranks} ranks", flush=True)
+    began = time.monotonic()
+    made = chaos(given.recipe, config, ranks, given.kills, given.seed, words or list(WORDS),
+                 say=lambda text: print(text, flush=True))  # fmt: skip
+    print(f"{given.kills} of {given.kills} kills resumed, {made.starts} starts, {time.monotonic() - began:.0f} s")
+    for phase in PHASES:
+        assert given.kills < 100 or made.hits[phase] >= 10, f"{phase} was hit {made.hits[phase]} times only"
+
+
+WORDS = ("--duration", "40", "--save.every", "2", "--log.every", "3", "--eval.every", "10", "--batch.size", "16",
+         "--task.width", "8", "--save.max_failures", "100")  # fmt: skip
+
+if __name__ == "__main__":
+    main()
