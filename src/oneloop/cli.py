@@ -1,4 +1,4 @@
-"""``oneloop launch``: accelerate's launcher, with oneloop's own exit codes."""
+"""The ``oneloop`` command: launch, verify, export."""
 
 from __future__ import annotations
 
@@ -10,32 +10,123 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from oneloop.checkpoint.orphans import die_with
+from oneloop.checkpoint.store import Store, problems, read_manifest, step_of
 from oneloop.errors import BAD_INPUT, ERROR, BadInput
 
 _USAGE = """usage: oneloop launch [accelerate launch's options] RECIPE [--key value …]
+       oneloop verify RUN
+       oneloop export RUN --to DIR [--checkpoint STEP|best|newest] [--weights raw]
 
-  oneloop launch --config_file accelerate_configs/ddp.yaml digits --batch.size 128
-
-Starts the training processes as `accelerate launch … -m oneloop.train RECIPE …` does, and exits with oneloop's own
-code: 0 done, 1 error, 2 bad input, 3 diverged, 75 stopped (start again to go on).
-`accelerate launch --help` lists its options, `python -m oneloop.train --help` the keys of a recipe."""
+launch  Starts the training processes as `accelerate launch … -m oneloop.train RECIPE …` does, and exits with oneloop's
+        own code: 0 done, 1 error, 2 bad input, 3 diverged, 75 stopped (start again to go on).
+          oneloop launch --config_file accelerate_configs/ddp.yaml digits --batch.size 128
+        `accelerate launch --help` lists its options, `python -m oneloop.train --help` the keys of a recipe.
+verify  Reads every checkpoint of a run and lists what is wrong; exits with 1 where anything is.
+export  Writes a checkpoint's weights as plain safetensors, with what the task adds (config, tokenizer)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the ``oneloop`` command; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
+    if not words or "-h" in words[:2] or "--help" in words[:2]:
         print(_USAGE)
         return 0 if words else BAD_INPUT
+    commands = {"launch": launch, "verify": verify, "export": export}
     command, *rest = words
-    if command != "launch":
-        print(f"oneloop: unknown command {command!r}; known: launch", file=sys.stderr)
+    try:
+        if command not in commands:
+            raise BadInput(f"unknown command {command!r}; known: {', '.join(commands)}")
+        return commands[command](rest)
+    except BadInput as error:
+        print(f"oneloop: {error}", file=sys.stderr)
         return BAD_INPUT
-    return launch(rest)
+
+
+def verify(words: Sequence[str]) -> int:
+    """Lists what is wrong with the checkpoints of a run."""
+    given = _parsed("verify", words, {})
+    store = _store(given["RUN"])
+    bad = 0
+    for path in store.sealed():
+        wrong = problems(path)
+        bad += bool(wrong)
+        print(f"{path.name}: {'good' if not wrong else '; '.join(wrong)}")
+    return ERROR if bad else 0
+
+
+def export(words: Sequence[str]) -> int:
+    """Writes the weights of one checkpoint."""
+    given = _parsed("export", words, {"--to": None, "--checkpoint": "newest", "--weights": "raw"})
+    if given["--to"] is None:
+        raise BadInput("export needs a folder to write to: --to DIR")
+    if given["--weights"] != "raw":
+        raise BadInput(f"--weights {given['--weights']}: this run holds raw weights only; leave it out")
+    folder = _chosen(_store(given["RUN"]), given["--checkpoint"])
+    from oneloop.checkpoint.export import export_checkpoint
+    from oneloop.recipe import read, resolve
+
+    try:
+        task = read([str(Path(given["RUN"]) / "recipe.yaml")]).task
+        export_checkpoint(folder, Path(given["--to"]), resolve("task", task.name)(**task.options))
+    except BadInput:
+        raise
+    except (ValueError, OSError) as error:
+        raise BadInput(str(error)) from error
+    print(f"{folder.name} of {given['RUN']} is in {given['--to']}")
+    return 0
+
+
+def _parsed(command: str, words: Sequence[str], options: dict[str, str | None]) -> dict[str, Any]:
+    given: dict[str, Any] = {"RUN": None, **options}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if name in options:
+            if not equals and not rest:
+                raise BadInput(f"oneloop {command}: {name} needs a value")
+            given[name] = value if equals else rest.pop(0)
+        elif word.startswith("-") or given["RUN"] is not None:
+            raise BadInput(f"oneloop {command}: unexpected {word!r}; it takes RUN {' '.join(options)}")
+        else:
+            given["RUN"] = word
+    if given["RUN"] is None:
+        raise BadInput(f"oneloop {command} needs a run folder: oneloop {command} runs/digits")
+    return given
+
+
+def _store(run: str) -> Store:
+    store = Store(Path(run) / "checkpoints")
+    if not store.sealed():
+        raise BadInput(f"{run} holds no checkpoint (looked for {store.root}/step-…)")
+    return store
+
+
+def _chosen(store: Store, asked: str) -> Path:
+    """The checkpoint that a user names: newest, best, or a step.
+
+    Raises:
+        BadInput: there is none, or it is damaged.
+    """
+    names = {step_of(path): path for path in store.sealed()}
+    newest = max(names)
+    if asked == "best":
+        try:
+            step = read_manifest(names[newest])["about"]["step"]
+        except ValueError as error:
+            raise BadInput(f"{names[newest]}: {error}; name a step instead of best") from error
+    else:
+        step = newest if asked == "newest" else int(asked) if asked.isdigit() else -1
+    if step not in names:
+        raise BadInput(f"--checkpoint {asked}: there is none; steps: {', '.join(map(str, names))}")
+    if wrong := problems(names[step]):
+        raise BadInput(f"{names[step]} is damaged: {'; '.join(wrong)}; choose another with --checkpoint STEP")
+    return names[step]
 
 
 def launch(words: Sequence[str]) -> int:
@@ -43,11 +134,7 @@ def launch(words: Sequence[str]) -> int:
     if words and words[0] in ("-h", "--help"):
         print(_USAGE)
         return 0
-    try:
-        options, training = _divided(words)
-    except BadInput as error:
-        print(f"oneloop: {error}", file=sys.stderr)
-        return BAD_INPUT
+    options, training = _divided(words)
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *options, "-m", "oneloop.train",
                *training]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="oneloop-") as folder:

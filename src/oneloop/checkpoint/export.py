@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from oneloop.checkpoint.state import load_tensors
+
 
 def tied_names(model: nn.Module) -> set[str]:
     """Names of parameters and buffers that are another name of an earlier one (tied weights)."""
@@ -36,12 +38,23 @@ def write_final(folder: Path, model: nn.Module, task: Any) -> None:
     weights = gathered_weights(model)
     if not weights:
         return
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     draft = folder / ".model.draft"
     save_file(weights, draft, metadata={"format": "pt"})
     draft.replace(folder / "model.safetensors")
     if hasattr(task, "save"):
         task.save(bare(model), folder)
+
+
+def export_checkpoint(checkpoint: Path, folder: Path, task: Any) -> None:
+    """Writes the weights of a checkpoint as :func:`write_final` writes those of a run.
+
+    Raises:
+        ValueError: it is of another model.
+    """
+    model = task.model()
+    load_tensors(checkpoint, model)
+    write_final(folder, model, task)
 
 
 def bare(model: nn.Module) -> nn.Module:

@@ -55,7 +55,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
     return {
         f"optimizer.{name}.{key}": value.detach()
         for name, parameter, _ in _parameters(model, optimizer)
-        for key, value in optimizer.state.get(parameter, {}).items()
+        for key, value in sorted(optimizer.state.get(parameter, {}).items())
         if isinstance(value, Tensor)
     }
 

@@ -1,0 +1,72 @@
+"""The oneloop command on real runs: verify and export."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from oneloop.checkpoint.store import Store
+from oneloop.cli import main
+from worlds import run, train
+
+
+@pytest.fixture
+def gpt(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for number in range(60):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"text {number}: " + "the cat sat on the mat. " * 9)
+    words = ["gpt", "--task.data", str(tmp_path / "texts"), "--task.layers", "2", "--task.width", "32", "--task.block", "16",
+             "--duration", "12", "--save.every", "4", "--eval.every", "4", "--save.keep", "9", "--track", "none",
+             "--run.dir", str(tmp_path / "run"), "--batch.size", "8"]  # fmt: skip
+    run(train, words, ranks=2, config="fsdp2", folder=tmp_path).ok()
+    return tmp_path / "run"
+
+
+def test_verify_lists_every_checkpoint_and_what_is_wrong(gpt, capsys):
+    assert main(["verify", str(gpt)]) == 0
+    assert capsys.readouterr().out.count("good") == 3
+    (gpt / "checkpoints" / "step-00000008" / "rank-00001.safetensors").write_bytes(b"x")
+    assert main(["verify", str(gpt)]) == 1
+    assert "step-00000008: rank-00001.safetensors: expected" in capsys.readouterr().out
+    assert main(["verify", str(gpt.parent)]) == 2
+    assert "holds no checkpoint" in capsys.readouterr().err
+
+
+def test_export_gives_what_transformers_loads(gpt, capsys):
+    from transformers import GPT2LMHeadModel
+
+    to = gpt.parent / "out"
+    assert main(["export", str(gpt), "--to", str(to)]) == 0
+    final, exported = load_file(gpt / "final" / "model.safetensors"), load_file(to / "model.safetensors")
+    assert final.keys() == exported.keys() and all(torch.equal(final[name], exported[name]) for name in final)
+    assert not any(part in name for name in exported for part in ("module.", "_orig_mod."))
+    assert GPT2LMHeadModel.from_pretrained(to).config.n_layer == 2
+    assert main(["export", str(gpt), "--to", str(to), "--checkpoint", "4"]) == 0
+    assert not all(torch.equal(final[name], one) for name, one in load_file(to / "model.safetensors").items())
+    assert main(["export", str(gpt), "--to", str(to), "--checkpoint=best"]) == 0
+    capsys.readouterr()
+    for words, says in ((["--checkpoint", "5"], "steps: 4, 8, 12"), (["--checkpoint", "x"], "there is none"),
+                        (["--weights", "ema"], "raw weights only"), (["--too"], "unexpected '--too'")):  # fmt: skip
+        assert main(["export", str(gpt), "--to", str(to), *words]) == 2
+        assert says in capsys.readouterr().err
+    assert main(["export", str(gpt)]) == 2
+    (Store(gpt / "checkpoints").sealed()[-1] / "state.json").write_text("")
+    assert main(["export", str(gpt), "--to", str(to)]) == 2 and "is damaged" in capsys.readouterr().err
+
+
+def test_nothing_is_unpickled_in_an_export(gpt):
+    code = ("import sys; sys.addaudithook(lambda event, _: event.startswith('pickle.find_class') and print('UNPICKLED'));"
+            f"from oneloop.cli import main; sys.exit(main(['export', {str(gpt)!r}, '--to', {str(gpt.parent / 'o')!r}]))")  # fmt: skip
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0 and "UNPICKLED" not in ended.stdout, ended.stderr
+
+
+def test_the_command_says_what_it_knows(capsys):
+    assert main(["--help"]) == 0 and main(["verify", "--help"]) == 0
+    assert "oneloop export RUN --to DIR" in capsys.readouterr().out
+    assert main([]) == 2 and main(["lunch"]) == 2
+    assert "unknown command 'lunch'; known: launch, verify, export" in capsys.readouterr().err

@@ -1,0 +1,340 @@
+"""Promise 4 and 5: a resumed run is the run that was never stopped, to the bit, and at any world size."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from oneloop.checkpoint.store import Store, problems
+from test_same_weights import distance, furthest
+from worlds import CONFIGS, run, train
+
+RECIPE = """
+task: {name: tiny.Ragged, dropout: 0.1}
+batch: {size: 8}
+duration: 30
+log: {every: 3}
+eval: {every: 7}
+save: {every: 1, keep: 99}
+schedule: {name: cosine, warmup: 4}
+track: []
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path) -> str:
+    (tmp_path / "tiny_run.yaml").write_text(RECIPE)
+    return str(tmp_path / "tiny_run.yaml")
+
+
+def figures(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("time", "train/samples_per_second")} for line in lines]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "final" / "model.safetensors")
+
+
+def cut(folder: Path, copy: Path, step: int) -> None:
+    """A copy of a run as it was when killed some time after the checkpoint of ``step``."""
+    shutil.copytree(folder, copy)
+    shutil.rmtree(copy / "final")
+    (copy / "summary.json").unlink()
+    for path in Store(copy / "checkpoints").sealed():
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 29, "train/lo')  # the line that was being written
+
+
+def same(one: Path, other: Path) -> None:
+    assert figures(one) == figures(other)
+    first, second = weights(one), weights(other)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    ends = [Store(path / "checkpoints").sealed()[-1] for path in (one, other)]
+    assert ends[0].name == ends[1].name
+    for file in ends[0].glob("*.safetensors"):  # optimizer and all
+        assert file.read_bytes() == (ends[1] / file.name).read_bytes()
+
+
+# 37 samples in batches of 8: steps 2, 14 are in mid-epoch, step 37 * n / 8 never is whole; 14 is in the fourth epoch.
+@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_resumed_run_is_the_run_left_alone(tmp_path, recipe, ranks, config, optimizer):
+    words = [recipe, "--optimizer.name", optimizer, "--batch.micro", "2"]
+    run(train, [*words, "--run.dir", "alone"], ranks=ranks, config=config, folder=tmp_path).ok()
+    for step in (2, 14):
+        cut(tmp_path / "alone", tmp_path / str(step), step)
+        world = run(train, [*words, "--run.dir", str(step)], ranks=ranks, config=config, folder=tmp_path)
+        world.ok()
+        assert f"going on from {step}/checkpoints/step-{step:08d}" in world.output
+        same(tmp_path / "alone", tmp_path / str(step))
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_augmentation_and_dropout_come_back_at_every_kind_of_position(tmp_path, workers):
+    # 48 samples in batches of 16: step 3 ends epoch 1 exactly, 4 is in mid-epoch, 10 in the fourth epoch.
+    words = ["digits", "--debug.overfit", "48", "--batch.size", "16", "--duration", "12", "--save.every", "1",
+             "--save.keep", "99", "--log.every", "1", "--eval.every", "5", "--task.width", "8", "--task.dropout", "0.2",
+             "--machine.workers", workers, "--track", "none"]  # fmt: skip
+    run(train, [*words, "--run.dir", "alone"], folder=tmp_path).ok()
+    for step in (3, 4, 10):
+        cut(tmp_path / "alone", tmp_path / str(step), step)
+        run(train, [*words, "--run.dir", str(step)], folder=tmp_path).ok()
+        same(tmp_path / "alone", tmp_path / str(step))
+
+
+def test_elastic_worlds_see_the_same_samples_and_losses(tmp_path, recipe):
+    ids = {}
+    for dtype, bound in (("float64", 1e-9), ("float32", 1e-5)):
+        words = [recipe, "--task.dropout", "0", "--machine.dtype", dtype, "--log.every", "1", "--duration", "40"]
+        alone = tmp_path / dtype
+        alone.mkdir()
+        run(
+            train, [*words, "--run.dir", str(alone / "run")], folder=tmp_path, variables={"TINY_FOLDER": str(alone)}
+        ).ok()
+        elastic = tmp_path / f"{dtype}-elastic"
+        elastic.mkdir()
+        legs = [(2, "ddp", 9), (1, "single", 16), (4, "ddp", 22), (2, "fsdp2", 31), (1, "single", 40)]
+        by_step = {}
+        for number, (ranks, config, until) in enumerate(legs):
+            here = elastic / str(number)
+            here.mkdir()
+            world = run(train, [*words, "--run.dir", str(elastic / "run")], ranks=ranks, config=config, folder=tmp_path,
+                        variables={"TINY_FOLDER": str(here)})  # fmt: skip
+            world.ok()
+            first = 0 if number == 0 else legs[number - 1][2]
+            by_step |= steps_of(here, ranks, first)
+            if until < 40:
+                back_to(elastic / "run", until)
+        ids[dtype] = by_step
+        wanted = steps_of(alone, 1, 0)
+        assert all(sorted(by_step[step]) == sorted(wanted[step]) for step in range(40))
+        losses = [
+            [line["train/loss"] for line in figures(one / "run") if "train/loss" in line] for one in (alone, elastic)
+        ]
+        assert len(losses[0]) == 40 and furthest(losses[1], losses[0]) < bound
+        assert distance(weights(elastic / "run"), weights(alone / "run")) < bound
+
+
+def steps_of(folder: Path, ranks: int, first: int) -> dict[int, list[int]]:
+    from tiny import drawn
+
+    share = 8 // ranks
+    by_rank = [drawn(folder, rank) for rank in range(ranks)]
+    count = min(len(one) for one in by_rank) // share
+    return {first + n: [i for one in by_rank for i in one[n * share : (n + 1) * share]] for n in range(count)}
+
+
+def back_to(folder: Path, step: int) -> None:
+    """Makes a finished run one that was killed after ``step``."""
+    shutil.rmtree(folder / "final")
+    (folder / "summary.json").unlink()
+    for path in Store(folder / "checkpoints").sealed():
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+
+
+def test_a_damaged_checkpoint_is_told_and_passed_over(tmp_path, recipe):
+    run(train, [recipe, "--run.dir", "alone"], folder=tmp_path).ok()
+    cut(tmp_path / "alone", tmp_path / "hurt", 20)
+    file = tmp_path / "hurt" / "checkpoints" / "step-00000020" / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 4
+    file.write_bytes(content)
+    world = run(train, [recipe, "--run.dir", "hurt"], folder=tmp_path)
+    world.ok()
+    assert "rank-00000.safetensors: expected checksum" in world.output and "going on from" in world.output
+    assert "step-00000019" in world.output and (tmp_path / "hurt" / "checkpoints" / "bad-step-00000020").is_dir()
+    same(tmp_path / "alone", tmp_path / "hurt")
+
+
+def test_where_none_is_good_nothing_is_started_afresh(tmp_path, recipe):
+    run(train, [recipe, "--save.every", "0", "--run.dir", "hurt", "--save.best", "false"], folder=tmp_path).ok()
+    back_to(tmp_path / "hurt", 30)
+    (only,) = Store(tmp_path / "hurt" / "checkpoints").sealed()
+    (only / "state.json").write_text("{}")
+    world = run(train, [recipe, "--run.dir", "hurt"], ranks=2, folder=tmp_path)
+    assert world.codes == [2, 2] and "no good one is left" in world.output
+    assert only.exists()
+
+
+def test_what_may_change_and_what_not(tmp_path, recipe):
+    run(train, [recipe, "--run.dir", "a"], folder=tmp_path).ok()
+    again = run(train, [recipe, "--run.dir", "a", "--batch.micro", "4", "--log.every", "5"], folder=tmp_path)
+    assert again.codes == [0] and "finished at step 30: nothing to do" in again.output
+    changed = run(train, [recipe, "--run.dir", "a", "--optimizer.lr", "0.5"], folder=tmp_path)
+    assert changed.codes == [2] and "optimizer.lr: 0.001 -> 0.5" in changed.output
+    longer = run(train, [recipe, "--run.dir", "a", "--duration", "33"], folder=tmp_path)
+    assert longer.codes == [2] and "duration: '30' -> '33'" in longer.output  # its cosine would end elsewhere
+    accepted = run(train, [recipe, "--run.dir", "a", "--duration", "33", "--run.accept_changes"], folder=tmp_path)
+    accepted.ok()
+    assert "going on from a/checkpoints/step-00000030" in accepted.output
+    never = run(train, [recipe, "--run.dir", "a", "--run.resume", "never"], folder=tmp_path)
+    assert never.codes == [2] and "run.resume is never" in never.output
+    endless = ["--schedule.name", "constant", "--schedule.warmup", "2"]
+    run(train, [recipe, "--run.dir", "b", *endless], folder=tmp_path).ok()
+    run(train, [recipe, "--run.dir", "b", *endless, "--duration", "40"], folder=tmp_path).ok()
+    assert figures(tmp_path / "b")[-1]["step"] == 40
+
+
+def test_a_checkpoints_path_starts_another_run(tmp_path, recipe):
+    run(train, [recipe, "--run.dir", "a"], folder=tmp_path).ok()
+    path = "a/checkpoints/step-00000020"
+    run(train, [recipe, "--run.dir", "b", "--run.resume", path], folder=tmp_path).ok()
+    assert all(torch.equal(x, y) for x, y in zip(weights(tmp_path / "a").values(), weights(tmp_path / "b").values()))
+    back_to(tmp_path / "a", 25)
+    refused = run(train, [recipe, "--run.dir", "a", "--run.resume", path], folder=tmp_path)
+    assert refused.codes == [2] and "step-00000025, which would be lost" in refused.output
+    missing = run(train, [recipe, "--run.dir", "c", "--run.resume", "nowhere"], folder=tmp_path)
+    assert missing.codes == [2] and "nowhere" in missing.output
+
+
+def test_a_stop_file_and_a_time_limit_stop_and_the_next_start_goes_on(tmp_path, recipe):
+    words = ["digits", "--duration", "120", "--save.every", "0", "--save.best", "false", "--track", "none",
+             "--batch.size", "16", "--task.width", "8", "--eval.every", "0"]  # fmt: skip
+    run(train, [*words, "--run.dir", "alone"], folder=tmp_path).ok()
+    stopped = run(train, [*words, "--run.dir", "a", "--stop.after", "0.1s"], ranks=2, folder=tmp_path)
+    assert stopped.codes == [75, 75], stopped.output
+    ended = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert ended["exit_code"] == 75 and "stop.after" in ended["exit_reason"] and ended["step"] < 120
+    (tmp_path / "a" / "STOP").touch()
+    again = run(train, [*words, "--run.dir", "a"], ranks=2, folder=tmp_path)
+    assert again.codes == [75, 75] and not (tmp_path / "a" / "STOP").exists()
+    run(train, [*words, "--run.dir", "a"], folder=tmp_path).ok()
+    assert distance(weights(tmp_path / "a"), weights(tmp_path / "alone")) < 1e-4
+    steps = [line["step"] for line in figures(tmp_path / "a") if "train/loss" in line]
+    assert steps == [line["step"] for line in figures(tmp_path / "alone") if "train/loss" in line]
+
+
+def test_a_stop_in_an_evaluation_repeats_it(tmp_path, recipe):
+    words = [recipe, "--task.held_out", "3000", "--eval.micro", "1", "--eval.every", "15"]
+    run(train, [*words, "--run.dir", "alone"], folder=tmp_path).ok()
+    for limit in ("0.35s", "0.6s"):
+        world = run(train, [*words, "--run.dir", "a", "--stop.after", limit], folder=tmp_path)
+        assert world.codes[0] in (0, 75), world.output
+    run(train, [*words, "--run.dir", "a"], folder=tmp_path).ok()
+    assert figures(tmp_path / "a") == figures(tmp_path / "alone")
+
+
+def test_failing_saves_are_borne_and_too_many_are_not(tmp_path, recipe):
+    world = run(_on_a_small_disk, [recipe, "--run.dir", "a", "--save.max_failures", "2"], 100, folder=tmp_path)
+    assert world.codes == [1] and world.output.count("A SAVE HAS FAILED") == 2
+    assert "saves in a row have failed" in json.loads((tmp_path / "a" / "summary.json").read_text())["exit_reason"]
+    sealed = Store(tmp_path / "a" / "checkpoints").sealed()
+    assert sealed and all(problems(path) == [] for path in sealed)  # those before stayed whole
+    run(train, [recipe, "--run.dir", "a"], folder=tmp_path).ok()
+    run(train, [recipe, "--run.dir", "alone"], folder=tmp_path).ok()
+    same(tmp_path / "alone", tmp_path / "a")
+
+
+def _on_a_small_disk(words: list[str], least: int) -> None:
+    """Trains where, from the sixth save on, no file may grow beyond ``least`` bytes for the writer."""
+    import resource
+
+    from oneloop.checkpoint import checkpoints
+
+    save = checkpoints.Checkpoints.save
+
+    def limited(self, step, *args, **kwargs):
+        if step == 6:
+            resource.prlimit(self._process._process.pid, resource.RLIMIT_FSIZE, (least, least))
+        return save(self, step, *args, **kwargs)
+
+    checkpoints.Checkpoints.save = limited
+    train(words)
+
+
+def test_a_pickle_in_place_of_any_file_is_never_run(tmp_path, recipe):
+    import pickle
+
+    class Bomb:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "boom",))
+
+    run(train, [recipe, "--run.dir", "alone", "--save.keep", "1"], folder=tmp_path).ok()
+    cut(tmp_path / "alone", tmp_path / "cut", 30)
+    files = [path.relative_to(tmp_path / "cut") for path in (tmp_path / "cut").rglob("*") if path.is_file()]
+    assert len(files) > 5
+    for number, file in enumerate(files):
+        hurt = tmp_path / f"hurt{number}"
+        shutil.copytree(tmp_path / "cut", hurt)
+        (hurt / file).write_bytes(pickle.dumps(Bomb()))
+        world = run(train, [recipe, "--run.dir", str(hurt), "--save.keep", "1"], folder=tmp_path)
+        assert not (tmp_path / "boom").exists(), file
+        assert "Traceback" not in world.output, world.output
+        assert world.codes == ([2] if "checkpoints" in file.parts or file.name == "recipe.yaml" else [0]), (
+            file,
+            world.output,
+        )
+
+
+def audited(words: list[str]) -> None:
+    def hook(event: str, arguments) -> None:
+        if event.startswith("pickle.find_class"):
+            os.write(2, f"UNPICKLED {arguments}\n".encode())
+
+    sys.addaudithook(hook)
+    train(words)
+
+
+def test_nothing_is_unpickled_in_save_and_resume(tmp_path, recipe):
+    words = [recipe, "--run.dir", "a", "--save.sync", "true", "--machine.workers", "0"]
+    first = run(audited, words, folder=tmp_path)
+    first.ok()
+    back_to(tmp_path / "a", 20)
+    second = run(audited, words, folder=tmp_path)
+    second.ok()
+    assert "going on from" in second.output and "UNPICKLED" not in first.output + second.output
+
+
+def test_the_launchers_death_ends_the_trainers(tmp_path):
+    import psutil
+
+    command = [sys.executable, "-m", "oneloop.cli", "launch", "--config_file", str(CONFIGS / "ddp.yaml"), "digits",
+               "--duration", "100000", "--run.dir", str(tmp_path / "run"), "--track", "none"]  # fmt: skip
+    launcher = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    began = time.monotonic()
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        assert launcher.poll() is None and time.monotonic() - began < 90
+        time.sleep(0.1)
+    everyone = psutil.Process(launcher.pid).children(recursive=True)
+    assert len(everyone) >= 3
+    refused = subprocess.run([*command[:2], "oneloop.train", *command[6:]], cwd=tmp_path, capture_output=True, text=True,
+                             timeout=60, check=False)  # fmt: skip
+    assert refused.returncode == 2 and "is in use by process" in refused.stderr  # the first is undisturbed
+    assert launcher.poll() is None
+    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.wait()
+    _, alive = psutil.wait_procs(everyone, timeout=10)
+    assert not alive
+
+
+@pytest.mark.parametrize("config", ["single", "ddp"])
+def test_chaos(config):
+    from chaos import WORDS, chaos
+
+    made = subprocess.run([sys.executable, str(Path(__file__).parent / "chaos.py"), "--kills", "5", "--config_file",
+                           f"accelerate_configs/{config}.yaml", *WORDS], capture_output=True, text=True, timeout=250,
+                          check=False)  # fmt: skip
+    assert chaos and made.returncode == 0 and "5 of 5 kills resumed" in made.stdout, made.stdout + made.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("config", ["single", "ddp", "fsdp2"])
+def test_a_hundred_kills(config):
+    made = subprocess.run([sys.executable, str(Path(__file__).parent / "chaos.py"), "--kills", "100", "--config_file",
+                           f"accelerate_configs/{config}.yaml"], capture_output=True, text=True, check=False)  # fmt: skip
+    assert made.returncode == 0 and "100 of 100 kills resumed" in made.stdout, made.stdout[-3000:] + made.stderr[-3000:]
