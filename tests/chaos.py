@@ -61,8 +61,13 @@ def trace_writing(phase: str) -> None:
     store.flush_folder = lambda folder: (flush(folder), time.sleep(0.01))  # between manifest, rename and its flush
 
 
-def rank_of(rank: int, ranks: int, port: int, words: list[str], environment: dict[str, str], output: Path) -> None:
+def rank_of(
+    parent: int, rank: int, ranks: int, port: int, words: list[str], environment: dict[str, str], output: Path
+) -> None:
     """One trainer; never returns."""
+    from oneloop.checkpoint.orphans import die_with
+
+    die_with(parent)
     os.environ.update(environment)
     if ranks > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
@@ -91,12 +96,12 @@ def launcher(ranks: int, words: list[str], environment: dict[str, str], output: 
     """Starts the ranks and ends them all with the first that fails, as torchrun does; never returns."""
     from worlds import _free_port
 
-    port = _free_port()
+    port, parent = _free_port(), os.getpid()
     pids = []
     for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
-            rank_of(rank, ranks, port, words, environment, output)
+            rank_of(parent, rank, ranks, port, words, environment, output)
         pids.append(pid)
     code = 0
     while pids and not code:

@@ -106,3 +106,25 @@ def test_weights_in_a_plain_script(tmp_path):
     other = nn.Linear(3, 1)
     load_weights(other, str(tmp_path))
     assert torch.equal(other.weight, model.weight)
+
+
+def test_checkpoints_in_a_plain_loop(tmp_path):
+    from oneloop.checkpoint.checkpoints import Checkpoints
+
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    model = accelerator.prepare(nn.Linear(3, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    checkpoints = Checkpoints(tmp_path, accelerator)
+    for step in range(1, 4):
+        accelerator.backward(model(torch.ones(4, 3)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpoints.save(step, model, optimizer, {"step": step})
+    checkpoints.finish()
+    checkpoints.close()
+    other = nn.Linear(3, 1)
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
+    assert checkpoints.load(checkpoints.newest(), other, fresh)["step"] == 3
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(fresh.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])

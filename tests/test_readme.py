@@ -42,6 +42,8 @@ def test_every_file_named_in_the_tree_exists():
     here = ""
     for line in tree.splitlines():
         name = line.split()[0]
+        if line.startswith("   "):
+            continue  # goes on from the line above
         if not line.startswith(" "):
             here = name
         path = ROOT / here / name if line.startswith(" ") else ROOT / name

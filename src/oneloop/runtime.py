@@ -25,7 +25,6 @@ from accelerate.utils import (
 from torch import Tensor, nn
 
 from oneloop import errors
-from oneloop.checkpoint.orphans import die_with
 from oneloop.data.groups import Group
 from oneloop.data.order import key
 from oneloop.errors import BadInput
@@ -206,8 +205,6 @@ def start(*, sync_each_batch: bool = False, deterministic: bool = False, track: 
     Raises:
         BadInput: a precision that the device lacks, or a strategy that is not plain, DDP or FSDP2.
     """
-    if {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys():  # a launcher's child
-        die_with(os.getppid())
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the slow imports: a launcher may be killed while they run
+    from oneloop.checkpoint.orphans import die_with_launcher
+
+    die_with_launcher()
+
 import os
 import sys
 import time

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -20,6 +21,26 @@ def die_with(parent: int) -> None:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     if os.getppid() != parent:  # it went before the line above
         os._exit(1)
+
+
+def die_with_launcher() -> None:
+    """Ends with torchrun or accelerate, where one of them started this process. Call it before anything slow.
+
+    A launcher that was gone before even this line has left its child to init.
+    """
+    if not {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
+        return
+    if os.getppid() == 1 and not _is_python(1):
+        os._exit(1)
+    die_with(os.getppid())
+
+
+def _is_python(process: int) -> bool:
+    """Whether it may be a launcher (in a container one can be process 1)."""
+    try:
+        return b"python" in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return True
 
 
 def _watch(parent: int) -> None:

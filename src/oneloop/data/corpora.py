@@ -40,14 +40,19 @@ def local_text(where: str, *, column: str = "text") -> list[Document]:
     documents = []
     for file in files:
         if file.suffix != ".jsonl":
-            documents.append(Document(str(file), file.read_text(errors="replace")))
+            documents.append(Document(_below(file, path), file.read_text(errors="replace")))
             continue
         for number, line in enumerate(file.read_text().splitlines(), start=1):
             try:
-                documents.append(Document(f"{file}:{number}", str(json.loads(line)[column])))
+                documents.append(Document(f"{_below(file, path)}:{number}", str(json.loads(line)[column])))
             except (json.JSONDecodeError, KeyError, TypeError) as error:
                 raise ValueError(f"{file}, line {number}: no JSON object with the key {column!r}") from error
     return documents
+
+
+def _below(file: Path, root: Path) -> str:
+    """The file's name as seen from the folder that the user named: where that stands does not matter."""
+    return file.name if file == root else file.relative_to(root).as_posix()
 
 
 def hub_text(name: str, *, column: str = "text", split: str = "train") -> list[Document]:
@@ -74,4 +79,8 @@ def held_out(documents: list[Document], *, percent: int = 5) -> dict[str, list[D
     for document in documents:
         draw = zlib.crc32(document.name.encode()) % 100
         parts["validation" if draw < percent else "test" if draw < 2 * percent else "train"].append(document)
+    for part in ("validation", "test"):
+        if not parts[part] and len(parts["train"]) > 1:  # few texts: the one with the smallest checksum
+            parts[part].append(min(parts["train"], key=lambda document: zlib.crc32(document.name.encode())))
+            parts["train"].remove(parts[part][0])
     return parts

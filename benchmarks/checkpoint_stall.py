@@ -1,0 +1,158 @@
+"""How long a save blocks training (goal C5), and what it does to the steps while it is written; start-up at any
+position (C6).
+
+    python benchmarks/checkpoint_stall.py --mib 256
+
+One process on a CPU. Every way is timed in turn, A B C … A B C …, after a warm-up; the control is a warm copy of the
+same state against itself. `blocked` is the time in which the training loop waits; `step` is the median time of the
+steps during the write, over that of steps without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from oneloop.checkpoint.checkpoints import Checkpoints
+from oneloop.checkpoint.state import model_tensors, optimizer_tensors
+from oneloop.data.groups import Split, Weighed, groups
+from oneloop.data.order import Order
+
+
+def state(mib: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], float]]:
+    """A model whose weights and AdamW state are ``mib`` MiB, and a timed step of it."""
+    width = int((mib * 2**20 / 12 / 4) ** 0.5)
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(4)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    x = torch.randn(64, width)
+
+    def step() -> float:
+        began = time.perf_counter()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - began
+
+    return model, optimizer, step
+
+
+def position_cost(position: int) -> float:
+    """Seconds from nothing to the first batch."""
+    began = time.perf_counter()
+    collate = Weighed(lambda xs: {"x": torch.tensor(xs)}, lambda batch: batch["x"].sum())
+    stream = groups(range(10**6), collate, Order(10**6, seed=0), Split(64, 1), rank=0, seed=0, start=position,
+                    device=torch.device("cpu"))  # fmt: skip
+    next(iter(next(stream).batches))
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser()
+    asked.add_argument("--mib", type=int, default=256)
+    asked.add_argument("--rounds", type=int, default=6)
+    given = asked.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="stall-"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.set_num_threads(1)  # the other core writes
+    model, optimizer, step = state(given.mib)
+    step()
+    accelerator = Accelerator(cpu=True, project_dir=str(root))
+    prepared = accelerator.prepare(model), accelerator.prepare(optimizer)
+    assert prepared
+    tensors = list((model_tensors(model) | optimizer_tensors(model, optimizer)).values())
+    room = [torch.empty_like(tensor) for tensor in tensors]
+    ours = Checkpoints(root / "ours", accelerator)
+    number = 0
+    waiting: list[object] = []
+
+    def warm_copy() -> None:
+        torch._foreach_copy_(room, tensors)
+
+    def our_save() -> None:
+        ours.save(number, model, optimizer, {})
+
+    def dcp_state() -> dict[str, object]:
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments}
+
+    def dcp_save() -> None:
+        dcp.save(dcp_state(), checkpoint_id=str(root / f"dcp-{number}"))
+
+    def dcp_async(kind: AsyncCheckpointerType) -> Callable[[], None]:
+        def save() -> None:
+            waiting.append(dcp.async_save(dcp_state(), checkpoint_id=str(root / f"{kind.name}-{number}"),
+                                          async_checkpointer_type=kind))  # fmt: skip
+
+        return save
+
+    def accelerate_save() -> None:
+        accelerator.save_state(str(root / f"accelerate-{number}"))
+
+    def finished() -> None:
+        ours.finish()
+        for future in waiting:
+            future.result()  # type: ignore[attr-defined]
+        waiting.clear()
+
+    ways: dict[str, Callable[[], None]] = {
+        "a warm copy of the state": warm_copy,
+        "the same again (control)": warm_copy,
+        "oneloop": our_save,
+        "dcp.save": dcp_save,
+        "dcp.async_save, thread": dcp_async(AsyncCheckpointerType.THREAD),
+        "dcp.async_save, process": dcp_async(AsyncCheckpointerType.PROCESS),
+        "accelerator.save_state": accelerate_save,
+    }
+    blocked: dict[str, list[float]] = {name: [] for name in ways}
+    steps: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(given.rounds + 1):  # the first is the warm-up
+        for name, save in ways.items():
+            number += 1
+            quiet = statistics.median(step() for _ in range(5))
+            began = time.perf_counter()
+            save()
+            took = time.perf_counter() - began
+            during = statistics.median(step() for _ in range(5))
+            finished()
+            if turn:
+                blocked[name].append(took)
+                steps[name].append(during / quiet)
+            for path in root.iterdir():
+                if path.name != "ours":
+                    shutil.rmtree(path)
+    ours.close()
+    copy = statistics.median(blocked["a warm copy of the state"])
+    print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
+    print(f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.processor() or platform.machine()},"
+          f" {torch.get_num_threads()} thread; state {sum(t.numel() * t.element_size() for t in tensors) / 2**20:.0f} MiB,"
+          f" {given.rounds} rounds")  # fmt: skip
+    print(f"{'way':28} {'blocked s':>10} {'min':>8} {'max':>8} {'x copy':>8} {'step, x quiet':>14}")
+    for name in ways:
+        times = blocked[name]
+        print(f"{name:28} {statistics.median(times):10.4f} {min(times):8.4f} {max(times):8.4f}"
+              f" {statistics.median(times) / copy:8.2f} {statistics.median(steps[name]):14.2f}")  # fmt: skip
+    position_cost(0)
+    near, far = ([position_cost(at) for _ in range(20)] for at in (0, 64 * 10**6))
+    print(f"start to first batch: {statistics.median(near) * 1e3:.2f} ms at position 0,"
+          f" {statistics.median(far) * 1e3:.2f} ms at batch 10^6 ({statistics.median(far) / statistics.median(near):.2f}x)")  # fmt: skip
+    shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()
