@@ -9,7 +9,7 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
-from oneloop.recipe import packaged, read
+from oneloop.parse import packaged, read
 from test_same_weights import distance, furthest
 from worlds import CONFIGS, run, train
 
@@ -96,7 +96,7 @@ def test_help_documents_every_key(capsys):
     with pytest.raises(SystemExit):
         read(["digits", "--help"])
     printed = " ".join(capsys.readouterr().out.split())
-    from oneloop.recipe import parser
+    from oneloop.parse import parser
 
     made: jsonargparse.ArgumentParser = parser("image_classification", "adamw", "cosine")
     for action in made._actions:

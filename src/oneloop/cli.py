@@ -68,7 +68,7 @@ def export(words: Sequence[str]) -> int:
         raise BadInput(f"--weights {given['--weights']}: this run holds raw weights only; leave it out")
     folder = _chosen(_store(given["RUN"]), given["--checkpoint"])
     from oneloop.checkpoint.export import export_checkpoint
-    from oneloop.recipe import read, resolve
+    from oneloop.parse import read, resolve
 
     try:
         task = read([str(Path(given["RUN"]) / "recipe.yaml")]).task

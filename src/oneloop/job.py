@@ -17,7 +17,8 @@ from oneloop.duration import Scale
 from oneloop.evaluate import higher_is_better, metric_names, prefix
 from oneloop.optim.build import build, refuse_if_sharded
 from oneloop.optim.schedule import LearningRate, learning_rate
-from oneloop.recipe import Recipe, resolve
+from oneloop.parse import resolve
+from oneloop.recipe import Recipe
 from oneloop.tasks.base import check, check_sets
 
 

@@ -90,17 +90,20 @@ class Run:
 
         The next step's sum is already under way while this one trains.
         """
+        if self._host is None:
+            for group in groups:
+                yield group, group.weight, self._told_to_stop(), trouble() is not None
+            return
         coming: tuple[Group, Tensor, Any] | None = None
         for group in groups:
             told = torch.tensor([group.weight, self._told_to_stop(), trouble() is not None], dtype=torch.float64)
-            work = dist.all_reduce(told, group=self._host, async_op=True) if self._host else None
+            work = dist.all_reduce(told, group=self._host, async_op=True)
             if coming is not None:
                 yield self._told(*coming)
             coming = group, told, work
 
     def _told(self, group: Group, told: Tensor, work: Any) -> tuple[Group, float, bool, bool]:
-        if work is not None:
-            work.wait()
+        work.wait()
         weight, stop, trouble = told.numpy().tolist()
         return group, weight, bool(stop), bool(trouble)
 
@@ -176,8 +179,6 @@ class Run:
 
     def end(self, code: int) -> NoReturn:
         """Ends this process with ``code``: nothing is left to destructors, which abort now and then under gloo."""
-        if dist.is_initialized() and code in (errors.DONE, errors.BAD_INPUT, errors.DIVERGED, errors.STOPPED):
-            dist.destroy_process_group()
         leave(code, main=self.main)
 
 
@@ -223,8 +224,9 @@ def start(*, sync_each_batch: bool = False, deterministic: bool = False, track: 
         raise BadInput("tensor, context or sequence parallelism is asked for, and only data parallelism (dp_replicate,"
                        " dp_shard) is supported; set the other sizes to 1")  # fmt: skip
     on_cpu = not torch.accelerator.is_available()  # said to accelerate, several processes then get gloo
+    # Before the ranks connect: each finds the same, and none waits for another.
+    _refuse_precision(precision, torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator())
     state = PartialState(cpu=on_cpu)
-    _refuse_precision(precision, state.device)
     plugin = None
     if sharding:
         if state.distributed_type == DistributedType.NO:
@@ -257,7 +259,8 @@ def _sharded_precision(precision: str) -> Any:
     return MixedPrecisionPolicy(param_dtype=kinds[precision], reduce_dtype=torch.float32)
 
 
-def _refuse_precision(precision: str, device: torch.device) -> None:
+def _refuse_precision(precision: str, device: torch.device | None) -> None:
+    assert device is not None
     if precision == "fp16" and device.type == "cpu":
         raise BadInput("mixed_precision fp16 is asked for on a CPU, which has no fp16 loss scaling; use bf16 or no")
     if precision == "fp8":
@@ -288,6 +291,8 @@ def leave(code: int, *, main: bool) -> NoReturn:
         code = 0  # torchrun would start the run again
     sys.stdout.flush()
     sys.stderr.flush()
+    if dist.is_initialized() and code != errors.ERROR:  # after an error the other ranks may never come to that
+        dist.destroy_process_group()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if not main and code not in (0, errors.ERROR):
             time.sleep(3)  # torchrun ends all ranks with the first that fails: let rank 0 say why first

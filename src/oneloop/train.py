@@ -25,13 +25,13 @@ from oneloop.duration import is_time
 from oneloop.errors import BadInput, Diverged
 from oneloop.evaluate import evaluate_all
 from oneloop.folder import Folder, environment
+from oneloop.introduction import introduction
 from oneloop.job import Job, build_job
 from oneloop.optim.build import set_lr
 from oneloop.optim.clip import clip_, global_norm
 from oneloop.optim.guard import Guard
-from oneloop.recipe import read
+from oneloop.parse import read
 from oneloop.runtime import Run, leave, start
-from oneloop.watch.introduction import introduction
 from oneloop.watch.meter import Meter
 from oneloop.watch.progress import Display
 from oneloop.watch.tracking import Tracking, check_trackers

@@ -10,11 +10,6 @@
 from __future__ import annotations
 
 import json
-import mmap
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,10 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from oneloop.checkpoint import writer
+from oneloop.checkpoint.process import WritingProcess
 from oneloop.checkpoint.state import (
     header_of,
     load_tensors,
@@ -60,7 +56,7 @@ class Checkpoints:
         self._sync, self._say = sync, say
         self._host: Any = dist.new_group(backend="gloo") if self.ranks > 1 else None
         self._pin = accelerator.device.type == "cuda"
-        self._process: _Process | None = None
+        self._process: WritingProcess | None = None
         self._attempt = 0
         self._trouble: str | None = None
         self._pending = False
@@ -100,7 +96,7 @@ class Checkpoints:
         if self._process is None or self._process.size < size or not self._process.alive():
             if self._process is not None:
                 self._process.close()
-            self._process = _Process(size, pin=self._pin)
+            self._process = WritingProcess(WRITER, size, pin=self._pin)
         stage(mine, self._process.buffer)
         self._process.tell(order)
         self._pending = True
@@ -254,67 +250,3 @@ def _attempt(act: Callable[[], None]) -> str | None:
     except (OSError, writer.Gone) as error:
         return f"{type(error).__name__}: {error}"
     return None
-
-
-class _Process:
-    """A writing process and the memory it shares with this one."""
-
-    def __init__(self, size: int, *, pin: bool) -> None:
-        self.size = size
-        if hasattr(os, "memfd_create"):
-            shared = os.memfd_create("oneloop-checkpoint")
-        else:
-            with tempfile.TemporaryFile() as file:
-                shared = os.dup(file.fileno())
-        os.ftruncate(shared, max(1, size))
-        self.buffer: Tensor = torch.frombuffer(mmap.mmap(shared, max(1, size)), dtype=torch.uint8)
-        if pin and size:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), size, 0)))
-        package = str(Path(__file__).parents[2])
-        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", WRITER, str(os.getpid()), str(shared), str(size)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[shared], env={**os.environ, "PYTHONPATH": path},
-        )  # fmt: skip
-        os.close(shared)
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
-        self._heard = b""
-
-    def tell(self, order: writer.Order) -> None:
-        self._send(writer.as_line(order))
-
-    def call_off(self) -> None:
-        self._send(writer.as_line(None))
-
-    def _send(self, line: bytes) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return  # it is gone, which answer() will say
-
-    def answer(self, *, wait: bool) -> dict[str, Any] | None:
-        """The answer to the last order; None while there is none."""
-        assert self._process.stdout is not None
-        handle = self._process.stdout.fileno()
-        os.set_blocking(handle, wait)
-        while b"\n" not in self._heard:
-            try:
-                more = os.read(handle, 1 << 16)
-            except BlockingIOError:
-                return None
-            if not more:
-                return {"error": f"the writing process ended with {self._process.wait()}"}
-            self._heard += more
-        line, _, self._heard = self._heard.partition(b"\n")
-        return json.loads(line)  # type: ignore[no-any-return]
-
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()

@@ -1,0 +1,149 @@
+"""What the loop costs per step over a hand-written one with the same features (goal C1).
+
+    python benchmarks/step_cost.py
+
+One process on a CPU, a model so small that the loop is what is timed. Both do: batches from a DataLoader, accelerate's
+`accumulate` and `backward`, the global gradient norm, clipping, a learning rate per step, fused AdamW, the loss summed
+on the device. The hand-written one seeds nothing, guards nothing, counts nothing and can be stopped by nothing. Runs
+alternate: hand, oneloop, hand (control), …
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler
+
+from oneloop.folder import Folder
+from oneloop.job import build_job
+from oneloop.parse import read
+from oneloop.runtime import Run, start
+from oneloop.train import train
+
+BATCH = 8
+
+
+class Points:
+    """In memory, without randomness."""
+
+    deterministic = True
+
+    def __init__(self) -> None:
+        self.x = torch.randn(4096, 16, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.x[index]
+
+
+class Tiny:
+    """A task of one linear layer."""
+
+    sample_weight = 1.0
+
+    def model(self) -> nn.Module:
+        return nn.Linear(16, 16)
+
+    def train_set(self) -> Points:
+        return Points()
+
+    def eval_sets(self) -> dict[str, Points]:
+        return {}
+
+    def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
+        return {"x": torch.stack(samples)}
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return torch.tensor(float(len(batch["x"])))
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        return (model(batch["x"]) - batch["x"]).square().mean(1).sum(), {}
+
+
+def by_hand(run: Run, steps: int) -> float:
+    """Seconds per step of the hand-written loop."""
+    task, accelerator = Tiny(), run.accelerator
+    model = accelerator.prepare(task.model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    data = Points()
+    sampler = RandomSampler(data, num_samples=(steps + 50) * BATCH, replacement=False)
+    loader = iter(DataLoader(data, batch_size=BATCH, sampler=sampler, collate_fn=task.collate))
+    total = torch.zeros((), dtype=torch.float64)
+    began = 0.0
+    for step in range(steps + 50):
+        if step == 50:
+            began = time.perf_counter()
+        batch = next(loader)
+        with accelerator.accumulate(model):
+            loss, _ = task.loss(model, batch)
+            accelerator.backward(loss / BATCH)
+        total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (1 - step / (steps + 50))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return (time.perf_counter() - began) / steps
+
+
+def by_oneloop(run: Run, steps: int) -> float:
+    """Seconds per step of oneloop's, between its log lines at step 50 and at the end."""
+    with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()):
+        sys.path.insert(0, str(Path(__file__).parent))
+        recipe = read(["digits", "--task", "step_cost.Tiny", "--duration", str(steps + 50), "--batch.size", str(BATCH),
+                       "--schedule.name", "linear", "--schedule.warmup", "0", "--track", "none", "--save.every", "0",
+                       "--log.every", "50", "--run.dir", scratch])  # fmt: skip
+        folder = Folder(Path(scratch) / "run")
+        folder.open()
+        summary = train(build_job(recipe, ranks=1), run, folder)
+        assert summary["exit_code"] == 0
+        import json
+
+        lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+        times = [line["time"] for line in lines]
+        folder.close()
+    return (times[-1] - times[0]) / steps
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser()
+    asked.add_argument("--steps", type=int, default=2000)
+    asked.add_argument("--pairs", type=int, default=8)
+    given = asked.parse_args()
+    torch.set_num_threads(1)
+    run = start()
+    found: dict[str, list[float]] = {"by hand": [], "oneloop": [], "by hand again (control)": []}
+    for turn in range(given.pairs + 1):
+        for name, measure in zip(found, (by_hand, by_oneloop, by_hand), strict=True):
+            took = measure(run, given.steps) * 1e6
+            if turn:
+                found[name].append(took)
+    print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
+    print(f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, 1 thread,"
+          f" {given.steps} steps, {given.pairs} rounds; microseconds per step")  # fmt: skip
+    for name, times in found.items():
+        print(f"{name:26} median {statistics.median(times):7.1f}   min {min(times):7.1f}   max {max(times):7.1f}")
+    over = [a - b for a, b in zip(found["oneloop"], found["by hand"], strict=True)]
+    control = [a / b for a, b in zip(found["by hand again (control)"], found["by hand"], strict=True)]
+    print(f"oneloop over by hand: median {statistics.median(over):.1f} us per step ({min(over):.1f} to {max(over):.1f});"
+          f" control {statistics.median(control):.3f}x")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
