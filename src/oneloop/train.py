@@ -66,6 +66,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     tracking = Tracking(accelerator, folder.path, project=recipe.name, config=recipe.resolved,
                         resumed=saved.get("tracking"), step=count.step)  # fmt: skip
     began = time.perf_counter() - count.seconds
+    display.begin(count.step)
 
     assess = partial(evaluate_all, task, model, accelerator=accelerator, micro=recipe.eval.micro or split.each,
                      workers=workers, dtype=job.dtype, seed=recipe.seed, interrupted=run.stop_wanted)  # fmt: skip

@@ -15,23 +15,22 @@ class Display:
 
     Args:
         total: steps of the run.
-        start: steps already done.
         shown: False on all ranks but one.
         console: where to; a terminal gets a bar.
         interval: seconds between two plain lines, at least.
     """
 
     def __init__(
-        self, total: int, *, start: int = 0, shown: bool = True, console: Console | None = None, interval: float = 1.0
+        self, total: int, *, shown: bool = True, console: Console | None = None, interval: float = 1.0
     ) -> None:
-        self._total, self._start, self._began = total, start, time.monotonic()
+        self._total, self._start, self._began = total, 0, time.monotonic()
         self._console = console or Console(quiet=not shown)
         self._bar: Progress | None = None
         self._interval, self._last = interval, float("-inf")
         if shown and self._console.is_terminal:
             self._bar = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"),
                                  TextColumn("left"), TimeRemainingColumn(), console=self._console)  # fmt: skip
-            self._task = self._bar.add_task("train", total=total, completed=start, text="")
+            self._task = self._bar.add_task("train", total=total, text="")
 
     def begin(self, start: int) -> None:
         """From which step the run goes on."""
