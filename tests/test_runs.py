@@ -15,6 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from oneloop.checkpoint.store import Store, problems, step_of
 from test_same_weights import distance
 from worlds import CONFIGS, run, train
 
@@ -98,6 +99,8 @@ def test_a_nan_ends_the_run_with_3(tmp_path, recipe, ranks, config, optimizer):
     ended = summary(tmp_path / "runs" / "tiny_run")
     assert ended["exit_code"] == 3 and "the gradient is not finite" in ended["exit_reason"]
     assert not (tmp_path / "runs" / "tiny_run" / "final").exists()
+    sealed = Store(tmp_path / "runs" / "tiny_run" / "checkpoints").sealed()
+    assert all(problems(path) == [] and step_of(path) < 30 for path in sealed)
     assert "Traceback" not in world.output
 
 

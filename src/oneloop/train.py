@@ -135,6 +135,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             if not (logging or evaluating or saving or stopped) and taken:
                 continue
             if guard.bad():  # host sync
+                checkpoints.finish()  # the last good one is sealed before the end
                 raise Diverged(f"step {count.step - guard.skipped()}: the gradient is not finite (norm {norm.item()});"
                                " the weights are those from before it")  # fmt: skip
             if logging:
