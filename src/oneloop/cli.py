@@ -20,14 +20,16 @@ from oneloop.errors import BAD_INPUT, ERROR, BadInput
 
 _USAGE = """usage: oneloop launch [accelerate launch's options] RECIPE [--key value …]
        oneloop verify RUN
-       oneloop export RUN --to DIR [--checkpoint STEP|best|newest] [--weights raw]
+       oneloop export RUN --to DIR [--checkpoint STEP|best|newest]
+                      [--weights raw|ema|power:SIGMA]
 
 launch  Starts the training processes as `accelerate launch … -m oneloop.train RECIPE …` does, and exits with oneloop's
         own code: 0 done, 1 error, 2 bad input, 3 diverged, 75 stopped (start again to go on).
           oneloop launch --config_file accelerate_configs/ddp.yaml digits --batch.size 128
         `accelerate launch --help` lists its options, `python -m oneloop.train --help` the keys of a recipe.
 verify  Reads every checkpoint of a run and lists what is wrong; exits with 1 where anything is.
-export  Writes a checkpoint's weights as plain safetensors, with what the task adds (config, tokenizer)."""
+export  Writes a checkpoint's weights as plain safetensors, with what the task adds (config, tokenizer): raw, an average by
+        its name, or the power-function average of any width (when trained with --ema.power)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,15 +66,14 @@ def export(words: Sequence[str]) -> int:
     given = _parsed("export", words, {"--to": None, "--checkpoint": "newest", "--weights": "raw"})
     if given["--to"] is None:
         raise BadInput("export needs a folder to write to: --to DIR")
-    if given["--weights"] != "raw":
-        raise BadInput(f"--weights {given['--weights']}: this run holds raw weights only; leave it out")
     folder = _chosen(_store(given["RUN"]), given["--checkpoint"])
     from oneloop.checkpoint.export import export_checkpoint
     from oneloop.parse import read, resolve
 
     try:
         task = read([str(Path(given["RUN"]) / "recipe.yaml")]).task
-        export_checkpoint(folder, Path(given["--to"]), resolve("task", task.name)(**task.options))
+        export_checkpoint(folder, Path(given["--to"]), resolve("task", task.name)(**task.options),
+                          weights=given["--weights"])  # fmt: skip
     except BadInput:
         raise
     except (ValueError, OSError) as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Counters:
-    """One counter, one meaning. ``position`` and ``step`` part only by skipped steps."""
+    """One counter, one meaning. ``position`` and ``samples`` part only by steps that were not taken."""
 
     position: int = 0
     """samples drawn from the order, skipped steps included; drives which samples come next"""
@@ -18,8 +18,6 @@ class Counters:
     """samples trained on"""
     weight: float = 0.0
     """summed weight trained on: samples, or target tokens for text"""
-    skipped: int = 0
-    """steps drawn but not trained (fp16 loss scaling)"""
     reductions: int = 0
     """times that the plateau schedule lowered the learning rate"""
     waited: int = 0
@@ -29,6 +27,11 @@ class Counters:
     evaluation_due: bool = False
     """a stop came before the evaluation of this step was done"""
 
+    @property
+    def passed_over(self) -> int:
+        """Samples drawn but not trained on: of bad steps that the policy leaves out, and of fp16 loss scaling."""
+        return self.position - self.samples
+
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -37,7 +40,6 @@ class Counters:
 
     def trained(self, samples: int, weight: float) -> None:
         """One update was made with ``samples`` samples of this summed weight."""
-        self.position += samples
         self.step += 1
         self.samples += samples
         self.weight += weight
@@ -54,14 +56,13 @@ class Counters:
         tokens = {"tokens": int(self.weight)} if unit == "tokens" else {}
         return {"step": self.step, "samples": self.samples, **tokens}
 
-    def passed_over(self, samples: int) -> None:
-        """The step's samples were drawn, and no update was made."""
-        self.position += samples
-        self.skipped += 1
-
 
 class Results(dict[str, float]):
-    """The latest figure of each kind."""
+    """The latest figure of each kind; those of an average are headed by its name."""
+
+    def take(self, figures: dict[str, float], weights: str) -> None:
+        """Takes in the evaluation of these weights (``raw``, or an average's name)."""
+        self.update(figures if weights == "raw" else {f"{weights}/{name}": value for name, value in figures.items()})
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self)

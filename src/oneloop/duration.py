@@ -44,24 +44,31 @@ class Duration:
         Raises:
             ValueError: ``%`` without a total, or tokens where samples differ in length.
         """
+        return math.ceil(self._steps(scale, total, key))
+
+    def _steps(self, scale: Scale, total: int | None, key: str) -> Fraction:
         if self.unit == "steps":
-            exact = self.amount
-        elif self.unit == "samples":
-            exact = self.amount / scale.batch
-        elif self.unit == "ep":
-            exact = self.amount * scale.epoch / scale.batch
-        elif self.unit == "%":
+            return self.amount
+        if self.unit == "samples":
+            return self.amount / scale.batch
+        if self.unit == "ep":
+            return self.amount * scale.epoch / scale.batch
+        if self.unit == "%":
             if total is None:
                 raise ValueError(f"{key} {self.text!r} is a share of the run, and the run's own length cannot be one")
-            exact = self.amount * total / 100
-        else:
-            if scale.sample_tokens is None:
-                raise ValueError(
-                    f"{key} {self.text!r} is in tokens, but this task's samples differ in length, or are not made of "
-                    "tokens; state it in steps, 'ep' or 'samples'"
-                )
-            exact = self.amount / (scale.batch * Fraction(scale.sample_tokens))
-        return math.ceil(exact)
+            return self.amount * total / 100
+        if scale.sample_tokens is None:
+            raise ValueError(
+                f"{key} {self.text!r} is in tokens, but this task's samples differ in length, or are not made of "
+                "tokens; state it in steps, 'ep' or 'samples'"
+            )
+        return self.amount / (scale.batch * Fraction(scale.sample_tokens))
+
+    def samples(self, scale: Scale, *, total: int | None = None, key: str = "duration") -> float:
+        """The same length in samples, not rounded; raises as :meth:`steps` does."""
+        if self.unit == "samples":
+            return float(self.amount)
+        return float(self._steps(scale, total, key) * scale.batch)
 
     def __repr__(self) -> str:
         return self.text

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from oneloop.data.groups import Keyed, Weighed, loader, transferred
+from oneloop.ema import EMA
 
 
 @contextmanager
@@ -101,14 +102,24 @@ def evaluate(
     return results
 
 
-def evaluate_all(task: Any, model: nn.Module, sets: Mapping[str, Any], **options: Any) -> dict[str, float] | None:
-    """:func:`evaluate` over several sets: ``{"eval/loss": …, "test/loss": …}``; None where it was interrupted."""
-    results: dict[str, float] = {}
-    for name, dataset in sets.items():
-        found = evaluate(task, model, dataset, **options)
-        if found is None:
-            return None
-        results |= {f"{prefix(name)}/{metric}": value for metric, value in found.items()}
+def evaluate_all(
+    task: Any, model: nn.Module, sets: Mapping[str, Any], *, averages: Iterable[EMA] = (), **options: Any
+) -> dict[str, dict[str, float]] | None:
+    """:func:`evaluate` of several sets, with the weights and with each average of them.
+
+    Returns:
+        ``{"raw": {"eval/loss": …, "test/loss": …}, "ema": …}``; None where it was interrupted.
+    """
+    results: dict[str, dict[str, float]] = {}
+    holding: dict[str, Callable[[], Any]] = {"raw": nullcontext, **{ema.name: ema.swapped for ema in averages}}
+    for weights, held in holding.items():
+        results[weights] = {}
+        with held():
+            for name, dataset in sets.items():
+                found = evaluate(task, model, dataset, **options)
+                if found is None:
+                    return None
+                results[weights] |= {f"{prefix(name)}/{metric}": value for metric, value in found.items()}
     return results
 
 

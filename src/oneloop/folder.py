@@ -22,7 +22,9 @@ from filelock import FileLock, Timeout
 from oneloop.duration import Duration
 from oneloop.errors import BadInput
 
-_MATHEMATICS = ("task", "seed", "duration", "init", "optimizer", "schedule", "ema")
+_MATHEMATICS = ("task", "seed", "duration", "init", "optimizer", "schedule", "ema", "guard")
+
+_NOT_MATHEMATICS = ("ema.device",)
 
 
 def mathematics(resolved: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,7 +34,7 @@ def mathematics(resolved: Mapping[str, Any]) -> dict[str, Any]:
         inside = value.items() if isinstance(value, Mapping) else ((None, value),)
         for name, given in inside:
             dotted = f"{group}.{name}" if name else group
-            if group in _MATHEMATICS or dotted in ("batch.size", "debug.overfit"):
+            if (group in _MATHEMATICS and dotted not in _NOT_MATHEMATICS) or dotted in ("batch.size", "debug.overfit"):
                 flat[dotted] = given
     return flat
 

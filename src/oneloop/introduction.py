@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
 
+from oneloop.ema import EMA
 from oneloop.job import Job
+from oneloop.replicas import replica_group
 from oneloop.runtime import Run, has_batch_statistics, has_dropout
 
 
-def introduction(job: Job, run: Run, model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+def introduction(job: Job, run: Run, model: nn.Module, optimizer: Optimizer, emas: Sequence[EMA]) -> Iterator[str]:
     """Lines for a person to read at the start."""
     recipe, split = job.recipe, job.split
     number = sum(parameter.numel() for parameter in model.parameters())
@@ -35,5 +37,13 @@ def introduction(job: Job, run: Run, model: nn.Module, optimizer: Optimizer) -> 
             yield (f"each process keeps whole gradients between micro-batches: {held:,.1f} MiB;"
                    f" machine.sync_each_batch true keeps none, and scatters {moved:,.1f} MiB per step, not"
                    f" {held:,.1f}")  # fmt: skip
+    yield from job.notes
+    if emas:
+        yield f"averages of the weights: {', '.join(ema.name for ema in emas)}"
+    if run.ranks > 1 and "check" in job.rhythm:
+        if replica_group(model) is None:
+            yield "machine.check_every: every process holds its own share (FSDP2), so there are no replicas to compare"
+        else:
+            yield f"the processes compare weights and optimizer state every {job.rhythm['check']:,} steps"
     if matrices := [p for group in optimizer.param_groups if group.get("muon") for p in group["params"]]:
         yield f"muon updates {len(matrices)} matrices, adamw the rest"

@@ -13,7 +13,7 @@ from dataclasses import fields
 from functools import cache
 from importlib import import_module, resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
@@ -23,7 +23,23 @@ from oneloop.duration import Duration
 from oneloop.errors import BadInput
 from oneloop.optim.build import OPTIMIZERS
 from oneloop.optim.schedule import SCHEDULES
-from oneloop.recipe import Batch, Debug, Eval, Init, Log, Machine, Optimizer, Recipe, Run, Save, Schedule, Stop, Task
+from oneloop.recipe import (
+    Batch,
+    Debug,
+    Ema,
+    Eval,
+    Guard,
+    Init,
+    Log,
+    Machine,
+    Optimizer,
+    Recipe,
+    Run,
+    Save,
+    Schedule,
+    Stop,
+    Task,
+)
 from oneloop.tasks.base import TASKS
 
 register_type(Duration, serializer=lambda duration: duration.text, deserializer=Duration)
@@ -77,7 +93,8 @@ def _suggest(word: str, known: Mapping[str, Any] | Sequence[str]) -> str:
 
 # --- from the command line and YAML to a Recipe --------------------------------------------------------------------
 
-_GROUPS = {"task": Task, "init": Init, "batch": Batch, "optimizer": Optimizer, "schedule": Schedule, "eval": Eval,
+_GROUPS = {"task": Task, "init": Init, "batch": Batch, "optimizer": Optimizer, "schedule": Schedule, "ema": Ema,
+           "guard": Guard, "eval": Eval,
            "save": Save, "stop": Stop, "log": Log, "machine": Machine, "run": Run, "debug": Debug}  # fmt: skip
 
 
@@ -100,11 +117,10 @@ def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:
                            "('none': none)")  # fmt: skip
     for name, group in _GROUPS.items():
         section = made.add_argument_group(name)
-        skip = {"options", "source"} | ({"weights"} if name == "init" else set())
+        skip = {"options", "source"}
         if name == "init":
             section.add_argument("--init.from", type=str | None, default=None,
                                  help="run folder, checkpoint or .safetensors file to take the weights from")  # fmt: skip
-            section.add_argument("--init.weights", type=Literal["raw"], default="raw", help="which weights of it")
         section.add_class_arguments(group, name, skip=skip, as_group=False)
         if name in chosen:
             target = resolve(name, chosen[name])

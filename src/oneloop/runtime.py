@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -51,6 +51,8 @@ class Run:
         # A group on the host: what the ranks agree on never waits for a device.
         self._host = cast("dist.ProcessGroup | None", dist.new_group(backend="gloo") if self.ranks > 1 else None)
         self._interrupts = 0
+        self.afresh = False
+        """whether the groups loaded ahead are about to be dropped"""
 
     # --- stopping ---
 
@@ -84,15 +86,30 @@ class Run:
     # --- agreement ---
 
     def agreed(
-        self, groups: Iterable[Group], trouble: Callable[[], object] = lambda: None
+        self, groups: Callable[[], Iterable[Group]], trouble: Callable[[], object] = lambda: None
     ) -> Iterator[tuple[Group, float, bool, bool]]:
         """(group, weight of the global batch, whether to stop, whether a rank has trouble), one small host sum a step.
 
-        The next step's sum is already under way while this one trains.
+        The next step's sum is already under way while this one trains. After :meth:`begin_afresh` the groups are asked
+        for anew.
         """
+        self.afresh = True
+        while self.afresh:
+            self.afresh = False
+            yield from self._agreed(groups(), trouble)
+
+    def begin_afresh(self) -> None:
+        """What :meth:`agreed` has loaded ahead is dropped. Every rank must get here, at the same step."""
+        self.afresh = True
+
+    def _agreed(
+        self, groups: Iterable[Group], trouble: Callable[[], object]
+    ) -> Iterator[tuple[Group, float, bool, bool]]:
         if self._host is None:
             for group in groups:
                 yield group, group.weight, self._told_to_stop(), trouble() is not None
+                if self.afresh:
+                    return
             return
         coming: tuple[Group, Tensor, Any] | None = None
         for group in groups:
@@ -100,6 +117,9 @@ class Run:
             work = dist.all_reduce(told, group=self._host, async_op=True)
             if coming is not None:
                 yield self._told(*coming)
+                if self.afresh:
+                    work.wait()
+                    return
             coming = group, told, work
 
     def _told(self, group: Group, told: Tensor, work: Any) -> tuple[Group, float, bool, bool]:
@@ -128,13 +148,28 @@ class Run:
             message = str(error)
         except (ValueError, ImportError) as error:
             message = f"{error}{_where(error)}"
-        messages = [message]
-        if self._host:
-            messages = [None] * self.ranks
-            dist.all_gather_object(messages, message, group=self._host)
-        for found in messages:
+        for found in self.gathered(message):
             if found is not None:
                 raise BadInput(found)
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of a small tensor over all ranks, on the device. Every rank must get here."""
+        return cast(Tensor, self.accelerator.reduce(value, "sum"))
+
+    def largest(self, *values: float) -> list[float]:
+        """The largest of each value over all ranks, on the host. Every rank must get here."""
+        told = torch.tensor(values, dtype=torch.float64)
+        if self._host:
+            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._host)
+        return list(told.tolist())
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        values = [value]
+        if self._host:
+            values = [None] * self.ranks
+            dist.all_gather_object(values, value, group=self._host)
+        return values
 
     def from_main(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
@@ -149,8 +184,13 @@ class Run:
 
     # --- the model ---
 
-    def prepare(self, model: nn.Module) -> nn.Module:
-        """The model on its device, wrapped for DDP or sharded for FSDP2. Build the optimizer afterwards."""
+    def prepare(self, model: nn.Module, *, blocks: Sequence[str] = ()) -> nn.Module:
+        """The model on its device, wrapped for DDP or sharded for FSDP2. Build the optimizer afterwards.
+
+        Args:
+            model: on any device.
+            blocks: class names of its blocks: what FSDP2 gathers at once, where accelerate's config names none.
+        """
         if not self.sharded:
             prepared = self.accelerator.prepare(model)
             if isinstance(prepared, nn.parallel.DistributedDataParallel):
@@ -158,6 +198,8 @@ class Run:
             return prepared  # type: ignore[no-any-return]
         # accelerate wants an optimizer beside the model, and would rebind its parameters by address; the real one is
         # built on the sharded parameters instead.
+        plugin = self.accelerator.state.fsdp_plugin
+        plugin.transformer_cls_names_to_wrap = plugin.transformer_cls_names_to_wrap or list(blocks) or None
         prepared, _ = self.accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
         self.accelerator._optimizers.clear()
         return prepared  # type: ignore[no-any-return]

@@ -7,34 +7,38 @@ if __name__ == "__main__":  # before the slow imports: a launcher may be killed 
 
     die_with_launcher()
 
-import os
 import sys
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from oneloop import errors
+from torch import Tensor
+
+from oneloop import entry, errors
 from oneloop.checkpoint.checkpoints import Checkpoints, resume
 from oneloop.checkpoint.export import write_final
 from oneloop.checkpoint.store import Keep
 from oneloop.counters import Best, Counters, Results
-from oneloop.data.groups import groups, workers_here
+from oneloop.data.groups import Group, groups, workers_here
 from oneloop.duration import is_time
-from oneloop.errors import BadInput, Diverged
+from oneloop.errors import Diverged
 from oneloop.evaluate import evaluate_all
-from oneloop.folder import Folder, environment
+from oneloop.folder import Folder
 from oneloop.introduction import introduction
-from oneloop.job import Job, build_job
+from oneloop.job import Job
+from oneloop.memory.garbage import scheduled_garbage
+from oneloop.memory.switches import release_cache
 from oneloop.optim.build import set_lr
 from oneloop.optim.clip import clip_, global_norm
 from oneloop.optim.guard import Guard
-from oneloop.parse import read
-from oneloop.runtime import Run, leave, start
+from oneloop.optim.noise_scale import NoiseScale, Sensor, meaning
+from oneloop.optim.policy import BadSteps, Verdict
+from oneloop.replicas import check_replicas
+from oneloop.runtime import Run
 from oneloop.watch.meter import Meter
 from oneloop.watch.progress import Display
-from oneloop.watch.tracking import Tracking, check_trackers
+from oneloop.watch.tracking import Tracking
 
 
 def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
@@ -42,45 +46,58 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
 
     Raises:
         BadInput: the folder's checkpoints are damaged, or of another model.
-        Diverged: loss or gradient was not finite.
+        Diverged: a loss or gradient was not finite, or far out of line, and the policy is to stop.
+        ReplicasDiffer: two processes no longer hold the same weights.
     """
     recipe, task, split, accelerator = job.recipe, job.task, job.split, run.accelerator
     accelerator.gradient_accumulation_steps = split.accumulate
-    model = run.prepare(job.model)
+    model = run.prepare(job.model, blocks=job.blocks)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = job.optimizer(model)
-    guard = Guard(optimizer, device=run.device, scaler=accelerator.scaler)
+    guard = Guard(optimizer, device=run.device, scaler=accelerator.scaler, policy=job.policy, total=run.total)
+    emas = job.emas(model, optimizer)
     workers = workers_here(recipe.machine.workers, device=run.device, local_ranks=run.local_ranks)
     display = Display(job.steps, shown=run.main)
-    display.lines(introduction(job, run, model, optimizer))
+    display.lines(introduction(job, run, model, optimizer, emas))
 
     # What is saved beside the tensors: everything else is a function of it.
-    count, best, meter, results = Counters(), Best(), Meter(accelerator), Results()
-    parts: dict[str, Any] = {"counters": count, "best": best, "meter": meter, "results": results}
+    count, best, meter, results, noise = Counters(), Best(), Meter(accelerator), Results(), NoiseScale()
+    parts: dict[str, Any] = {"counters": count, "best": best, "meter": meter, "results": results, "noise": noise,
+                             "guard": guard, **{ema.name: ema for ema in emas}}  # fmt: skip
     if accelerator.scaler is not None:
         parts["scaler"] = accelerator.scaler
+    averages = {name: tensor for ema in emas for name, tensor in ema.tensors().items()}
     checkpoints = Checkpoints(folder.path / "checkpoints", accelerator, sync=recipe.save.sync,
                               max_failures=recipe.save.max_failures, say=display.say)  # fmt: skip
+    restore = partial(
+        resume, checkpoints, model=model, optimizer=optimizer, parts=parts, extra=averages, say=display.say
+    )
     with run.setting_up():
-        saved = resume(checkpoints, recipe.run.resume, model, optimizer, parts, say=display.say)
+        saved = restore(recipe.run.resume)
     tracking = Tracking(accelerator, folder.path, project=recipe.name, config=recipe.resolved,
                         resumed=saved.get("tracking"), step=count.step)  # fmt: skip
     began = time.perf_counter() - count.seconds
     display.begin(count.step)
 
-    assess = partial(evaluate_all, task, model, accelerator=accelerator, micro=recipe.eval.micro or split.each,
+    assess = partial(evaluate_all, task, model, averages=emas, accelerator=accelerator, micro=recipe.eval.micro or split.each,
                      workers=workers, dtype=job.dtype, seed=recipe.seed, interrupted=run.stop_wanted)  # fmt: skip
     validation = {name: dataset for name, dataset in job.eval_sets.items() if name != "test"}
+    bad = BadSteps(job.policy, recipe.guard.patience)
+    drawn: tuple[float, Tensor, Tensor] | None = None  # weight, norm and loss of a step whose verdict is not known yet
 
     def evaluated(sets: dict[str, Any]) -> bool:
-        """Evaluates and logs; False where a stop came first. Every rank must get here."""
+        """Evaluates weights and averages, and logs; False where a stop came first. Every rank must get here."""
         found = assess(sets)
-        if found is not None:
-            results.update(found)
-            tracking.log({**count.figures(job.unit), **found, "weights": "raw"})
-            display.results(count.step, found)
-            meter.restart()
-        return found is not None
+        if found is None:
+            return False
+        for weights, figures in found.items():
+            results.take(figures, weights)
+            tracking.log({**count.figures(job.unit), **figures, "weights": weights})
+            display.results(count.step, figures, weights)
+        if recipe.eval.micro not in (None, split.each):
+            release_cache()  # it is of shapes that training has no use for
+        meter.restart()
+        return True
 
     def validated() -> bool:
         """Evaluates on the validation sets and judges the result; False where a stop came first."""
@@ -96,56 +113,110 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         """Begins a checkpoint; training waits for a copy to host memory. Every rank must get here."""
         count.seconds = time.perf_counter() - began
         state = {name: part.state_dict() for name, part in parts.items()} | {"tracking": tracking.state_dict()}
-        checkpoints.save(count.step, model, optimizer, state, about={"metric": recipe.eval.best, **best.state_dict()},
+        checkpoints.save(count.step, model, optimizer, state, extra=averages,
+                         about={"metric": recipe.eval.best, **best.state_dict()},
                          keep=Keep(recipe.save.keep, job.keep_every, best.step if recipe.save.best else None))  # fmt: skip
+        bad.saved()
 
     def over() -> bool:
         return count.step >= job.steps or 0 < recipe.stop.patience <= best.since
 
-    batches = groups(job.train_set, job.collate, job.order, split, rank=run.rank, seed=recipe.seed,
-                     start=count.position, device=run.device, workers=workers)  # fmt: skip
+    def settle(*, wait: bool) -> bool:
+        """Counts the last step where it was taken, as far as is known; False where it was not, or not known yet."""
+        nonlocal drawn
+        verdict = guard.verdict(wait=wait) if drawn else None
+        if drawn is None or verdict is None:
+            return False
+        (weight, norm, loss), drawn = drawn, None
+        if verdict is not Verdict.TAKEN:
+            refuse(verdict)
+            return False
+        count.trained(split.size, weight)
+        meter.step(loss=loss, weight=weight, samples=split.size, norm=norm)
+        for ema in emas:
+            ema.update(split.size)
+        bad.taken()
+        return True
+
+    def refuse(verdict: Verdict) -> None:
+        """A bad step, which changed nothing: ends the run, leaves it out, or passes over all since the last checkpoint."""
+        if verdict is Verdict.RESCALED:
+            return
+        action, why = bad.answer(verdict)
+        ago = guard.bad_steps()  # 1, but where the run ends at the first bad step and is told later
+        after, first = count.position, count.position - ago * split.size
+        event = {**count.figures(job.unit), "step": count.step + 2 - ago, "event": action, "why": why,
+                 "ids": job.order[first : first + split.size][1].tolist()}  # fmt: skip
+        checkpoints.finish()  # the last good one is sealed first
+        if action == "rewind":
+            tracking.go_back(restore("auto")["tracking"])
+            count.position = after
+            run.begin_afresh()
+        tracking.log(event)
+        display.say(f"step {event['step']}: {why}: {action}; the samples are in metrics.jsonl")
+        if action == "stop":
+            raise Diverged(f"step {event['step']}: {why}; the weights are those from before it")
+
+    def batches() -> Iterator[Group]:
+        return groups(job.train_set, job.collate, job.order, split, rank=run.rank, seed=recipe.seed,
+                      start=count.position, device=run.device, workers=workers)  # fmt: skip
+
+    sensor = Sensor(accelerator, model)
+    if job.policy.rewinds and not saved:
+        save()  # so that there is something to go back to
     stopped = count.evaluation_due and not validated()
-    to_do = () if stopped or over() else batches
-    with display:
-        for group, weight, stopped, trouble in run.agreed(to_do, checkpoints.poll):
+    finished = stopped or over()
+    with display, scheduled_garbage("collect" in job.rhythm) as collect:
+        for group, weight, stopped, trouble in () if finished else run.agreed(batches, checkpoints.poll):
             if trouble:
                 checkpoints.finish()  # says what, on all ranks; too many in a row end the run
             if weight == 0:
                 raise ValueError(f"step {count.step}: the global batch weighs nothing, so its mean loss is undefined")
-            for micro, batch in enumerate(group.batches):
-                run.reseed(recipe.seed, count.position, run.rank, micro)  # dropout is a function, not a state
-                with accelerator.accumulate(model):
-                    loss, _ = task.loss(model, batch)
-                    # The sum over the global batch, divided once: this undoes DDP's and accelerate's means.
-                    accelerator.backward(loss * (run.ranks * split.accumulate / weight))
-                meter.add(loss)
+            step = count.step + 1 + (drawn is not None)  # its number, unless the one before turns out to be bad
+            total: Any = 0.0
+            with sensor.measuring(job.noise_scale and is_time(step, job.rhythm["log"], job.steps)):
+                for micro, batch in enumerate(group.batches):
+                    run.reseed(recipe.seed, count.position, run.rank, micro)  # dropout is a function, not a state
+                    with accelerator.accumulate(model):
+                        loss, _ = task.loss(model, batch)
+                        value = loss.detach()
+                        # The sum over the global batch, divided once: this undoes DDP's and accelerate's means. A loss
+                        # that is not finite makes its gradient so, and with it every rank's.
+                        accelerator.backward(loss * (run.ranks * split.accumulate / weight + 0 * value))
+                    total = total + value
+                    sensor.micro_batch(group.weights[micro])
             guard.unscale()
             norm = global_norm(parameters)  # every rank must get here
             clip_(parameters, recipe.optimizer.clip, norm)
-            lr = job.rate(count.step, reductions=count.reductions)
-            set_lr(optimizer, lr)
-            taken = guard.step(norm)  # a non-finite gradient changes nothing
+            settle(wait=True)  # the step before, where it was left open
+            if not run.afresh:
+                lr = job.rate(count.step, reductions=count.reductions)
+                set_lr(optimizer, lr)
+                guard.step(norm, loss=total, weight=weight)  # a bad step changes nothing
+                drawn = weight, norm, total
+                count.position += split.size
             optimizer.zero_grad(set_to_none=True)
-            count.trained(split.size, weight) if taken else count.passed_over(split.size)
-            meter.step(weight=weight, samples=split.size, norm=norm)
 
             # Rare work from here on.
-            logging, evaluating, saving = (is_time(count.step, every, job.steps) and taken
-                                           for every in (job.log_every, job.eval_every, job.save_every))  # fmt: skip
-            if not (logging or evaluating or saving or stopped) and taken:
+            due = [name for name, every in job.rhythm.items() if is_time(step, every, job.steps)]
+            due = due if settle(wait=bool(due) or stopped) else []  # host sync where something is due
+            if run.afresh or not (due or stopped):
                 continue
-            if guard.bad():  # host sync
-                checkpoints.finish()  # the last good one is sealed before the end
-                raise Diverged(f"step {count.step - guard.skipped()}: the gradient is not finite (norm {norm.item()});"
-                               " the weights are those from before it")  # fmt: skip
-            if logging:
+            if "log" in due:
                 figures = {"train/lr": lr, **meter.read()}  # host sync
+                if sensor.measured:
+                    noise.add(*sensor.read(weight, split.size), norm=figures["train/grad_norm"])
+                    figures |= noise.figures()
                 results["train/loss"] = figures["train/loss"]
                 tracking.log({**count.figures(job.unit), "time": time.perf_counter() - began, **figures})
                 display.figures(count.step, figures)
-            if evaluating and validation:
+            if "check" in due:
+                check_replicas(model, optimizer, step=count.step)
+            if "collect" in due:
+                collect()
+            if "eval" in due and validation:
                 stopped = not validated() or stopped
-            if saving or stopped or over() or (recipe.save.best and best.step == count.step):
+            if "save" in due or stopped or over() or (due and recipe.save.best and best.step == count.step):
                 save()
             if stopped or over():
                 break
@@ -157,61 +228,25 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         raise OSError("told to stop, but the last checkpoint could not be written")
     checkpoints.close()
     tracking.close()
-    write_final(folder.path / "final", model, task)  # every rank must get here
+    write_final(folder.path / "final", model, task, emas)  # every rank must get here
+    if job.noise_scale:
+        display.say(meaning(noise.value, split.size, job.no_noise_scale))
     early = f"early stop: {recipe.eval.best} was best at step {best.step}" if count.step < job.steps else "done"
     return {
         "exit_reason": f"stopped by {run.signal or 'a signal to another rank'}" if stopped else early,
         "exit_code": errors.STOPPED if stopped else errors.DONE,
         **count.figures(job.unit),
+        "passed_over": count.passed_over,
         "seconds": time.perf_counter() - began,
         **results,
         "best": {"metric": recipe.eval.best, "value": best.value, "step": best.step},
+        "noise_scale": meaning(noise.value, split.size, job.no_noise_scale),
     }
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Reads the recipe, trains it, writes summary.json, and ends the process with oneloop's exit code."""
-    is_main = int(os.environ.get("RANK", "0")) == 0
-    try:
-        recipe = read(sys.argv[1:] if argv is None else argv)
-        check_trackers(recipe.track)
-        folder = Folder(recipe.folder)
-        run = start(sync_each_batch=recipe.machine.sync_each_batch, deterministic=recipe.machine.deterministic,
-                    track=recipe.track, folder=recipe.folder)  # fmt: skip
-        run.listen()
-        with run.setting_up():
-            finished = folder.inspect(recipe.resolved, resume=recipe.run.resume,
-                                      accept_changes=recipe.run.accept_changes) if is_main else None  # fmt: skip
-        if finished := run.from_main(finished):
-            run.say(finished)
-            leave(errors.DONE, main=is_main)
-        with run.setting_up():
-            job = build_job(recipe, ranks=run.ranks, sharded=run.sharded)
-        with run.setting_up():
-            if is_main:
-                folder.open()
-                folder.write("recipe.yaml", recipe.yaml())
-                folder.write_json("environment.json", environment(device=str(run.device), processes=run.ranks))
-                (folder.path / "summary.json").unlink(missing_ok=True)
-        run.stop_by(file=folder.path / "STOP", after=recipe.stop.seconds)
-        summary = train(job, run, folder)
-    except BadInput as error:
-        if is_main:
-            print(f"oneloop: {error}", file=sys.stderr)
-        leave(errors.BAD_INPUT, main=is_main)
-    except Diverged as error:
-        summary = {"exit_reason": f"diverged: {error}", "exit_code": errors.DIVERGED}
-    except Exception as error:
-        traceback.print_exc()
-        summary = {"exit_reason": f"error: {type(error).__name__}: {error}", "exit_code": errors.ERROR}
-        if "job" not in locals():  # before there was a run
-            leave(errors.ERROR, main=is_main)
-    if is_main:
-        folder.write_json("summary.json", summary)
-        (folder.path / "STOP").unlink(missing_ok=True)
-        folder.close()
-        print(f"{summary['exit_reason']}; results in {folder.path}", flush=True)
-    run.end(summary["exit_code"])
+    """Trains the recipe that the command line names, and ends the process with oneloop's exit code."""
+    entry.main(train, sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from oneloop.checkpoint import writer
@@ -65,7 +65,7 @@ class Checkpoints:
     # --- saving ---
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], *,
-             about: Mapping[str, Any] | None = None, keep: Keep | None = None) -> str | None:  # fmt: skip
+             extra: Mapping[str, Tensor] | None = None, about: Mapping[str, Any] | None = None, keep: Keep | None = None) -> str | None:  # fmt: skip
         """Begins to save; the last save is finished first. Every rank must get here.
 
         Args:
@@ -73,6 +73,7 @@ class Checkpoints:
             model: as prepared.
             optimizer: over its parameters.
             state: what else is to be kept, as JSON can hold it; rank 0's is written.
+            extra: more tensors, named ``ema.…``; sharded as the model's are, or the same on all ranks.
             about: for the manifest (the metric that the best is chosen by).
             keep: which older ones to leave.
 
@@ -80,7 +81,8 @@ class Checkpoints:
             What went wrong with the last save, alike on all ranks; None where nothing did.
         """
         trouble = self.finish()
-        mine = pieces(model_tensors(model) | optimizer_tensors(model, optimizer), rank=self.rank, ranks=self.ranks)
+        tensors = model_tensors(model) | optimizer_tensors(model, optimizer) | dict(extra or {})
+        mine = pieces(tensors, rank=self.rank, ranks=self.ranks)
         header, size = header_of(mine)
         self._attempt += 1
         order = writer.Order(
@@ -195,8 +197,9 @@ class Checkpoints:
             raise ValueError(told[1])
         return Path(told[0]) if told[0] else None
 
-    def load(self, folder: Path, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
-        """Loads model and optimizer in place and returns the rest of the state. Every rank must get here.
+    def load(self, folder: Path, model: nn.Module, optimizer: Optimizer | None = None, *,
+             extra: Mapping[str, Tensor] | None = None) -> dict[str, Any]:  # fmt: skip
+        """Loads model, optimizer and extra tensors in place and returns the rest. Every rank must get here.
 
         Raises:
             ValueError: the checkpoint is damaged, or of another model.
@@ -204,7 +207,7 @@ class Checkpoints:
         wrong = self._all(problems(folder) if self.rank == 0 else [])[0]
         if wrong:
             raise ValueError(f"checkpoint {folder} is damaged: {'; '.join(wrong)}; take another one")
-        load_tensors(folder, model, optimizer)
+        load_tensors(folder, model, optimizer, extra=extra)
         state: dict[str, Any] = json.loads((folder / "state.json").read_text())
         if optimizer is not None:
             load_values(state["optimizer"], model, optimizer)
@@ -212,7 +215,7 @@ class Checkpoints:
 
 
 def resume(checkpoints: Checkpoints, asked: str, model: nn.Module, optimizer: Optimizer, parts: Mapping[str, Any], *,
-           say: Callable[[str], None] = print) -> dict[str, Any]:  # fmt: skip
+           extra: Mapping[str, Tensor] | None = None, say: Callable[[str], None] = print) -> dict[str, Any]:  # fmt: skip
     """Loads what ``asked`` says: ``auto`` (the newest good checkpoint), ``never``, or a checkpoint's path.
 
     Args:
@@ -220,7 +223,8 @@ def resume(checkpoints: Checkpoints, asked: str, model: nn.Module, optimizer: Op
         asked: as above.
         model: as prepared.
         optimizer: over its parameters.
-        parts: by name, what has ``load_state_dict`` and stood in the saved state.
+        parts: by name, what has ``load_state_dict`` and stood in the saved state; what did not, and can, restarts.
+        extra: tensors beside model and optimizer.
         say: how a person is told.
 
     Returns:
@@ -236,10 +240,12 @@ def resume(checkpoints: Checkpoints, asked: str, model: nn.Module, optimizer: Op
     if newer := [path.name for path in checkpoints.store.sealed() if path.name > found.name or not own]:
         raise ValueError(f"run.resume {asked}: this run already has {newer[-1]}, which would be lost; choose another"
                          " run.dir to start from there")  # fmt: skip
-    state = checkpoints.load(found, model, optimizer)
+    state = checkpoints.load(found, model, optimizer, extra=extra)
     for name, part in parts.items():
         if name in state:
             part.load_state_dict(state[name])
+        elif hasattr(part, "restart"):
+            part.restart()  # an average that is new in this run: it begins with the weights of now
     say(f"going on from {found}")
     return state if own else {name: value for name, value in state.items() if name != "tracking"}
 

@@ -1,7 +1,7 @@
 """The state of a run as one named tree of tensors, its layout in a file, and the way back at any world size.
 
 The files are those of torch.distributed.checkpoint's safetensors storage: any of its readers loads them. Names are the
-bare model's: ``model.<name>``, ``optimizer.<parameter>.<key>``. Nothing is pickled.
+bare model's: ``model.<name>``, ``optimizer.<parameter>.<key>``, ``ema.<average>.<parameter>``. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -131,11 +131,19 @@ def stage(mine: list[Piece], buffer: Tensor) -> None:
 
 
 @torch.no_grad()
-def load_tensors(folder: Path, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+def load_tensors(folder: Path, model: nn.Module, optimizer: Optimizer | None = None, *,
+                 extra: Mapping[str, Tensor] | None = None, weights: str = "raw") -> None:  # fmt: skip
     """Reads model and optimizer in place, each rank what it holds of them, whatever world wrote the files.
 
+    Args:
+        folder: the checkpoint.
+        model: as prepared, or bare.
+        optimizer: over its parameters; what it keeps and the checkpoint does not is dropped.
+        extra: more tensors by their names there; those that are not there are left alone.
+        weights: ``raw``, or the name of an average to be read in the place of the parameters.
+
     Raises:
-        ValueError: the checkpoint is of another model.
+        ValueError: the checkpoint is of another model, or has no such average.
     """
     reader = HuggingFaceStorageReader(str(folder))
     saved = reader.read_metadata().state_dict_metadata
@@ -144,9 +152,18 @@ def load_tensors(folder: Path, model: nn.Module, optimizer: Optimizer | None = N
     for name, target in targets.items():
         if tuple(saved[name].size) != tuple(target.shape):  # type: ignore[union-attr]
             raise ValueError(f"{folder}: {name} is {tuple(saved[name].size)} there and {tuple(target.shape)} here")  # type: ignore[union-attr]
+    if weights != "raw":
+        averaged = {name: f"ema.{weights}.{name.removeprefix('model.')}" for name in targets}
+        if not any(name in saved for name in averaged.values()):
+            raise ValueError(f"{folder} has no average {weights!r}; it has {', '.join(averages_in(saved)) or 'none'}")
+        targets = {averaged[name] if averaged[name] in saved else name: target for name, target in targets.items()}
+    targets |= {name: tensor for name, tensor in (extra or {}).items() if name in saved}
     if optimizer is not None:
         for name, parameter, group in _parameters(model, optimizer):
             prefix = f"optimizer.{name}."
+            for key in [key for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor)]:
+                if f"{prefix}{key}" not in saved:
+                    del optimizer.state[parameter][key]
             for entry in (one for one in saved if one.startswith(prefix) and "." not in one.removeprefix(prefix)):
                 known = optimizer.state[parameter]
                 key = entry.removeprefix(prefix)
@@ -156,6 +173,17 @@ def load_tensors(folder: Path, model: nn.Module, optimizer: Optimizer | None = N
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads what it holds
         load(dict(targets), storage_reader=reader, no_dist=True)
+
+
+def averages_in(saved: Mapping[str, Any]) -> list[str]:
+    """Names of the averages among these tensors' names."""
+    found: dict[str, None] = {}
+    for name in saved:
+        if name.startswith("ema."):
+            for parameter in saved:
+                if parameter.startswith("model.") and name.endswith(tail := parameter.removeprefix("model")):
+                    found[name.removeprefix("ema.").removesuffix(tail)] = None
+    return list(found)
 
 
 def load_values(values: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:

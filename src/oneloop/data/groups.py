@@ -66,8 +66,13 @@ class Group:
 
     batches: Iterator[Batch]
     """on the device, the next one on its way while one is used"""
-    weight: float
-    """summed weight of this process's samples, known before the first micro-batch is used"""
+    weights: list[float]
+    """weight of each micro-batch, known before the first is used"""
+
+    @property
+    def weight(self) -> float:
+        """Summed weight of this process's samples."""
+        return sum(self.weights)
 
 
 class Keyed(Dataset[Any]):
@@ -196,12 +201,12 @@ def groups(
         loader(Keyed(dataset, seed=seed), collate, places, workers=workers, device=device, ahead=2 * split.accumulate)
     )
     loaded: deque[Batch] = deque()
-    weights: deque[float] = deque()
+    weights: deque[list[float]] = deque()
 
     def load() -> None:
         group = list(islice(batches, split.accumulate))
         loaded.extend(batch for batch, _ in group)
-        weights.append(sum(weight for _, weight in group))
+        weights.append([weight for _, weight in group])
 
     def stream() -> Iterator[Batch]:
         while True:

@@ -20,8 +20,10 @@ _FUSED_DEVICES = {"cpu", "cuda", "xpu", "mps", "hpu"}
 
 
 def decay_groups(parameters: Iterable[tuple[str, Tensor]], weight_decay: float) -> Groups:
-    """Two parameter groups: matrices with ``weight_decay``, vectors (biases, norms) without. Empty ones are left out."""
+    """Two parameter groups: matrices with ``weight_decay``, vectors (biases, norms) without; one where it is 0."""
     named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    if not weight_decay:
+        return [{"params": [parameter for _, parameter in named], "weight_decay": 0.0}]
     return [
         {"params": params, "weight_decay": decay}
         for params, decay in (

@@ -22,12 +22,16 @@ class Meter:
         self._samples = 0
         self._since = time.perf_counter()
 
-    def add(self, loss: Tensor) -> None:
-        """Takes in one micro-batch's summed loss; no host sync."""
-        self._loss += loss.detach()
+    def step(self, *, loss: Tensor, weight: float, samples: int, norm: Tensor) -> None:
+        """Takes in one step; no host sync.
 
-    def step(self, *, weight: float, samples: int, norm: Tensor) -> None:
-        """Takes in one step: the global batch's weight and samples, and the global gradient norm before clipping."""
+        Args:
+            loss: this rank's summed loss, 0-dim.
+            weight: of the global batch.
+            samples: of the global batch.
+            norm: global gradient norm before clipping.
+        """
+        self._loss += loss
         self._weight += weight
         self._samples += samples
         self._norm = norm

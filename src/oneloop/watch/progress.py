@@ -60,9 +60,10 @@ class Display:
             left = (now - self._began) / max(1, step - self._start) * (self._total - step)
             self.lines([f"step {step}/{self._total}  {text}  {left:.0f} s left"])
 
-    def results(self, step: int, results: Mapping[str, float]) -> None:
-        """Shows an evaluation."""
+    def results(self, step: int, results: Mapping[str, float], weights: str = "raw") -> None:
+        """Shows an evaluation, of the weights or of an average of them."""
         figures = "  ".join(f"{name} {value:.4f}" for name, value in results.items())
+        figures += "" if weights == "raw" else f"  ({weights})"
         self.lines([f"step {step}  {figures}"])
 
     def say(self, text: str) -> None:

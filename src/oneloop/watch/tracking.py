@@ -64,12 +64,25 @@ class Tracking:
         """How far metrics.jsonl is written."""
         return {"bytes": self._file.tell() if self._file else 0}
 
+    def go_back(self, state: Mapping[str, Any]) -> None:
+        """Cuts back what was written after ``state``, but for events: a rewind is not forgotten by the next one."""
+        if self._file is None:
+            return
+        self._file.flush()
+        written = Path(self._file.name).read_bytes()
+        kept = [line for line in written[state["bytes"] :].splitlines(keepends=True) if b'"event"' in line]
+        self._file.truncate(state["bytes"])
+        self._file.seek(0, os.SEEK_END)
+        self._file.write(b"".join(kept).decode())
+
     def log(self, figures: Mapping[str, Any]) -> None:
         """Writes one line; its numbers also go to the trackers. NaN and Inf are written as text: JSON has none."""
         if self._file is None:
             return
         self._file.write(json.dumps({name: _plain(value) for name, value in figures.items()}) + "\n")
-        numbers = {name: value for name, value in figures.items() if "/" in name and isinstance(value, int | float)}
+        head = f"{figures['weights']}/" if figures.get("weights", "raw") != "raw" else ""  # an average's own curve
+        numbers = {f"{head}{name}": value for name, value in figures.items()
+                   if "/" in name and isinstance(value, int | float)}  # fmt: skip
         for tracker in self._accelerator.trackers:
             tracker.log(numbers, step=figures["step"])
 

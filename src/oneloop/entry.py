@@ -1,0 +1,70 @@
+"""From a command line to a run and its exit code: recipe, processes, folder, summary."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from oneloop import errors
+from oneloop.errors import BadInput, Diverged
+from oneloop.folder import Folder, environment
+from oneloop.job import Job, build_job
+from oneloop.memory.batch_size import is_out_of_memory
+from oneloop.memory.switches import float32_products
+from oneloop.parse import read
+from oneloop.probe import explained, find_micro
+from oneloop.runtime import Run, leave, start
+from oneloop.watch.tracking import check_trackers
+
+
+def main(train: Callable[[Job, Run, Folder], dict[str, Any]], argv: Sequence[str]) -> NoReturn:
+    """Reads the recipe, trains it, writes summary.json, and ends the process with oneloop's exit code."""
+    is_main = int(os.environ.get("RANK", "0")) == 0
+    try:
+        recipe = read(argv)
+        check_trackers(recipe.track)
+        folder = Folder(recipe.folder)
+        run = start(sync_each_batch=recipe.machine.sync_each_batch, deterministic=recipe.machine.deterministic,
+                    track=recipe.track, folder=recipe.folder)  # fmt: skip
+        run.listen()
+        with run.setting_up():
+            finished = folder.inspect(recipe.resolved, resume=recipe.run.resume,
+                                      accept_changes=recipe.run.accept_changes) if is_main else None  # fmt: skip
+        if finished := run.from_main(finished):
+            run.say(finished)
+            leave(errors.DONE, main=is_main)
+        float32_products(recipe.machine.matmul)
+        with run.setting_up():
+            job = build_job(recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type,
+                            micro=find_micro(recipe, run))  # fmt: skip
+        with run.setting_up():
+            if is_main:
+                folder.open()
+                folder.write("recipe.yaml", recipe.yaml())
+                folder.write_json("environment.json", environment(device=str(run.device), processes=run.ranks))
+                (folder.path / "summary.json").unlink(missing_ok=True)
+        run.stop_by(file=folder.path / "STOP", after=recipe.stop.seconds)
+        summary = train(job, run, folder)
+    except BadInput as error:
+        if is_main:
+            print(f"oneloop: {error}", file=sys.stderr)
+        leave(errors.BAD_INPUT, main=is_main)
+    except Diverged as error:
+        summary = {"exit_reason": f"diverged: {error}", "exit_code": errors.DIVERGED}
+    except Exception as error:
+        traceback.print_exc()
+        summary = {"exit_reason": f"error: {type(error).__name__}: {error}", "exit_code": errors.ERROR}
+        if "job" not in locals():  # before there was a run
+            leave(errors.ERROR, main=is_main)
+        if is_out_of_memory(error):
+            summary["exit_reason"] = f"error: {explained(job, run)}"
+            print(f"oneloop: {summary['exit_reason']}", file=sys.stderr)
+    if is_main:
+        folder.write_json("summary.json", summary)
+        (folder.path / "STOP").unlink(missing_ok=True)
+        folder.close()
+        print(f"{summary['exit_reason']}; results in {folder.path}", flush=True)
+    run.end(summary["exit_code"])

@@ -1,0 +1,78 @@
+"""What a bad step is, and what is done about it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Literal
+
+Action = Literal["stop", "skip", "rewind"]
+
+
+class Verdict(enum.Enum):
+    """What became of a step."""
+
+    TAKEN = 0
+    NONFINITE = 1
+    """its gradient was NaN or Inf; nothing was changed"""
+    SPIKE = 2
+    """its loss or gradient norm was too far above those before; nothing was changed"""
+    RESCALED = 3
+    """fp16: the loss scale was too large and is smaller now; nothing was changed"""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is done about a bad step."""
+
+    nonfinite: Action = "stop"
+    spike: Action = "stop"
+    sigma: float = 0.0
+    """a spike is a loss or gradient norm that many standard deviations above the mean of the window (0: none is)"""
+    window: int = 100
+    """steps that mean and standard deviation are taken over; nothing is a spike before there are as many"""
+
+    def action(self, verdict: Verdict) -> Action:
+        return self.spike if verdict is Verdict.SPIKE else self.nonfinite
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run may go on after a bad step."""
+        return self.nonfinite != "stop" or (self.sigma > 0 and self.spike != "stop")
+
+    @property
+    def rewinds(self) -> bool:
+        return self.nonfinite == "rewind" or (self.sigma > 0 and self.spike == "rewind")
+
+
+class BadSteps:
+    """What is done about bad steps, and how many of them were borne in a row.
+
+    Args:
+        policy: what a bad step is answered with.
+        patience: bad steps in a row that are borne. A step that is taken ends the row; under a policy that rewinds, a
+            checkpoint does: the steps before the bad one are taken again and again.
+    """
+
+    def __init__(self, policy: Policy, patience: int) -> None:
+        self.policy, self.patience = policy, patience
+        self.in_a_row = 0
+
+    def taken(self) -> None:
+        """A step was taken."""
+        self.in_a_row = self.in_a_row if self.policy.rewinds else 0
+
+    def saved(self) -> None:
+        """A checkpoint was made."""
+        self.in_a_row = 0
+
+    def answer(self, verdict: Verdict) -> tuple[Action, str]:
+        """What to do about one more bad step, and why, in words."""
+        self.in_a_row += 1
+        why = {
+            Verdict.NONFINITE: "the gradient is not finite",
+            Verdict.SPIKE: f"loss or gradient norm is {self.policy.sigma:g} deviations above those before",
+        }[verdict]
+        if self.in_a_row > self.patience:
+            return "stop", f"{why}, and these are {self.in_a_row} bad steps in a row (guard.patience {self.patience})"
+        return self.policy.action(verdict), why
