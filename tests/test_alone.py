@@ -30,6 +30,7 @@ def test_order_and_groups_feed_a_plain_loop():
 def test_norm_clip_and_guard_in_a_plain_loop():
     from oneloop.optim.clip import clip_, global_norm
     from oneloop.optim.guard import Guard
+    from oneloop.optim.policy import Verdict
 
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(3, 1))
@@ -41,7 +42,7 @@ def test_norm_clip_and_guard_in_a_plain_loop():
         clip_(model.parameters(), 1.0, norm)
         guard.step(norm)
         optimizer.zero_grad()
-    assert guard.bad() and torch.isfinite(model.weight).all()
+    assert guard.verdict(wait=True) is Verdict.NONFINITE and torch.isfinite(model.weight).all()
 
 
 def test_evaluate_in_a_plain_script():
@@ -69,8 +70,7 @@ def test_meter_in_a_plain_loop():
 
     meter = Meter(Accelerator())
     for value in (1.0, 2.0, 3.0):
-        meter.add(torch.tensor(value))
-        meter.step(weight=2.0, samples=2, norm=torch.tensor(value))
+        meter.step(loss=torch.tensor(value), weight=2.0, samples=2, norm=torch.tensor(value))
     figures = meter.read()
     assert (
         figures["train/loss"] == 1.0 and figures["train/grad_norm"] == 3.0 and figures["train/samples_per_second"] > 0

@@ -50,7 +50,7 @@ def test_export_gives_what_transformers_loads(gpt, capsys):
     assert main(["export", str(gpt), "--to", str(to), "--checkpoint=best"]) == 0
     capsys.readouterr()
     for words, says in ((["--checkpoint", "5"], "steps: 4, 8, 12"), (["--checkpoint", "x"], "there is none"),
-                        (["--weights", "ema"], "raw weights only"), (["--too"], "unexpected '--too'")):  # fmt: skip
+                        (["--weights", "ema"], "no average 'ema'; it has none"), (["--too"], "unexpected '--too'")):  # fmt: skip
         assert main(["export", str(gpt), "--to", str(to), *words]) == 2
         assert says in capsys.readouterr().err
     assert main(["export", str(gpt)]) == 2

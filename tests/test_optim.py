@@ -15,6 +15,7 @@ from oneloop.optim.build import adamw, build, muon, set_lr, sgd
 from oneloop.optim.clip import clip_, global_norm
 from oneloop.optim.guard import Guard
 from oneloop.optim.muon import orthogonalized
+from oneloop.optim.policy import Verdict
 from oneloop.optim.schedule import learning_rate
 
 SCALE = Scale(batch=10, epoch=100)
@@ -92,6 +93,7 @@ def test_no_weight_decay_on_vectors():
     optimizer = build(adamw, model(), lr=0.1, weight_decay=0.3)
     assert [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in optimizer.param_groups] == [
         (0.3, {2}), (0.0, {1})]  # fmt: skip
+    assert len(build(adamw, model(), lr=0.1, weight_decay=0.0).param_groups) == 1
     with pytest.raises(ValueError, match="Rprop has no weight decay"):
         build(torch.optim.Rprop, model(), lr=0.1, weight_decay=0.3)
 
@@ -104,13 +106,13 @@ def test_a_non_finite_step_changes_nothing(make, bad):
     guard = Guard(optimizer, device=torch.device("cpu"))
     gradients(net)
     guard.step(global_norm(net.parameters()))
-    assert not guard.bad()
+    assert guard.verdict(wait=True) is Verdict.TAKEN
     weights = [p.detach().clone() for p in net.parameters()]
     state = [value.clone() for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
     for scale in (bad, 1.0):  # the bad one, and all later ones
         gradients(net, scale)
         guard.step(global_norm(net.parameters()))
-    assert guard.bad() and guard.skipped() == 2
+    assert guard.verdict(wait=True) is Verdict.NONFINITE and guard.bad_steps() == 2
     after = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
     assert all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
@@ -127,15 +129,15 @@ def test_fp16_loss_scaling_skips_and_shrinks(make):
         net.zero_grad()
         scaler.scale(net(torch.ones(4, 5)).square().sum() * scale).backward()
         guard.unscale()
-        taken.append(guard.step(global_norm(net.parameters())))
+        guard.step(global_norm(net.parameters()))
+        taken.append(guard.verdict(wait=False))
         if math.isfinite(scale):
             gradients(plain)
             reference.step()
-    assert taken == [True, False, True]
+    assert taken == [Verdict.TAKEN, Verdict.RESCALED, Verdict.TAKEN]
     assert scaler.get_scale() == 512.0
     for a, b in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-6)
-    assert not guard.bad()
 
 
 def test_newton_schulz_makes_singular_values_about_one():

@@ -52,6 +52,6 @@ def test_every_file_named_in_the_tree_exists():
 
 def test_the_loop_is_one_page():
     source = (ROOT / "src/oneloop/train.py").read_text().splitlines()
-    start = next(n for n, line in enumerate(source) if "in run.agreed(to_do" in line)
+    start = next(n for n, line in enumerate(source) if "run.agreed(batches" in line)
     end = next(n for n, line in enumerate(source) if n > start and line.startswith("        if not stopped and"))
     assert end - start <= 90 and len(source) <= 240

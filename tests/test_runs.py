@@ -99,6 +99,9 @@ def test_a_nan_ends_the_run_with_3(tmp_path, recipe, ranks, config, optimizer):
     ended = summary(tmp_path / "runs" / "tiny_run")
     assert ended["exit_code"] == 3 and "the gradient is not finite" in ended["exit_reason"]
     assert not (tmp_path / "runs" / "tiny_run" / "final").exists()
+    event = lines(tmp_path / "runs" / "tiny_run")[-1]
+    assert event["event"] == "stop" and 5 in event["ids"] and len(event["ids"]) == 8
+    assert f"step {event['step']}: " in ended["exit_reason"]
     sealed = Store(tmp_path / "runs" / "tiny_run" / "checkpoints").sealed()
     assert all(problems(path) == [] and step_of(path) < 30 for path in sealed)
     assert "Traceback" not in world.output

@@ -61,15 +61,19 @@ class Ragged:
         held_out: validation sequences.
         width: of the model.
         dropout: before the head.
-        spoiled: index of the training sequence whose loss is NaN (-1: none).
+        spoiled: index of the sequence whose loss is NaN in training (-1: none).
+        infinite: index of the one whose loss is infinite, with finite gradients (-1: none).
+        loud: index of the one whose loss counts ten thousandfold (-1: none).
     """
 
     unit = "tokens"
 
     def __init__(
-        self, samples: int = 37, held_out: int = 11, width: int = 8, dropout: float = 0.0, spoiled: int = -1
-    ) -> None:
-        self.samples, self.held_out, self.width, self.dropout, self.spoiled = samples, held_out, width, dropout, spoiled
+        self, samples: int = 37, held_out: int = 11, width: int = 8, dropout: float = 0.0, spoiled: int = -1,
+        infinite: int = -1, loud: int = -1,
+    ) -> None:  # fmt: skip
+        self.samples, self.held_out, self.width, self.dropout = samples, held_out, width, dropout
+        self.spoiled, self.infinite, self.loud = spoiled, infinite, loud
 
     def model(self) -> nn.Module:
         return Net(self.width, self.dropout)
@@ -93,6 +97,9 @@ class Ragged:
             logits = model(batch["input"])
         each = F.cross_entropy(logits.flatten(0, 1), batch["target"].flatten(), reduction="none")
         each = each.view_as(batch["target"])
-        if self.spoiled >= 0:
-            each = torch.where((batch["index"] == self.spoiled)[:, None], each * torch.nan, each)
+        for index, factor in ((self.spoiled, torch.nan), (self.loud, 1e4)):
+            if index >= 0 and model.training:
+                each = each * torch.where(batch["index"] == index, factor, 1.0)[:, None]
+        if self.infinite >= 0 and model.training:
+            each = each + torch.where(batch["index"] == self.infinite, torch.inf, 0.0)[:, None]
         return each.sum(), {"loss": each.detach()}

@@ -157,6 +157,10 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         if action == "stop":
             raise Diverged(f"step {event['step']}: {why}; the weights are those from before it")
 
+    def numbers() -> list[int]:
+        """What the coming step's number may be: that depends on the one before, where its verdict is awaited."""
+        return [count.step + 1, count.step + 2] if drawn else [count.step + 1]
+
     def batches() -> Iterator[Group]:
         return groups(job.train_set, job.collate, job.order, split, rank=run.rank, seed=recipe.seed,
                       start=count.position, device=run.device, workers=workers)  # fmt: skip
@@ -172,9 +176,10 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                 checkpoints.finish()  # says what, on all ranks; too many in a row end the run
             if weight == 0:
                 raise ValueError(f"step {count.step}: the global batch weighs nothing, so its mean loss is undefined")
-            step = count.step + 1 + (drawn is not None)  # its number, unless the one before turns out to be bad
             total: Any = 0.0
-            with sensor.measuring(job.noise_scale and is_time(step, job.rhythm["log"], job.steps)):
+            with sensor.measuring(
+                job.noise_scale and any(is_time(step, job.rhythm["log"], job.steps) for step in numbers())
+            ):
                 for micro, batch in enumerate(group.batches):
                     run.reseed(recipe.seed, count.position, run.rank, micro)  # dropout is a function, not a state
                     with accelerator.accumulate(model):
@@ -189,6 +194,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             norm = global_norm(parameters)  # every rank must get here
             clip_(parameters, recipe.optimizer.clip, norm)
             settle(wait=True)  # the step before, where it was left open
+            step = count.step + 1
             if not run.afresh:
                 lr = job.rate(count.step, reductions=count.reductions)
                 set_lr(optimizer, lr)

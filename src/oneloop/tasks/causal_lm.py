@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.data.corpora import Document, held_out, hub_text, local_text, stdlib
+from oneloop.memory.fused_loss import fuse_loss
 
 _IGNORE = -100
 
@@ -33,6 +34,8 @@ class CausalLM:
         vocab: entries of the bpe.
         pack: samples cut from all texts one after the other; false: each text by itself, its last sample shorter.
         dropout: of embeddings, attention and residuals (gpt2).
+        fused_loss: output layer and cross-entropy in one in training, without all logits in memory (Liger's kernel on
+            a GPU where it is installed, else torch's); pays for large vocabularies.
     """
 
     unit = "tokens"
@@ -50,11 +53,12 @@ class CausalLM:
         vocab: int = 4096,
         pack: bool = True,
         dropout: float = 0.0,
+        fused_loss: bool = False,
     ) -> None:
         if width % heads:
             raise ValueError(f"task.width {width} cannot be divided by task.heads {heads}")
         self.architecture, self.layers, self.heads, self.width = architecture, layers, heads, width
-        self.block, self.dropout = block, dropout
+        self.block, self.dropout, self.fused_loss = block, dropout, fused_loss
         documents = held_out(_documents(data, column))
         self.tokenizer = Bytes() if tokenizer == "bytes" else BPE(documents["train"], vocab)
         self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes)
@@ -86,7 +90,10 @@ class CausalLM:
                 use_cache=False, bos_token_id=self.tokenizer.separator, eos_token_id=self.tokenizer.separator,
             )  # fmt: skip
             kind = transformers.LlamaForCausalLM
-        return kind._from_config(config, attn_implementation="causal_sdpa")  # type: ignore[no-any-return]
+        model: nn.Module = kind._from_config(config, attn_implementation="causal_sdpa")
+        if self.fused_loss:
+            fuse_loss(model, ignore=_IGNORE)
+        return model
 
     def train_set(self) -> Blocks:
         return self._sets["train"]
@@ -106,6 +113,8 @@ class CausalLM:
         return (batch["target"] != _IGNORE).sum()
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.fused_loss and model.training:
+            return model(input_ids=batch["input"], use_cache=False, target=batch["target"]), {}
         logits = model(input_ids=batch["input"], use_cache=False).logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         each = F.cross_entropy(logits.flatten(0, 1), batch["target"].flatten(), reduction="none", ignore_index=_IGNORE)
@@ -131,7 +140,7 @@ class CausalLM:
         """What the sums say: perplexity per token, and bits per byte of text."""
         return {
             "perplexity": math.exp(min(sums["nats"] / sums["tokens"], 700.0)),
-            "bits_per_byte": sums["nats"] / math.log(2) / sums["bytes"],
+            "bits_per_byte": sums["nats"] / math.log(2) / sums["bytes"] if sums["bytes"] else math.nan,
         }
 
     def save(self, model: nn.Module, folder: Path) -> None:

@@ -1,0 +1,129 @@
+"""batch.micro auto: found by real steps in a child that may run out of memory; the result is that of a fixed one."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from oneloop.memory.batch_size import Attempt, Child, is_out_of_memory, search
+from tiny import Ragged
+from worlds import run, train
+
+
+class Heavy(Ragged):
+    """Runs out of memory above a micro-batch, which may differ by rank."""
+
+    def __init__(self, fits: int = 4, fits_on_rank_1: int = 4) -> None:
+        super().__init__()
+        self.fits = fits_on_rank_1 if os.environ.get("HEAVY_RANK") == "1" else fits
+
+    def loss(self, model, batch):
+        if model.training and len(batch["input"]) > self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return super().loss(model, batch)
+
+
+def heavy(argv: list[str]) -> None:
+    """Trains; the children know by HEAVY_RANK which rank they try for."""
+    os.environ["HEAVY_RANK"] = os.environ.get("RANK", "0")
+    train(argv)
+
+
+def small(limit: int):
+    def steps(micro: int) -> None:
+        if micro > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    return steps
+
+
+class Make:
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def __call__(self):
+        return small(self.limit)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 6, 8, 59, 60, 100])
+def test_the_threshold_is_found(limit):
+    tried = []
+    candidates = [micro for micro in range(1, 61) if 60 % micro == 0]
+
+    def attempt(micro: int) -> Attempt:
+        tried.append(micro)
+        return Attempt(micro, micro <= limit, seconds=1.0 / micro)
+
+    assert search(candidates, attempt).micro == max(micro for micro in candidates if micro <= limit)
+    assert len(tried) == len(set(tried)) <= 5
+    if limit == 100:
+        assert tried == [60]
+
+
+def test_fastest_is_the_quickest_that_fits():
+    seconds = {1: 4.0, 2: 2.0, 4: 1.0, 8: 1.5, 16: 9.9}
+    found = search(list(seconds), lambda micro: Attempt(micro, micro < 16, seconds[micro]), fastest=True)
+    assert found.micro == 4
+    with pytest.raises(MemoryError, match="not even a micro-batch of 1"):
+        search(list(seconds), lambda micro: Attempt(micro, False))
+
+
+def test_a_child_runs_out_of_memory_and_the_parent_does_not():
+    with Child(Make(5)) as child:
+        assert search([1, 2, 4, 8], child.attempt).micro == 4
+
+
+def test_what_is_a_lack_of_memory():
+    assert is_out_of_memory(torch.OutOfMemoryError("x")) and is_out_of_memory(MemoryError())
+    with pytest.raises(RuntimeError) as huge:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(huge.value) and not is_out_of_memory(RuntimeError("shape mismatch"))
+
+
+WORDS = ["--batch.size", "16", "--duration", "6", "--track", "none", "--eval.every", "0", "--save.every", "0"]
+
+
+@pytest.mark.parametrize(("ranks", "config", "second", "found"), [(1, "single", 4, 4), (2, "ddp", 2, 2),
+                          pytest.param(2, "fsdp2", 2, 2, marks=pytest.mark.slow)])  # fmt: skip
+def test_the_run_is_that_of_a_fixed_micro_batch(tmp_path, ranks, config, second, found):
+    (tmp_path / "r.yaml").write_text(f"task: {{name: test_batch_size.Heavy, fits: 4, fits_on_rank_1: {second}}}\n")
+    variables = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    auto = ["r.yaml", *WORDS, "--batch.micro", "auto", "--run.dir"]
+    world = run(heavy, [*auto, "auto"], ranks=ranks, config=config, folder=tmp_path, variables=variables)
+    world.ok()
+    assert (
+        f"batch.micro auto: {found} fits" in world.output
+        and f"batch.micro auto: {2 * found} does not fit" in world.output
+    )
+    run(heavy, ["r.yaml", *WORDS, "--batch.micro", str(found), "--run.dir", "fixed"], ranks=ranks, config=config,
+        folder=tmp_path, variables=variables).ok()  # fmt: skip
+    weights = [load_file(tmp_path / name / "final" / "model.safetensors") for name in ("auto", "fixed")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+    if config == "single":
+        again = run(heavy, [*auto, "again"], folder=tmp_path, variables=variables)
+        again.ok()
+        assert "4 (found before, for this model on this machine" in again.output and "does not fit" not in again.output
+
+
+@pytest.mark.slow
+def test_nothing_fits_and_a_bug_is_not_a_lack_of_memory(tmp_path):
+    (tmp_path / "r.yaml").write_text("task: {name: test_batch_size.Heavy, fits: 0}\n")
+    variables = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    world = run(heavy, ["r.yaml", *WORDS, "--batch.micro", "auto"], folder=tmp_path, variables=variables)
+    assert (
+        world.codes == [2]
+        and "not even a micro-batch of 1 fits into memory; set machine.recompute full" in world.output
+    )
+
+
+def test_out_of_memory_in_a_run_says_what_to_change(tmp_path):
+    (tmp_path / "r.yaml").write_text("task: {name: test_batch_size.Heavy, fits: 4}\n")
+    world = run(heavy, ["r.yaml", *WORDS, "--batch.micro", "8", "--run.dir", "a"], folder=tmp_path)
+    assert world.codes == [1]
+    reason = json.loads((tmp_path / "a" / "summary.json").read_text())["exit_reason"]
+    assert "out of memory on cpu with a micro-batch of 8; --batch.micro 4 (now 8; the result stays the same)" in reason
+    assert "fsdp2.yaml" in reason and "GiB" in reason

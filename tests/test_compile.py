@@ -1,0 +1,100 @@
+"""torch.compile: the same losses, the same names on disk, nothing that falls back unsaid."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from oneloop.memory.compile import compile_
+from oneloop.memory.recompute import recompute
+from test_recompute import Transformer, fresh, gradients
+from worlds import ROOT, run, train
+
+GPT = ["gpt", "--task.layers", "3", "--task.width", "32", "--task.heads", "2", "--task.block", "32", "--task.data",
+       str(ROOT / "src/oneloop/runtime.py"), "--batch.size", "8"]  # fmt: skip
+DIGITS = ["digits", "--task.width", "8", "--batch.size", "16"]
+
+
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
+def pair(tmp_path: Path, words: list[str], scope: str, *, ranks: int, config: str, steps: int, compiled=()) -> None:
+    """A run without and one with compile: the same losses, and files with the same names."""
+    common = [*words, "--duration", str(steps), "--log.every", "1", "--track", "none", "--save.every", "0", "--eval.every",
+              "0", "--optimizer.name", "sgd", "--optimizer.lr", "0.02", "--schedule.name", "constant"]  # fmt: skip
+    for name, how in (("plain", ["none"]), ("compiled", [scope, *compiled])):
+        run(train, [*common, "--run.dir", f"{config}-{name}", "--machine.compile", *how], ranks=ranks, config=config,
+            folder=tmp_path, timeout=280).ok()  # fmt: skip
+    plain, found = (losses(tmp_path / f"{config}-{name}") for name in ("plain", "compiled"))
+    assert len(plain) == steps and max(abs(a - b) / a for a, b in zip(plain, found, strict=True)) < 1e-5
+    names = [
+        load_file(tmp_path / f"{config}-{name}" / "final" / "model.safetensors").keys()
+        for name in ("plain", "compiled")
+    ]
+    assert names[0] == names[1] and not any("_orig_mod" in one for one in names[1])
+
+
+def test_names_and_gradients_stay(recwarn):
+    wanted, _ = gradients(fresh())
+    for mode in ("none", "full", "selective"):
+        model = fresh()
+        names = list(model.state_dict())
+        recompute(model, mode)
+        assert compile_(model, "regional", backend="aot_eager") == 12
+        found, _ = gradients(model)
+        assert list(model.state_dict()) == names
+        assert (
+            all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(found, wanted, strict=True))
+            or mode != "none"
+        )
+
+
+class Breaking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Transformer() for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print("this breaks a graph", float(x.sum()))
+        return self.layers[0](x)
+
+
+def test_what_cannot_be_compiled_is_an_error():
+    model = Breaking()
+    compile_(model, "whole", backend="eager")
+    with pytest.raises(Exception, match="graph|Unsupported|break"):
+        model(torch.randn(2, 4, 32))
+    with pytest.raises(ValueError, match="compile regional: Linear has no repeated blocks; set machine.compile whole"):
+        compile_(nn.Linear(2, 2), "regional")
+    with pytest.raises(ValueError, match="set machine.compile regional"):
+        compile_(Transformer(), "whole", sharded=True)
+    with pytest.raises(ValueError, match="recompute budget is asked for without compile"):
+        compile_(Transformer(), "none", budget=0.5)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_under_fsdp2_has_the_same_losses(tmp_path):
+    pair(tmp_path, GPT, "regional", ranks=2, config="fsdp2", steps=4, compiled=["--machine.recompute", "full"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
+@pytest.mark.parametrize(("words", "scope"), [(GPT, "regional"), (GPT, "whole"), (DIGITS, "whole")])
+def test_the_same_losses_over_40_steps(tmp_path, words, scope, ranks, config):
+    if (scope, config) == ("whole", "fsdp2") and words is GPT:
+        pytest.skip("refused; see above")
+    pair(tmp_path, words, scope, ranks=ranks, config=config, steps=40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "fsdp2")])
+@pytest.mark.parametrize("mode", ["full", "every:2", "selective", "budget:0.5"])
+def test_every_way_to_recompute_compiles(tmp_path, mode, ranks, config):
+    pair(tmp_path, GPT, "regional", ranks=ranks, config=config, steps=6, compiled=["--machine.recompute", mode])

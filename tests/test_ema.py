@@ -1,0 +1,241 @@
+"""EMA: the closed form, the same bits under every strategy, evaluated in place, exported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from oneloop.checkpoint.store import Store
+from oneloop.ema import EMA, gamma, post_hoc
+from worlds import run, train
+
+RECIPE = """
+task: {name: tiny.Ragged}
+batch: {size: 8}
+duration: 24
+log: {every: 6}
+eval: {every: 8}
+save: {every: 3, keep: 99}
+ema: {half_life: 40 samples}
+track: []
+"""
+
+
+def walk(steps: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return list(torch.randn(steps + 1, 10, generator=generator).cumsum(0))
+
+
+def averaged(weights: list[torch.Tensor], **kind) -> torch.Tensor:
+    model = nn.Linear(10, 1, bias=False)
+    model.weight.data.copy_(weights[0])
+    ema = EMA(model, **kind)
+    for one in weights[1:]:
+        model.weight.data.copy_(one)
+        ema.update(16)
+    return ema.tensors()["ema.ema.weight"][0]
+
+
+def closed_form(weights: list[torch.Tensor], keep) -> torch.Tensor:
+    """sum of (1 - k_n) prod of later k, in float64; keep(n): the share kept at update n = 1, 2, …"""
+    kept = torch.tensor([keep(n) for n in range(1, len(weights))], dtype=torch.float64)
+    later = torch.cat([kept.flip(0).cumprod(0).flip(0)[1:], torch.ones(1, dtype=torch.float64)])
+    factors = torch.cat([kept.prod()[None], (1 - kept) * later])
+    return (factors[:, None] * torch.stack(weights).double()).sum(0)
+
+
+@pytest.mark.parametrize(("kind", "keep"), [
+    ({"half_life": 400.0, "ramp": 0.0}, lambda n: 0.5 ** (16 / 400)),
+    ({"half_life": 400.0}, lambda n: 0.5 ** (16 / min(400, 0.05 * 16 * n))),
+    ({"decay": 0.99}, lambda n: 0.99),
+    ({"power": 0.1}, lambda n: (1 - 1 / n) ** (gamma(0.1) + 1)),
+])  # fmt: skip
+def test_200_updates_are_the_closed_form(kind, keep):
+    weights = walk(200)
+    assert (averaged(weights, **kind) - closed_form(weights, keep)).abs().max() / weights[-1].abs().max() < 1e-6
+
+
+def test_every_keeps_the_half_life():
+    weights = walk(200)
+    rare = averaged(weights, half_life=400.0, ramp=0.0, every=5)
+    assert torch.allclose(rare.double(), closed_form(weights[::5], lambda n: 0.5 ** (80 / 400)), rtol=1e-5)
+
+
+def test_the_shadow_of_half_precision_keeps_its_bits():
+    model = nn.Linear(10, 3).bfloat16()
+    ema = EMA(model, decay=0.9)
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    ema.update(1)
+    shadow, raw = ema.tensors()["ema.ema.weight"].clone(), model.weight.clone()
+    assert shadow.dtype == torch.float32
+    with ema.swapped():
+        assert torch.equal(model.weight, shadow.bfloat16())
+    assert torch.equal(model.weight, raw) and torch.equal(ema.tensors()["ema.ema.weight"], shadow)
+
+
+def test_the_model_gets_its_weights_back_after_an_error():
+    model = nn.Linear(4, 2)
+    ema = EMA(model, decay=0.5)
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    raw = model.weight.clone()
+    with pytest.raises(KeyError), ema.swapped():
+        assert not torch.equal(model.weight, raw)
+        raise KeyError
+    assert torch.equal(model.weight, raw)
+
+
+class Uneven(nn.Module):
+    """Seven rows over two ranks, and a bias that one of them has nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def given_weights(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(p.shape, generator=generator) for name, p in sorted(Uneven().named_parameters())}
+
+
+def on_given_weights() -> dict:
+    """Averages the same weights whatever the strategy, and evaluates with and without them."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.profiler import profile
+
+    from oneloop.runtime import start
+
+    started = start()
+    model = started.prepare(Uneven())
+    bare = getattr(model, "module", model)
+    ema = EMA(model, half_life=100.0)
+
+    def put(step: int) -> None:
+        for name, parameter in bare.named_parameters():
+            value = given_weights(step)[name]
+            if isinstance(parameter, DTensor):
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+            with torch.no_grad():
+                parameter.copy_(value)
+
+    put(0)
+    ema.restart()
+    with profile() as profiled:
+        for step in range(1, 6):
+            put(step) if step == 5 else None
+            ema.update(32)
+    sent = [event.name for event in profiled.events() if event.name.startswith("c10d") and "scatter" not in event.name]
+    x = torch.linspace(-1, 1, 15).view(3, 5)
+    model.eval()
+    with torch.no_grad():
+        before = model(x)  # under FSDP2 the root stays gathered after this
+        with ema.swapped():
+            inside = model(x)
+        after = model(x)
+    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in ema.tensors().items()}
+    return {"ema": {n: t.tolist() for n, t in whole.items()}, "sent": sent, "raw": torch.equal(before, after),
+            "inside": inside.tolist(), "shards": [getattr(t, "to_local", lambda t=t: t)().numel() for t in ema.tensors().values()]}  # fmt: skip
+
+
+def test_the_same_bits_under_every_strategy_and_nothing_sent():
+    single = run(on_given_weights).ok()[0]
+    found = [single, *run(on_given_weights, ranks=2).ok(), *run(on_given_weights, ranks=2, config="fsdp2").ok()]
+    assert all(one["ema"] == single["ema"] for one in found)
+    assert found[3]["shards"] != found[4]["shards"] and 0 in found[4]["shards"]  # uneven indeed
+    assert all(one["raw"] and not one["sent"] for one in found)
+    plain = Uneven()
+    plain.load_state_dict({name.removeprefix("ema.ema."): torch.tensor(t) for name, t in single["ema"].items()})
+    wanted = plain(torch.linspace(-1, 1, 15).view(3, 5))
+    assert all(torch.allclose(torch.tensor(one["inside"]), wanted, atol=1e-6) for one in found)
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
+def test_a_run_averages_evaluates_and_exports(tmp_path, ranks, config):
+    from oneloop.cli import main
+
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    # Every step is kept, so that the closed form can be taken over the run's own weights.
+    run(train, ["r.yaml", "--save.every", "1", "--run.dir", "a"], ranks=ranks, config=config, folder=tmp_path).ok()
+    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["weights"] for line in lines if "eval/loss" in line] == ["raw", "ema"] * 3
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert summary["ema/eval/loss"] == [line for line in lines if line.get("weights") == "ema"][-1]["eval/loss"]
+    assert summary["ema/eval/loss"] != summary["eval/loss"]
+    final = load_file(tmp_path / "a" / "final" / "ema.safetensors")
+    if config == "single":
+        assert main(["export", str(tmp_path / "a"), "--to", str(tmp_path / "out"), "--weights", "ema"]) == 0
+        exported = load_file(tmp_path / "out" / "model.safetensors")
+        assert all(torch.equal(exported[name], final[name]) for name in final)
+        assert main(["export", str(tmp_path / "a"), "--to", str(tmp_path / "b"), "--weights", "emma"]) == 2
+        weights = [start_weights(), *(saved(path, tmp_path) for path in Store(tmp_path / "a" / "checkpoints").sealed())]
+        assert len(weights) == 25
+        for name in final:
+            wanted = closed_form([one[name].flatten() for one in weights], lambda n: 0.5 ** (8 / min(40, 0.05 * 8 * n)))
+            assert torch.allclose(final[name].flatten().double(), wanted, atol=1e-6)
+
+
+def start_weights() -> dict[str, torch.Tensor]:
+    from oneloop.data.order import key
+    from tiny import Ragged
+
+    torch.manual_seed(key(0))
+    return Ragged().model().state_dict()
+
+
+def saved(checkpoint, tmp_path) -> dict[str, torch.Tensor]:
+    from oneloop.checkpoint.export import export_checkpoint
+    from tiny import Ragged
+
+    export_checkpoint(checkpoint, tmp_path / "one", Ragged())
+    found = load_file(tmp_path / "one" / "model.safetensors")
+    shutil.rmtree(tmp_path / "one")
+    return found
+
+
+def test_any_width_is_mixed_after_the_run(tmp_path, capsys):
+    from oneloop.cli import main
+
+    (tmp_path / "r.yaml").write_text(RECIPE.replace("{half_life: 40 samples}", "{power: [0.05, 0.1, 0.07]}"))
+    run(train, ["r.yaml", "--duration", "60", "--run.dir", "a"], folder=tmp_path).ok()
+    # The average of 0.07 was kept in this run; the mix of the other two must come near it.
+    for path in Store(tmp_path / "a" / "checkpoints").sealed():
+        assert {"ema-power-0.05", "ema-power-0.1"} <= set(json.loads((path / "state.json").read_text()))
+    words = ["export", str(tmp_path / "a"), "--to"]
+    assert main([*words, str(tmp_path / "mixed"), "--weights", "power:0.085"]) == 0
+    assert main([*words, str(tmp_path / "kept"), "--weights", "ema-power-0.1"]) == 0
+    assert main([*words, str(tmp_path / "raw")]) == 0
+    mixed, kept, raw = (load_file(tmp_path / name / "model.safetensors") for name in ("mixed", "kept", "raw"))
+    apart = {name: (mixed[name] - kept[name]).norm() / (raw[name] - kept[name]).norm() for name in kept}
+    assert all(0 < value < 0.5 for value in apart.values())
+    assert main([*words, str(tmp_path / "x"), "--weights", "power:0.5"]) == 2
+    assert "below 0.289" in capsys.readouterr().err
+
+
+def test_post_hoc_mixes_come_near_the_average_that_was_not_kept():
+    weights = walk(400)
+    saved, values = [], []
+    for upto in range(50, 401, 50):
+        for width in (0.05, 0.1):
+            saved.append((16.0 * upto, width))
+            values.append(averaged(weights[: upto + 1], power=width))
+    factors = post_hoc(saved, (16.0 * 400, 0.07))
+    mixed = sum(factor * value for factor, value in zip(factors, values, strict=True))
+    wanted = averaged(weights, power=0.07)
+    assert (mixed - wanted).norm() / (averaged(weights, power=0.05) - wanted).norm() < 0.1
+
+
+@pytest.mark.parametrize(
+    "bad", [{}, {"half_life": 3.0, "decay": 0.9}, {"half_life": 0.0}, {"decay": 1.0}, {"power": 0.3}]
+)
+def test_what_is_no_average_is_refused(bad):
+    with pytest.raises(ValueError, match="EMA|ema"):
+        EMA(nn.Linear(2, 2), **bad)

@@ -1,0 +1,127 @@
+"""The gradient noise scale: the known value of a problem with a closed form, however a step is divided."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from oneloop.optim.noise_scale import NoiseScale, Sensor, meaning
+from worlds import run, train
+
+WIDTH, DISTANCE = 40, 2.0
+
+
+class Point(nn.Module):
+    """A unit of loss is |theta - x|^2 / 2 with x from N(0, 1): gradient theta + noise, tr(S) = WIDTH, |G|^2 = 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(torch.full((WIDTH,), DISTANCE / math.sqrt(WIDTH)))
+
+    def forward(self, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        return (0.5 * (self.theta - x).square().sum(-1) * own).sum()
+
+
+def measured(accumulate: int, ragged: bool, each_batch: bool, scaled: bool, steps: int) -> float:
+    """The noise scale of a step of 24 samples, in samples."""
+    from oneloop.optim.clip import global_norm
+    from oneloop.runtime import start
+
+    started = start(sync_each_batch=each_batch)
+    accelerator = started.accelerator
+    accelerator.gradient_accumulation_steps = accumulate
+    model = started.prepare(Point())
+    if scaled:
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    sensor, noise = Sensor(accelerator, model), NoiseScale(window=steps)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    generator = torch.Generator().manual_seed(7 + started.rank)
+    samples = 24 // started.ranks // accumulate
+    for _ in range(steps):
+        lengths = [torch.randint(1, 6, (samples,), generator=generator) if ragged else torch.full((samples,), 3)
+                   for _ in range(accumulate)]  # fmt: skip
+        weight = float(started.total(torch.tensor(float(sum(int(one.sum()) for one in lengths)))))
+        with sensor.measuring():
+            for own in lengths:
+                x = torch.randn(samples, 5, WIDTH, generator=generator)
+                counts = (torch.arange(5) < own[:, None]).float()  # a sample is 1 to 5 units
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(x, counts) * (started.ranks * accumulate / weight))
+                sensor.micro_batch(float(own.sum()))
+        if scaled:
+            accelerator.scaler.unscale_(optimizer)
+        norm = float(global_norm(model.parameters()))
+        noise.add(*sensor.read(weight, 24), norm=norm)
+        if scaled:
+            accelerator.scaler.step(optimizer)
+            accelerator.scaler.update()
+        optimizer.zero_grad()
+    return noise.value
+
+
+@pytest.mark.parametrize(("ranks", "config", "accumulate", "ragged", "each_batch", "scaled"), [
+    (1, "single", 4, True, False, True), (2, "ddp", 1, True, False, False), (2, "fsdp2", 1, False, False, False),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (1, "single", 4, False, False, False), (2, "ddp", 3, False, False, False), (2, "fsdp2", 3, True, False, False),
+        (2, "fsdp2", 3, True, True, False))),
+])  # fmt: skip
+def test_the_known_value(ranks, config, accumulate, ragged, each_batch, scaled):
+    world = run(measured, accumulate, ragged, each_batch, scaled, 1200, ranks=ranks, config=config)
+    # tr(S) / |G|^2 = 10 units of loss; a sample has 3 units on average.
+    wanted = WIDTH / DISTANCE**2 / 3
+    for found in world.ok():
+        assert abs(found / wanted - 1) < 0.1
+
+
+def test_a_run_logs_it_says_it_and_keeps_it(tmp_path):
+    words = ["digits", "--task.augment", "false", "--duration", "30", "--batch.micro", "16", "--log.every", "5", "--track", "none",
+             "--eval.every", "0"]  # fmt: skip
+    world = run(train, [*words, "--run.dir", "a"], folder=tmp_path)
+    world.ok()
+    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert any("train/noise_scale" in line for line in lines)
+    said = json.loads((tmp_path / "a" / "summary.json").read_text())["noise_scale"]
+    assert said in world.output and said.startswith("noise scale: critical batch about ")
+    run(train, [*words, "--run.dir", "b", "--batch.micro", "64"], folder=tmp_path).ok()
+    said = json.loads((tmp_path / "b" / "summary.json").read_text())["noise_scale"]
+    assert (
+        said
+        == "noise scale n/a: a step is one micro-batch, so there is nothing to compare; set batch.micro to half of it"
+    )
+
+
+def test_measuring_changes_nothing(tmp_path):
+    from safetensors.torch import load_file
+
+    for ranks, config in ((1, "single"), (2, "ddp"), (2, "fsdp2")):
+        for on in ("true", "false"):
+            run(train, ["digits", "--duration", "6", "--batch.size", "16", "--batch.micro", "4", "--log.every", "2", "--track",
+                        "none", "--task.width", "8", "--eval.every", "0", "--save.every", "0", "--log.noise_scale", on,
+                        "--run.dir", f"{config}-{on}"], ranks=ranks, config=config, folder=tmp_path).ok()  # fmt: skip
+        on, off = (load_file(tmp_path / f"{config}-{one}" / "final" / "model.safetensors") for one in ("true", "false"))
+        assert all(torch.equal(on[name], off[name]) for name in on)
+
+
+@pytest.mark.parametrize(("value", "batch", "says"), [
+    (900.0, 64, "critical batch about 900; you use 64: up to 14x larger"), (64.0, 64, "about right"),
+    (100.0, 4096, "batches down to 0.024x of it would need fewer samples"), (None, 64, "n/a"),
+])  # fmt: skip
+def test_what_it_means(value, batch, says):
+    assert says in meaning(value, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["digits", "gpt"])
+def test_stable_over_micro_batch_sizes(tmp_path, recipe):
+    found = []
+    for micro in (4, 8, 16):
+        words = [recipe, "--duration", "300", "--batch.micro", str(micro), "--log.every", "2", "--track", "none",
+                 "--eval.every", "0", "--save.every", "0", "--run.dir", str(tmp_path / str(micro))]  # fmt: skip
+        run(train, words, folder=tmp_path, timeout=600).ok()
+        lines = [json.loads(line) for line in (tmp_path / str(micro) / "metrics.jsonl").read_text().splitlines()]
+        found.append([line["train/noise_scale"] for line in lines if "train/noise_scale" in line][-1])
+    assert max(found) / min(found) < 1.5, found

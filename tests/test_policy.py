@@ -1,0 +1,160 @@
+"""Promise R10: a bad step touches nothing, and what follows is the run without it, to the bit, on all ranks alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from oneloop.checkpoint.store import Store
+from oneloop.data.order import Order
+from oneloop.optim.guard import Window
+from oneloop.optim.policy import BadSteps, Policy, Verdict
+from worlds import run, train
+
+BATCH, STEPS, SAVE = 8, 24, 5
+RECIPE = f"""
+task: {{name: tiny.Ragged}}
+batch: {{size: {BATCH}, micro: 2}}
+duration: {STEPS}
+log: {{every: 4}}
+eval: {{every: 8}}
+save: {{every: {SAVE}, best: false}}
+ema: {{half_life: 30 samples}}
+schedule: {{name: cosine, warmup: 3}}
+track: []
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path) -> str:
+    (tmp_path / "tiny_run.yaml").write_text(RECIPE)
+    return str(tmp_path / "tiny_run.yaml")
+
+
+def windows(bad: int, policy: str) -> list[int]:
+    """Positions at which the steps that are taken begin: what the policy should make of a bad sample."""
+    taken: list[int] = []
+    position = 0
+    order = Order(37, seed=0)
+    while len(taken) < STEPS:
+        if bad in order[position : position + BATCH][1]:
+            if policy == "rewind":
+                del taken[len(taken) // SAVE * SAVE :]  # back to the checkpoint
+        else:
+            taken.append(position)
+        position += BATCH
+    return taken
+
+
+class Without:
+    """Trains on these positions only, step after step: the run in which the others had never been there."""
+
+    def __init__(self, taken: list[int]) -> None:
+        self.taken = taken
+
+    def __call__(self, argv: list[str]) -> None:
+        ordinary, taken = Order.at, np.array([*self.taken, *[0] * 4096])
+        Order.at = lambda order, positions: ordinary(order, taken[positions // BATCH] + positions % BATCH)
+        train(argv)
+
+
+def left(folder: Path) -> tuple[dict[str, bytes], list[dict], list[dict]]:
+    """Weights, averages and optimizer as they are on disk; metrics without times; events."""
+    files = {path.name: path.read_bytes() for path in (folder / "final").glob("*.safetensors")}
+    files |= {path.name: path.read_bytes() for path in Store(folder / "checkpoints").sealed()[-1].glob("*.safetensors")}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = [{k: v for k, v in line.items() if k not in ("time", "train/samples_per_second")} for line in lines]
+    return files, [line for line in metrics if "event" not in line], [line for line in metrics if "event" in line]
+
+
+@pytest.mark.parametrize(("ranks", "config", "more"), [
+    (1, "single", ()), (2, "ddp", ()), (2, "fsdp2", ()), (1, "single", ("--optimizer.name", "torch.optim.RMSprop")),
+])  # fmt: skip
+@pytest.mark.parametrize("policy", ["skip", "rewind"])
+def test_a_bad_step_might_as_well_not_have_been(tmp_path, recipe, ranks, config, more, policy):
+    words = [recipe, *more, "--guard.nonfinite", policy]
+    kind = "--task.infinite" if more else "--task.spoiled"  # an infinite loss whose gradient is finite, or NaN
+    world = run(train, [*words, kind, "5", "--run.dir", "bad"], ranks=ranks, config=config, folder=tmp_path)
+    world.ok()
+    taken = windows(5, policy)
+    run(Without(taken), [*words, "--run.dir", "good"], ranks=ranks, config=config, folder=tmp_path).ok()
+    (files, metrics, events), (wanted, wanted_metrics, none) = left(tmp_path / "bad"), left(tmp_path / "good")
+    assert files == wanted and metrics == wanted_metrics and not none
+    assert len(events) >= 3 and all(event["event"] == policy and 5 in event["ids"] for event in events)
+    assert all(len(event["ids"]) == BATCH and "not finite" in event["why"] for event in events)
+    summary = json.loads((tmp_path / "bad" / "summary.json").read_text())
+    assert summary["step"] == STEPS and summary["passed_over"] == taken[-1] + BATCH - STEPS * BATCH > 0
+
+
+def test_a_killed_run_skips_the_same_steps_again(tmp_path, recipe):
+    from test_resume import back_to
+
+    words = [recipe, "--guard.nonfinite", "skip", "--task.spoiled", "5", "--save.keep", "9", "--run.dir", "a"]
+    run(train, words, folder=tmp_path).ok()
+    first = left(tmp_path / "a")
+    back_to(tmp_path / "a", 5)
+    run(train, words, folder=tmp_path).ok()
+    assert left(tmp_path / "a") == first
+
+
+@pytest.mark.parametrize("policy", ["skip", "rewind"])
+def test_after_so_many_in_a_row_it_stops(tmp_path, recipe, policy):
+    words = [
+        recipe,
+        "--debug.overfit",
+        "8",
+        "--task.spoiled",
+        "5",
+        "--guard.nonfinite",
+        policy,
+        "--guard.patience",
+        "2",
+    ]
+    world = run(train, words, folder=tmp_path)
+    assert world.codes == [3]
+    folder = tmp_path / "runs" / "tiny_run"
+    assert "3 bad steps in a row" in json.loads((folder / "summary.json").read_text())["exit_reason"]
+    events = [
+        json.loads(line)["event"] for line in (folder / "metrics.jsonl").read_text().splitlines() if "event" in line
+    ]
+    assert events == [policy, policy, "stop"]
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
+def test_a_spike_is_left_out(tmp_path, recipe, ranks, config):
+    words = [recipe, "--task.loud", "5", "--guard.sigma", "100", "--guard.window", "4"]
+    run(train, [*words, "--run.dir", "a"], ranks=ranks, config=config, folder=tmp_path).ok()
+    _, _, events = left(tmp_path / "a")
+    assert [event["event"] for event in events] == ["skip"] * len(events) and len(events) >= 4
+    assert all(5 in event["ids"] and "100 deviations" in event["why"] for event in events)
+    assert windows(5, "skip")[4] == 5 * BATCH == 40  # the first of them comes when the window has just filled
+
+
+def test_the_window_is_mean_and_deviation_of_what_was_taken():
+    window = Window(4, 3.0, device=torch.device("cpu"))
+    yes = torch.tensor(True)
+    values = [1.0, 2.0, 3.0, 2.0]
+    assert [float(window.far(torch.tensor([v]), known=yes)) for v in values] == [0.0] * 4
+    bound = np.mean(values) + 3 * np.std(values, ddof=1)
+    assert float(window.far(torch.tensor([bound + 0.01]), known=yes)) == 1.0  # and it does not join
+    assert float(window.far(torch.tensor([bound - 0.01]), known=yes)) == 0.0  # it does, in the place of the first
+    again = Window(4, 3.0, device=torch.device("cpu"))
+    again.load_state_dict(json.loads(json.dumps(window.state_dict())))
+    kept = [bound - 0.01, 2.0, 3.0, 2.0]
+    for one in (window, again):
+        limit = np.float32(np.mean(kept) + 3 * np.std(kept, ddof=1))
+        assert float(one.far(torch.tensor([limit + 0.01]), known=yes)) == 1.0
+
+
+def test_what_ends_a_row():
+    skipping, rewinding = BadSteps(Policy("skip"), 2), BadSteps(Policy("rewind"), 2)
+    for bad in (skipping, rewinding):
+        assert [bad.answer(Verdict.NONFINITE)[0] for _ in range(2)] == [bad.policy.nonfinite] * 2
+        bad.taken()
+    assert skipping.answer(Verdict.NONFINITE)[0] == "skip" and rewinding.answer(Verdict.NONFINITE)[0] == "stop"
+    rewinding.saved()
+    assert rewinding.answer(Verdict.NONFINITE)[0] == "rewind"

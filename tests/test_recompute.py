@@ -1,0 +1,131 @@
+"""Recompute: the same gradients to the bit, with far less kept; from outside, for any model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from oneloop.memory.blocks import blocks, class_names
+from oneloop.memory.recompute import parsed, recompute
+from worlds import run, train
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.inward, self.outward = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor, *, gain: float = 1.0) -> torch.Tensor:
+        q, k, v = self.inward(self.norm(x)).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.drop(self.outward(y)) * gain
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(32) for _ in range(12)])
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, gain=0.5)
+        return self.head(x)
+
+
+def fresh() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer()
+
+
+def gradients(model: nn.Module) -> tuple[list[torch.Tensor], int]:
+    """Gradients of one batch, and the bytes that autograd kept for them."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+    alive = []  # so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(storage)
+        return tensor
+
+    torch.manual_seed(1)
+    x = torch.randn(2, 24, 32)
+    torch.manual_seed(2)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(x).square().mean()
+    loss.backward()
+    return [p.grad for p in model.parameters()], sum(kept.values())
+
+
+@pytest.mark.parametrize(("mode", "saved"), [("full", 0.6), ("every:2", 0.3), ("every:5", 0.05), ("selective", 0.3)])
+def test_the_same_gradients_and_less_kept(mode, saved):
+    wanted, usual = gradients(fresh())
+    model = fresh()
+    names = list(model.state_dict())
+    recompute(model, mode)
+    found, kept = gradients(model)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    # The inputs of recomputed blocks are kept by the blocks themselves, out of the hooks' sight.
+    inputs = 0 if mode == "selective" else (12 if mode == "full" else 12 // int(mode[-1])) * 2 * 24 * 32 * 4
+    assert kept + inputs < (1 - saved) * usual
+    assert list(model.state_dict()) == names
+
+
+def test_offloaded_inputs_give_the_same_gradients():
+    wanted, _ = gradients(fresh())
+    model = fresh()
+    recompute(model, "full", offload=True)
+    found, _ = gradients(model)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_blocks_are_found_in_anyones_model():
+    from torchvision import models
+
+    from oneloop.tasks.causal_lm import CausalLM
+
+    assert class_names(blocks(fresh())) == ["Block"]
+    assert (len(found := blocks(models.vit_b_16())), class_names(found)) == (12, ["EncoderBlock"])
+    assert (len(found := blocks(models.resnet18())), class_names(found)) == (8, ["BasicBlock"])
+    gpt = CausalLM(layers=3, data=__file__).model()
+    assert (len(found := blocks(gpt)), class_names(found)) == (3, ["GPT2Block"])
+    assert len(blocks(gpt, ["GPT2MLP"])) == 3
+    with pytest.raises(ValueError, match="machine.blocks Blok: no such class in Transformer; it has Block"):
+        blocks(fresh(), ["Blok"])
+    resnet = models.resnet18()
+    recompute(resnet, "full")
+    resnet(torch.randn(2, 3, 32, 32)).sum().backward()
+
+
+def test_what_cannot_be_recomputed_is_refused():
+    for bad in ("ful", "every", "every:0", "every:1.5", "budget:2", "full:3"):
+        with pytest.raises(ValueError, match="recompute"):
+            parsed(bad)
+    with pytest.raises(ValueError, match="only 12 blocks"):
+        recompute(fresh(), "every:13")
+    with pytest.raises(ValueError, match="no repeated blocks"):
+        recompute(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "full")
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(2, "ddp"), (2, "fsdp2")])
+def test_a_run_is_the_same_to_the_bit(tmp_path, ranks, config):
+    words = ["gpt", "--task.layers", "4", "--task.width", "16", "--task.block", "16", "--duration", "4", "--batch.size", "8",
+             "--batch.micro", "2", "--track", "none", "--task.dropout", "0.1", "--debug.overfit", "16", "--eval.every", "0",
+             "--save.every", "0", "--task.data", __file__]  # fmt: skip
+    found = {}
+    for mode in ("none", "full", "every:2", "selective"):
+        folder = mode.replace(":", "-")
+        world = run(train, [*words, "--machine.recompute", mode, "--run.dir", folder], ranks=ranks, config=config,
+                    folder=tmp_path)  # fmt: skip
+        world.ok()
+        assert mode == "none" or f"recompute {mode}: " in world.output
+        found[mode] = load_file(tmp_path / folder / "final" / "model.safetensors")
+        assert all(torch.equal(found[mode][name], found["none"][name]) for name in found["none"])

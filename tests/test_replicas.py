@@ -1,0 +1,65 @@
+"""Promise R11: one flipped bit in one rank is found at the next check, and named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tiny import Ragged
+from worlds import run, train
+
+
+class Flipping(Ragged):
+    """Flips one bit of one rank's weights, or of its optimizer's memory, before the fifth step."""
+
+    def __init__(self, rank: int = 1, bit: int = 3, samples: int = 37) -> None:
+        super().__init__(samples)
+        self.rank, self.bit, self.calls = rank, bit, 0
+
+    def loss(self, model, batch):
+        import os
+
+        if model.training:
+            self.calls += 1
+            if self.calls == 5 and int(os.environ.get("RANK", "0")) == self.rank:
+                weight = dict(model.named_parameters())
+                name = next(name for name in weight if name.endswith("inner.bias"))
+                with torch.no_grad():
+                    local = getattr(weight[name], "to_local", lambda: weight[name])()
+                    local.view(torch.int32)[2] ^= 1 << self.bit
+        return super().loss(model, batch)
+
+
+WORDS = ["--batch.size", "8", "--duration", "20", "--track", "none", "--eval.every", "0", "--machine.check_every", "3",
+         "--optimizer.clip", "0", "--run.dir", "a"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "config", "at"), [(2, "ddp", 1), (3, "ddp", 0), (4, "hsdp", 3)])
+def test_one_flipped_bit_is_found_and_named(tmp_path, ranks, config, at):
+    (tmp_path / "r.yaml").write_text(f"task: {{name: test_replicas.Flipping, rank: {at}}}\n")
+    size = ["--batch.size", "12"] if ranks == 3 else []
+    world = run(train, ["r.yaml", *WORDS, *size], ranks=ranks, config=config, folder=tmp_path)
+    assert set(world.codes) == {1}
+    reason = json.loads((tmp_path / "a" / "summary.json").read_text())["exit_reason"]
+    assert f"step 6: rank {at} differs from the others in inner.bias" in reason
+
+
+def test_sound_replicas_go_on_and_fsdp2_says_that_it_has_none(tmp_path):
+    (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
+    for ranks, config in ((2, "ddp"), (2, "fsdp2")):
+        world = run(train, ["r.yaml", *WORDS[:-1], config], ranks=ranks, config=config, folder=tmp_path)
+        world.ok()
+        assert ("there are no replicas to compare" if config == "fsdp2" else "every 3 steps") in world.output
+
+
+def test_every_bit_of_every_type_counts():
+    for kind in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64):
+        tensor = torch.randn(33).mul(8).to(kind)
+        before = torch.hash_tensor(tensor)
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+        for bit in range(8 * tensor.element_size() - 1):
+            flipped = tensor.clone()
+            flipped.view(bits)[17] ^= 1 << bit
+            assert torch.hash_tensor(flipped) != before, (kind, bit)
