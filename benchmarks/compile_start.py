@@ -41,7 +41,7 @@ def step(model: nn.Module) -> Tensor:
 
 
 def device() -> torch.device:
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def timed(model: nn.Module) -> float:

@@ -232,11 +232,11 @@ def _parent(pid: int) -> int:
 
 
 def outcome(folder: Path) -> tuple[bytes, list[tuple]]:
-    """The final weights, and every logged figure that is a function of the recipe."""
+    """The final weights and averages, and every logged figure that is a function of the recipe."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = {"time", "train/samples_per_second"}
     figures = [tuple(sorted((k, v) for k, v in line.items() if k not in timed)) for line in lines]
-    return (folder / "final" / "model.safetensors").read_bytes(), figures
+    return b"".join(path.read_bytes() for path in sorted((folder / "final").glob("*.safetensors"))), figures
 
 
 def chaos(recipe: str, config: str, ranks: int, kills: int, seed: int, words: list[str], say=print) -> Chaos:
@@ -287,7 +287,7 @@ def main() -> None:
 
 
 WORDS = ("--duration", "40", "--save.every", "2", "--log.every", "3", "--eval.every", "10", "--batch.size", "16",
-         "--task.width", "8", "--save.max_failures", "100")  # fmt: skip
+         "--task.width", "8", "--save.max_failures", "100", "--ema.half_life", "1ep", "--guard.nonfinite", "skip")  # fmt: skip
 
 if __name__ == "__main__":
     main()

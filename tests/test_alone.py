@@ -128,3 +128,139 @@ def test_checkpoints_in_a_plain_loop(tmp_path):
     assert checkpoints.load(checkpoints.newest(), other, fresh)["step"] == 3
     assert torch.equal(other.weight, model.weight)
     assert torch.equal(fresh.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
+def test_ema_in_a_plain_loop():
+    from oneloop.ema import EMA
+
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(3, 1))
+    ema = EMA(model, half_life=64)
+    wanted = model.weight.detach().clone()
+    for step in range(1, 6):
+        with torch.no_grad():
+            model.weight += 1.0
+        ema.update(16)
+        wanted.lerp_(model.weight.detach(), 1 - 0.5 ** (16 / min(64, 0.05 * 16 * step)))
+    raw = model.weight.detach().clone()
+    with ema.swapped():
+        assert torch.allclose(model.weight, wanted)
+    assert torch.equal(model.weight, raw)
+
+
+def test_recompute_and_compile_in_a_plain_script():
+    from oneloop.memory.compile import compile_
+    from oneloop.memory.recompute import recompute
+
+    torch.manual_seed(0)
+    models = [nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3))) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    recompute(models[1], "full", names=["GELU"])
+    compile_(models[1], "whole", backend="eager")
+    accelerator = Accelerator()
+    for model in map(accelerator.prepare, models):
+        accelerator.backward(model(torch.ones(2, 4)).square().sum())
+    for one, other in zip(models[0].parameters(), models[1].parameters()):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_noise_scale_in_a_plain_loop():
+    from oneloop.optim.clip import global_norm
+    from oneloop.optim.noise_scale import NoiseScale, Sensor
+
+    torch.manual_seed(0)
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model = accelerator.prepare(nn.Linear(30, 1, bias=False))
+    sensor, noise = Sensor(accelerator, model), NoiseScale(window=300)
+    for _ in range(300):
+        with sensor.measuring():
+            for _ in range(4):
+                with accelerator.accumulate(model):
+                    accelerator.backward((model.weight - 2 - torch.randn(8, 30)).square().sum() / 2 / 32 * 4)
+                sensor.micro_batch(8)
+        noise.add(*sensor.read(32, 32), norm=float(global_norm(model.parameters())))
+        model.zero_grad()
+    wanted = 30 / (model.weight - 2).square().sum()  # of N(weight - 2, 1) in 30 dimensions
+    assert abs(noise.value / float(wanted) - 1) < 0.1
+
+
+def test_policy_and_guard_skip_in_a_plain_loop():
+    from oneloop.optim.clip import global_norm
+    from oneloop.optim.guard import Guard
+    from oneloop.optim.policy import BadSteps, Policy, Verdict
+
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(3, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    guard = Guard(optimizer, device=accelerator.device, policy=Policy(nonfinite="skip"))
+    bad, verdicts = BadSteps(Policy(nonfinite="skip"), patience=3), []
+    for x in (1.0, float("nan"), 1.0):
+        accelerator.backward(model(torch.full((4, 3), x)).sum())
+        guard.step(global_norm(model.parameters()))
+        verdicts.append(guard.verdict(wait=True))
+        optimizer.zero_grad()
+    assert verdicts == [Verdict.TAKEN, Verdict.NONFINITE, Verdict.TAKEN] and bad.answer(verdicts[1])[0] == "skip"
+    assert optimizer.state[model.weight]["step"] == 2
+
+
+def test_replica_check_garbage_and_switches_in_a_plain_loop():
+    import gc
+
+    from oneloop.memory.garbage import scheduled_garbage
+    from oneloop.memory.switches import channels_last, float32_products
+    from oneloop.replicas import check_replicas
+
+    accelerator = Accelerator()
+    float32_products("highest")
+    model = nn.Conv2d(3, 8, 3)
+    assert channels_last(model, True, device="cpu")
+    model = accelerator.prepare(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with scheduled_garbage() as collect:
+        for step in range(4):
+            accelerator.backward(model(torch.ones(2, 3, 8, 8)).sum())
+            optimizer.step()
+            check_replicas(model, optimizer, step=step)
+            assert not gc.isenabled() and collect() is not None
+    assert gc.isenabled() and model.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def steps_in_memory_for_four():
+    model = nn.Linear(3, 1)
+
+    def steps(micro: int) -> None:
+        if micro > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        model(torch.ones(micro, 3)).sum().backward()
+
+    return steps
+
+
+def test_batch_size_in_a_plain_script():
+    from oneloop.memory.batch_size import Child, search
+
+    with Child(steps_in_memory_for_four) as child:
+        assert search([1, 2, 4, 8], child.attempt).micro == 4
+
+
+def test_fused_loss_in_a_plain_script():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from oneloop.memory.fused_loss import fuse_loss
+
+    model = GPT2LMHeadModel(
+        GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
+    ).eval()
+    tokens, target = torch.randint(0, 50, (2, 7)), torch.randint(0, 50, (2, 7))
+    target[0, :3] = -100
+    wanted = nn.functional.cross_entropy(
+        model(input_ids=tokens).logits.flatten(0, 1), target.flatten(), reduction="sum"
+    )
+    gradients = torch.autograd.grad(wanted, [*model.parameters()], allow_unused=True)
+    fuse_loss(model)
+    accelerator = Accelerator()
+    loss = accelerator.prepare(model)(input_ids=tokens, target=target)
+    accelerator.backward(loss)
+    assert torch.allclose(loss, wanted)
+    for parameter, gradient in zip(model.parameters(), gradients):
+        assert gradient is None or torch.allclose(parameter.grad, gradient, atol=1e-5)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from worlds import CONFIGS, run, train
+from worlds import CONFIGS, ROOT, run, train
+
+README = str(ROOT / "README.md")
 
 EMPTY = """
 from oneloop.tasks.image_classification import ImageClassification
@@ -50,6 +52,21 @@ BAD = {
     "an unknown model": (["digits", "--task.model", "resnet19"], ["task.model", "resnet18"]),
     "an unknown data set": (["digits", "--task.data", "diggits"], ["task.data", "diggits"]),
     "a learning rate below zero": (["digits", "--optimizer.lr", "-1"], ["optimizer.lr", "at least 0"]),
+    "a micro-batch that is no number": (["digits", "--batch.micro", "most"], ["batch.micro", "most", "auto"]),
+    "two averages that exclude each other": (["digits", "--ema.half_life", "2ep", "--ema.decay", "0.9"],
+                                             ["ema.half_life", "ema.decay", "one of them"]),
+    "an average wider than any": (["digits", "--ema.power", "[0.4]"], ["ema.power 0.4", "below 0.289"]),
+    "the same average twice": (["digits", "--ema.half_life", "[2ep,2ep]"], ["two averages are the same"]),
+    "the metric of an average that is not kept": (["digits", "--eval.best", "ema/eval/accuracy"], ["eval.best", "eval/accuracy"]),
+    "a way to recompute that is none": (["digits", "--machine.recompute", "most"], ["recompute 'most'", "every:K"]),
+    "recompute without blocks": (["digits", "--machine.recompute", "full"], ["CNN has no repeated blocks", "machine.blocks"]),
+    "a budget without a compiler": (["gpt", "--task.data", README, "--machine.recompute", "budget:0.5"], ["recompute budget", "machine.compile"]),
+    "compile without blocks": (["digits", "--machine.compile", "regional"], ["CNN has no repeated blocks", "whole"]),
+    "a block that is none": (["gpt", "--task.data", README, "--machine.blocks", "[GPT3Block]"], ["no such class", "GPT2Block"]),
+    "offload on a CPU": (["gpt", "--task.data", README, "--machine.recompute", "full", "--machine.offload"], ["machine.offload", "CPU"]),
+    "channels last without a convolution": (["gpt", "--task.data", README, "--machine.channels_last", "true"], ["channels_last", "no 2-d convolution"]),
+    "a policy that is none": (["digits", "--guard.nonfinite", "ignore"], ["guard.nonfinite", "ignore", "rewind"]),
+    "a decay of all": (["digits", "--ema.decay", "1"], ["ema.decay must be below 1"]),
     "a batch of none": (["digits", "--batch.size", "0"], ["batch.size", "at least 1"]),
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oneloop.memory.batch_size import Attempt, Child, is_out_of_memory, search
+from oneloop.memory.batch_size import Attempt, is_out_of_memory, search
 from tiny import Ragged
 from worlds import run, train
 
@@ -33,22 +33,6 @@ def heavy(argv: list[str]) -> None:
     train(argv)
 
 
-def small(limit: int):
-    def steps(micro: int) -> None:
-        if micro > limit:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    return steps
-
-
-class Make:
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-
-    def __call__(self):
-        return small(self.limit)
-
-
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 6, 8, 59, 60, 100])
 def test_the_threshold_is_found(limit):
     tried = []
@@ -70,11 +54,6 @@ def test_fastest_is_the_quickest_that_fits():
     assert found.micro == 4
     with pytest.raises(MemoryError, match="not even a micro-batch of 1"):
         search(list(seconds), lambda micro: Attempt(micro, False))
-
-
-def test_a_child_runs_out_of_memory_and_the_parent_does_not():
-    with Child(Make(5)) as child:
-        assert search([1, 2, 4, 8], child.attempt).micro == 4
 
 
 def test_what_is_a_lack_of_memory():

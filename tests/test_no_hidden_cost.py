@@ -38,14 +38,18 @@ def _inside_kernel(event) -> bool:
     return event is not None
 
 
-def per_step(tmp_path, *, ranks: int, strategy: str, optimizer: str, accumulate: int = 2) -> Counter[str]:
+EXTRAS = ("--ema.half_life", "100 samples", "--ema.power", "[0.1]", "--guard.nonfinite", "skip")
+"""features that must cost no read and no collective either"""
+
+
+def per_step(tmp_path, *, ranks: int, strategy: str, optimizer: str, accumulate: int = 2, more=EXTRAS) -> Counter[str]:
     """What ten steps add that do not log: a longer run less a shorter one."""
     counts = []
     for steps in (10, 20):
         folder = tmp_path / str(steps)
-        folder.mkdir()
+        folder.mkdir(parents=True)
         argv = [*words(folder, ranks=ranks, accumulate=accumulate, steps=steps, dtype="float32", optimizer=optimizer),
-                "--log.every", "1000", "--schedule.warmup", "0"]  # fmt: skip
+                "--log.every", "1000", "--schedule.warmup", "0", *more]  # fmt: skip
         counts.append(Counter(run(counted, argv, ranks=ranks, config=strategy).ok()[0]))
     return Counter({name: count for name in counts[1] if (count := counts[1][name] - counts[0][name])})
 
@@ -90,3 +94,10 @@ def test_fsdp2_sends_its_own_and_one_small_sum(tmp_path, optimizer):
     if optimizer == "muon":
         own["c10d::allgather_into_tensor_coalesced_"] = 10  # Muon gathers its one matrix
     assert found == own
+
+
+def test_a_spike_policy_costs_one_small_sum_more(tmp_path):
+    more = ("--guard.sigma", "1000", "--guard.window", "4")
+    found = per_step(tmp_path, ranks=2, strategy="ddp", optimizer="adamw", more=more)
+    assert found == {"c10d::allreduce_": 30}  # the bucket; weight and stop flag; the loss
+    assert per_step(tmp_path / "one", ranks=1, strategy="single", optimizer="adamw", more=more) == {}

@@ -70,6 +70,7 @@ class EMA:
         pairs = [(local(self._shadow[name]), local(p)) for name, p in self._parameters.items()]
         pairs = [(mine, theirs.detach()) for mine, theirs in pairs if mine.numel()]  # uneven shards may be empty
         self._mine, self._theirs = [mine for mine, _ in pairs], [theirs for _, theirs in pairs]
+        self._alike = all(mine.dtype == theirs.dtype for mine, theirs in pairs)
         self._away = _Copies(self._mine, self._theirs, optimizer) if device == "cpu" and pairs and (
             pairs[0][1].device.type != "cpu") else None  # fmt: skip
         self.restart()
@@ -98,7 +99,7 @@ class EMA:
         if self._away is not None:
             self._away.lerp(weight)
             return
-        torch._foreach_lerp_(self._mine, _as(self._theirs, self._mine), weight)
+        torch._foreach_lerp_(self._mine, self._theirs if self._alike else _as(self._theirs, self._mine), weight)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:

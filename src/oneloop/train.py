@@ -157,9 +157,10 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         if action == "stop":
             raise Diverged(f"step {event['step']}: {why}; the weights are those from before it")
 
-    def numbers() -> list[int]:
-        """What the coming step's number may be: that depends on the one before, where its verdict is awaited."""
-        return [count.step + 1, count.step + 2] if drawn else [count.step + 1]
+    def log_is_near() -> bool:
+        """Whether the coming step may log: its number depends on the one before, where its verdict is awaited."""
+        near = [count.step + 1, count.step + 2] if drawn else [count.step + 1]
+        return any(is_time(number, job.rhythm["log"], job.steps) for number in near)
 
     def batches() -> Iterator[Group]:
         return groups(job.train_set, job.collate, job.order, split, rank=run.rank, seed=recipe.seed,
@@ -169,17 +170,15 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     if job.policy.rewinds and not saved:
         save()  # so that there is something to go back to
     stopped = count.evaluation_due and not validated()
-    finished = stopped or over()
+    to_do = () if stopped or over() else run.agreed(batches, checkpoints.poll)
     with display, scheduled_garbage("collect" in job.rhythm) as collect:
-        for group, weight, stopped, trouble in () if finished else run.agreed(batches, checkpoints.poll):
+        for group, weight, stopped, trouble in to_do:
             if trouble:
                 checkpoints.finish()  # says what, on all ranks; too many in a row end the run
             if weight == 0:
                 raise ValueError(f"step {count.step}: the global batch weighs nothing, so its mean loss is undefined")
             total: Any = 0.0
-            with sensor.measuring(
-                job.noise_scale and any(is_time(step, job.rhythm["log"], job.steps) for step in numbers())
-            ):
+            with sensor.measuring(job.noise_scale and log_is_near()):
                 for micro, batch in enumerate(group.batches):
                     run.reseed(recipe.seed, count.position, run.rank, micro)  # dropout is a function, not a state
                     with accelerator.accumulate(model):

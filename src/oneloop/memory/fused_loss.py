@@ -49,7 +49,7 @@ def fuse_loss(model: nn.Module, *, ignore: int = -100) -> str:
             return forward(*args, **kwargs)
         return head(model.base_model(*args, **kwargs).last_hidden_state, target)  # type: ignore[operator]
 
-    head.forward, model.forward = fused_head, fused  # type: ignore[method-assign]
+    head.forward, model.forward = fused_head, fused  # type: ignore[method-assign,assignment]
     return whose
 
 
