@@ -106,6 +106,7 @@ def _with_path(here: str, words: list[str]) -> None:
     (["digits", "--batch.size", "1"], ["batch.size 1", "2 ranks", "nearest size: 2"], "ddp", []),
     (["digits", "--run.dir", "/proc/oneloop/run"], ["run.dir"], "ddp", []),
     (["digits", "--optimizer.name", "adafactor"], ["adafactor", "ddp.yaml"], "fsdp2", []),
+    (["digits", "--machine.channels_last", "true"], ["channels_last", "FSDP2", "ddp.yaml"], "fsdp2", []),
     (["digits"], ["fp16", "CPU", "bf16"], "ddp", ["--mixed_precision", "fp16"]),
 ])  # fmt: skip
 def test_all_ranks_end_together(here, words, says, config, options):

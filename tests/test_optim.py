@@ -154,3 +154,13 @@ def test_set_lr_reaches_every_group():
     optimizer = build(sgd, model(), lr=0.1, weight_decay=0.1)
     set_lr(optimizer, 0.7)
     assert [group["lr"] for group in optimizer.param_groups] == [0.7, 0.7]
+
+
+def test_the_learning_rate_follows_the_batch():
+    from oneloop.job import peak
+    from oneloop.recipe import Optimizer
+
+    def rate(rule: str, at: int = 64) -> float:
+        return peak(Optimizer(lr=0.1, lr_at_batch=at, lr_rule=rule), 256)
+
+    assert [rate("linear"), rate("sqrt"), rate("none"), rate("linear", 0)] == pytest.approx([0.4, 0.2, 0.1, 0.1])

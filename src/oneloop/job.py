@@ -186,7 +186,7 @@ def _arranged(model: nn.Module, recipe: Recipe, *, sharded: bool, device: str) -
         raise ValueError(
             "machine.offload is asked for on a CPU, where activations are in host memory anyhow; leave it out"
         )
-    if channels_last(model, machine.channels_last, device=device):
+    if channels_last(model, machine.channels_last, device=device, sharded=sharded):
         notes.append("convolutions run channels last")
     if count := recompute(model, machine.recompute, names=machine.blocks, offload=machine.offload):
         notes.append(f"recompute {machine.recompute}: {count} blocks of {', '.join(found)}")

@@ -49,6 +49,8 @@ def compile_(model: nn.Module, scope: str = "regional", *, mode: str = "default"
                          " set machine.compile regional")  # fmt: skip
     if budget is not None:
         torch._functorch.config.activation_memory_budget = budget
+    if mode in ("reduce-overhead", "max-autotune"):  # CUDA graphs reuse their memory from one forward to the next
+        model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
     parts = found if scope == "regional" else [model]
     for part in parts:
         part.forward = torch.compile(part.forward, mode=mode if backend == "inductor" else None, backend=backend,

@@ -10,20 +10,29 @@ from torch import nn
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
-def channels_last(model: nn.Module, wanted: bool | Literal["auto"], *, device: str) -> bool:
+def channels_last(model: nn.Module, wanted: bool | Literal["auto"], *, device: str, sharded: bool = False) -> bool:
     """Stores the weights of 2-d convolutions channels last, in place; activations follow. ``auto``: on CUDA.
+
+    Args:
+        model: not yet wrapped.
+        wanted: as above.
+        device: type of the device it will run on.
+        sharded: FSDP2 will shard it, which it does for contiguous weights only: ``auto`` then leaves them alone.
 
     Returns:
         Whether it was done.
 
     Raises:
-        ValueError: wanted for a model without such a convolution.
+        ValueError: wanted for a model without such a convolution, or under FSDP2.
     """
     has = any(isinstance(module, _CONVOLUTIONS) for module in model.modules())
     if wanted is True and not has:
         raise ValueError(f"machine.channels_last is asked for, and {type(model).__name__} has no 2-d convolution; leave it"
                          " out")  # fmt: skip
-    on = has and (device == "cuda" if wanted == "auto" else wanted)
+    if wanted is True and sharded:
+        raise ValueError("machine.channels_last is asked for under FSDP2, which shards contiguous weights only; leave it out,"
+                         " or run it with ddp.yaml")  # fmt: skip
+    on = has and ((device == "cuda" and not sharded) if wanted == "auto" else wanted)
     if on:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return on
