@@ -115,11 +115,13 @@ def test_what_it_means(value, batch, says):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["digits", "gpt"])
+@pytest.mark.parametrize(
+    "recipe", [["digits"], ["gpt", "--task.layers", "2", "--task.width", "64", "--task.block", "64"]]
+)
 def test_stable_over_micro_batch_sizes(tmp_path, recipe):
     found = []
     for micro in (4, 8, 16):
-        words = [recipe, "--duration", "300", "--batch.micro", str(micro), "--log.every", "2", "--track", "none",
+        words = [*recipe, "--duration", "300", "--batch.micro", str(micro), "--log.every", "2", "--track", "none",
                  "--eval.every", "0", "--save.every", "0", "--run.dir", str(tmp_path / str(micro))]  # fmt: skip
         run(train, words, folder=tmp_path, timeout=600).ok()
         lines = [json.loads(line) for line in (tmp_path / str(micro) / "metrics.jsonl").read_text().splitlines()]

@@ -91,7 +91,7 @@ def test_augmentation_and_dropout_come_back_at_every_kind_of_position(tmp_path, 
              "--save.keep", "99", "--log.every", "1", "--eval.every", "5", "--task.width", "8", "--task.dropout", "0.2",
              "--machine.workers", workers, "--track", "none", "--ema.half_life", "2ep"]  # fmt: skip
     run(train, [*words, "--run.dir", "alone"], folder=tmp_path).ok()
-    for step in (3, 4, 10):
+    for step in (3, 4, 10) if workers == "0" else (4,):  # workers are slow to start
         cut(tmp_path / "alone", tmp_path / str(step), step)
         run(train, [*words, "--run.dir", str(step)], folder=tmp_path).ok()
         same(tmp_path / "alone", tmp_path / str(step))
