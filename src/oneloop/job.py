@@ -12,7 +12,7 @@ from torch.utils.data import Subset
 
 from oneloop import recipe as recipes
 from oneloop.checkpoint.export import load_weights
-from oneloop.data.groups import Split, Weighed
+from oneloop.data.groups import Keyed, Split, Weighed
 from oneloop.data.order import Order, key
 from oneloop.duration import Scale
 from oneloop.ema import EMA, gamma
@@ -28,6 +28,7 @@ from oneloop.optim.schedule import LearningRate, learning_rate
 from oneloop.parse import resolve
 from oneloop.recipe import Recipe
 from oneloop.tasks.base import check, check_sets
+from oneloop.watch.throughput import training_flops
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Job:
     model: nn.Module
     blocks: list[str]
     """class names of the model's blocks"""
+    flops: float
+    """floating-point operations of training on one sample (0: not known)"""
     notes: list[str]
     """how the model runs, for a person to read at the start"""
     dtype: torch.dtype
@@ -116,7 +119,11 @@ def build_job(recipe: Recipe, *, ranks: int, sharded: bool = False, device: str 
     model = task.model().to(dtype)
     if recipe.init.source:
         load_weights(model, recipe.init.source, recipe.init.weights)
+    collate = Weighed(task.collate, task.weight, sample_weight=sample_weight, dtype=dtype)
+    flops, unknown = _flops(task, train_set, collate)
     model_blocks, notes = _arranged(model, recipe, sharded=sharded, device=device)
+    if unknown:
+        notes.append(f"MFU n/a: the model's operations cannot be counted without running it ({unknown})")
     schedule = recipe.schedule
     durations = {"log": (recipe.log.every, "log.every"), "eval": (recipe.eval.every, "eval.every"),
                  "save": (recipe.save.every, "save.every"), "check": (recipe.machine.check_every, "machine.check_every"),
@@ -131,7 +138,7 @@ def build_job(recipe: Recipe, *, ranks: int, sharded: bool = False, device: str 
         eval_sets=eval_sets,
         split=split,
         order=Order(len(train_set), seed=recipe.seed),
-        collate=Weighed(task.collate, task.weight, sample_weight=sample_weight, dtype=dtype),
+        collate=collate,
         steps=1 if recipe.debug.dry_run else total,
         rhythm=rhythm | {"log": max(1, rhythm["log"])},
         policy=Policy(recipe.guard.nonfinite, recipe.guard.spike, recipe.guard.sigma, recipe.guard.window),
@@ -140,6 +147,7 @@ def build_job(recipe: Recipe, *, ranks: int, sharded: bool = False, device: str 
         keep_every=recipe.save.forever.steps(scale, total=total, key="save.forever"),
         averages=averages,
         blocks=model_blocks,
+        flops=flops,
         notes=notes,
         rate=learning_rate(resolve("schedule", schedule.name), peak(recipe.optimizer, split.size), warmup=schedule.warmup,
                            final=schedule.final, options=schedule.options, scale=scale, total=total),
@@ -156,6 +164,17 @@ def peak(optimizer: recipes.Optimizer, batch: int) -> float:
         return optimizer.lr
     power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[optimizer.lr_rule]
     return float(optimizer.lr * (batch / optimizer.lr_at_batch) ** power)
+
+
+def _flops(task: Any, train_set: Any, collate: Weighed) -> tuple[float, str | None]:
+    """Operations of training on a sample (the mean of a few, where they differ), and why they are not known."""
+    samples = Keyed(train_set, seed=0)
+    number = 1 if collate.sample_weight is not None else min(4, len(train_set))
+    try:
+        found = [training_flops(task.model, task.loss, collate([samples[0, index]])[0]) for index in range(number)]
+    except Exception as error:  # a model that cannot be built or run without values is no worse for that
+        return 0.0, f"{type(error).__name__}: {error}".splitlines()[0]
+    return sum(found) / number, None
 
 
 def _averages(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:

@@ -39,6 +39,7 @@ from oneloop.recipe import (
     Schedule,
     Stop,
     Task,
+    Watch,
 )
 from oneloop.tasks.base import TASKS
 
@@ -95,7 +96,7 @@ def _suggest(word: str, known: Mapping[str, Any] | Sequence[str]) -> str:
 
 _GROUPS = {"task": Task, "init": Init, "batch": Batch, "optimizer": Optimizer, "schedule": Schedule, "ema": Ema,
            "guard": Guard, "eval": Eval,
-           "save": Save, "stop": Stop, "log": Log, "machine": Machine, "run": Run, "debug": Debug}  # fmt: skip
+           "save": Save, "stop": Stop, "log": Log, "watch": Watch, "machine": Machine, "run": Run, "debug": Debug}  # fmt: skip
 
 
 def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:

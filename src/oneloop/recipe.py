@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from oneloop.duration import Duration
+from oneloop.duration import Duration, span
 from oneloop.errors import BadInput
 
 
@@ -195,6 +195,26 @@ class Log:
 
 
 @dataclass(frozen=True)
+class Watch:
+    profile: str | None = None
+    """steps to profile (10-15): a trace, and a table of the top operators, in the run folder's profile/"""
+    memory: str | None = None
+    """steps of which a snapshot of the GPU's memory is written (10-13)"""
+    quiet: bool = False
+    """show nothing but the end and what went wrong"""
+    json: bool = False
+    """show figures as JSON lines, as in metrics.jsonl, for other programs"""
+
+    def __post_init__(self) -> None:
+        for key, text in (("watch.profile", self.profile), ("watch.memory", self.memory)):
+            if text is not None:
+                try:
+                    span(text, key)
+                except ValueError as error:
+                    raise BadInput(str(error)) from error
+
+
+@dataclass(frozen=True)
 class Machine:
     workers: int | Literal["auto"] = "auto"
     """processes that load data, for each training process (0: load in the training process)"""
@@ -270,6 +290,7 @@ class Recipe:
     save: Save
     stop: Stop
     log: Log
+    watch: Watch
     machine: Machine
     run: Run
     debug: Debug

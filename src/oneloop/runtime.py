@@ -28,6 +28,7 @@ from oneloop import errors
 from oneloop.data.groups import Group
 from oneloop.data.order import key
 from oneloop.errors import BadInput
+from oneloop.watch.throughput import peak_flops
 
 _EXIT_FILE = "ONELOOP_EXIT_FILE"
 _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
@@ -43,6 +44,7 @@ class Run:
         self.rank: int = accelerator.process_index
         self.ranks: int = accelerator.num_processes
         self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.cores = max(1, len(os.sched_getaffinity(0)) // self.local_ranks)
         self.main: bool = accelerator.is_main_process
         self.signal: str | None = None
         self._stop_file: Path | None = None
@@ -151,6 +153,11 @@ class Run:
         for found in self.gathered(message):
             if found is not None:
                 raise BadInput(found)
+
+    def peak_flops(self) -> float:
+        """What this rank's device can make per second at the run's precision."""
+        kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return peak_flops(self.device, kinds.get(self.accelerator.mixed_precision, torch.float32))[0]
 
     def total(self, value: Tensor) -> Tensor:
         """The sum of a small tensor over all ranks, on the device. Every rank must get here."""

@@ -15,10 +15,11 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from oneloop import entry, errors
+from oneloop import entry
 from oneloop.checkpoint.checkpoints import Checkpoints, resume
 from oneloop.checkpoint.export import write_final
 from oneloop.checkpoint.store import Keep
+from oneloop.conclusion import conclusion
 from oneloop.counters import Best, Counters, Results
 from oneloop.data.groups import Group, groups, workers_here
 from oneloop.duration import is_time
@@ -32,11 +33,12 @@ from oneloop.memory.switches import release_cache
 from oneloop.optim.build import set_lr
 from oneloop.optim.clip import clip_, global_norm
 from oneloop.optim.guard import Guard
-from oneloop.optim.noise_scale import NoiseScale, Sensor, meaning
+from oneloop.optim.noise_scale import NoiseScale, Sensor
 from oneloop.optim.policy import BadSteps, Verdict
 from oneloop.replicas import check_replicas
 from oneloop.runtime import Run
 from oneloop.watch.meter import Meter
+from oneloop.watch.profiling import Profiling
 from oneloop.watch.progress import Display
 from oneloop.watch.tracking import Tracking
 
@@ -57,11 +59,12 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     guard = Guard(optimizer, device=run.device, scaler=accelerator.scaler, policy=job.policy, total=run.total)
     emas = job.emas(model, optimizer)
     workers = workers_here(recipe.machine.workers, device=run.device, local_ranks=run.local_ranks)
-    display = Display(job.steps, shown=run.main)
+    display = Display(job.steps, shown=run.main, quiet=recipe.watch.quiet, as_json=recipe.watch.json)
     display.lines(introduction(job, run, model, optimizer, emas))
 
     # What is saved beside the tensors: everything else is a function of it.
-    count, best, meter, results, noise = Counters(), Best(), Meter(accelerator), Results(), NoiseScale()
+    count, best, results, noise = Counters(), Best(), Results(), NoiseScale()
+    meter = Meter(accelerator, parameters, flops=job.flops, peak=run.peak_flops(), tokens=job.unit == "tokens")
     parts: dict[str, Any] = {"counters": count, "best": best, "meter": meter, "results": results, "noise": noise,
                              "guard": guard, **{ema.name: ema for ema in emas}}  # fmt: skip
     if accelerator.scaler is not None:
@@ -75,7 +78,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     with run.setting_up():
         saved = restore(recipe.run.resume)
     tracking = Tracking(accelerator, folder.path, project=recipe.name, config=recipe.resolved,
-                        resumed=saved.get("tracking"), step=count.step)  # fmt: skip
+                        resumed=saved.get("tracking"), step=count.step, say=display.say)  # fmt: skip
     began = time.perf_counter() - count.seconds
     display.begin(count.step)
 
@@ -96,7 +99,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             display.results(count.step, figures, weights)
         if recipe.eval.micro not in (None, split.each):
             release_cache()  # it is of shapes that training has no use for
-        meter.restart()
+        meter.clock.mark("evaluate")
         return True
 
     def validated() -> bool:
@@ -117,6 +120,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                          about={"metric": recipe.eval.best, **best.state_dict()},
                          keep=Keep(recipe.save.keep, job.keep_every, best.step if recipe.save.best else None))  # fmt: skip
         bad.saved()
+        meter.clock.mark("save")
 
     def over() -> bool:
         return count.step >= job.steps or 0 < recipe.stop.patience <= best.since
@@ -171,14 +175,23 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         save()  # so that there is something to go back to
     stopped = count.evaluation_due and not validated()
     to_do = () if stopped or over() else run.agreed(batches, checkpoints.poll)
-    with display, scheduled_garbage("collect" in job.rhythm) as collect:
+    profiling = Profiling(
+        folder.path / "profile",
+        run.device,
+        say=display.say,
+        **({"profile": recipe.watch.profile, "memory": recipe.watch.memory} if run.main else {}),
+    )
+    with display, profiling, scheduled_garbage("collect" in job.rhythm) as collect:
         for group, weight, stopped, trouble in to_do:
             if trouble:
                 checkpoints.finish()  # says what, on all ranks; too many in a row end the run
             if weight == 0:
                 raise ValueError(f"step {count.step}: the global batch weighs nothing, so its mean loss is undefined")
             total: Any = 0.0
-            with sensor.measuring(job.noise_scale and log_is_near()):
+            near = log_is_near()
+            meter.clock.mark("data")
+            profiling.step(count.step + 1)
+            with sensor.measuring(job.noise_scale and near):
                 for micro, batch in enumerate(group.batches):
                     run.reseed(recipe.seed, count.position, run.rank, micro)  # dropout is a function, not a state
                     with accelerator.accumulate(model):
@@ -189,11 +202,14 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                         accelerator.backward(loss * (run.ranks * split.accumulate / weight + 0 * value))
                     total = total + value
                     sensor.micro_batch(group.weights[micro])
+            meter.clock.mark("compute")
             guard.unscale()
             norm = global_norm(parameters)  # every rank must get here
             clip_(parameters, recipe.optimizer.clip, norm)
             settle(wait=True)  # the step before, where it was left open
             step = count.step + 1
+            if near:
+                meter.before_update()
             if not run.afresh:
                 lr = job.rate(count.step, reductions=count.reductions)
                 set_lr(optimizer, lr)
@@ -205,6 +221,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             # Rare work from here on.
             due = [name for name, every in job.rhythm.items() if is_time(step, every, job.steps)]
             due = due if settle(wait=bool(due) or stopped) else []  # host sync where something is due
+            meter.clock.mark("update")
+            meter.clock.step()
             if run.afresh or not (due or stopped):
                 continue
             if "log" in due:
@@ -221,6 +239,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                 collect()
             if "eval" in due and validation:
                 stopped = not validated() or stopped
+            meter.clock.mark("other")
             if "save" in due or stopped or over() or (due and recipe.save.best and best.step == count.step):
                 save()
             if stopped or over():
@@ -234,19 +253,10 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     checkpoints.close()
     tracking.close()
     write_final(folder.path / "final", model, task, emas)  # every rank must get here
-    if job.noise_scale:
-        display.say(meaning(noise.value, split.size, job.no_noise_scale))
-    early = f"early stop: {recipe.eval.best} was best at step {best.step}" if count.step < job.steps else "done"
-    return {
-        "exit_reason": f"stopped by {run.signal or 'a signal to another rank'}" if stopped else early,
-        "exit_code": errors.STOPPED if stopped else errors.DONE,
-        **count.figures(job.unit),
-        "passed_over": count.passed_over,
-        "seconds": time.perf_counter() - began,
-        **results,
-        "best": {"metric": recipe.eval.best, "value": best.value, "step": best.step},
-        "noise_scale": meaning(noise.value, split.size, job.no_noise_scale),
-    }
+    summary = conclusion(job, run, count, best, results, noise, meter.clock, workers=workers, stopped=stopped,
+                         seconds=time.perf_counter() - began)  # fmt: skip
+    display.lines([summary["noise_scale"], summary["time"]])
+    return summary
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

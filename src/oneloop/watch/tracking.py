@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
@@ -36,6 +36,8 @@ def check_trackers(names: Sequence[str]) -> None:
 class Tracking:
     """One JSON object per line in metrics.jsonl, and the same figures to the trackers.
 
+    Trouble with a tracker, or with the disk under metrics.jsonl, never ends a run: it is said once, and the rest goes on.
+
     Args:
         accelerator: its main process writes.
         folder: where metrics.jsonl stands.
@@ -43,52 +45,80 @@ class Tracking:
         config: the resolved recipe, for the trackers.
         resumed: state of an earlier start; what was written after it is cut off, or all where there is none.
         step: of that state.
+        say: how a person is told of trouble.
     """
 
     def __init__(self, accelerator: Accelerator, folder: Path, *, project: str, config: Mapping[str, Any],
-                 resumed: Mapping[str, Any] | None = None, step: int = 0) -> None:  # fmt: skip
-        self._accelerator = accelerator
-        self._file: IO[str] | None = None
+                 resumed: Mapping[str, Any] | None = None, step: int = 0,
+                 say: Callable[[str], object] = print) -> None:  # fmt: skip
+        self._accelerator, self._say = accelerator, say
+        self._told: set[str] = set()
+        self._good = int(resumed["bytes"]) if resumed else 0
+        """bytes of whole lines in metrics.jsonl"""
+        self._file: IO[bytes] | None = None
         if accelerator.is_main_process:
-            self._file = (folder / "metrics.jsonl").open("a", buffering=1)
-            self._file.truncate(resumed["bytes"] if resumed else 0)
-            self._file.seek(0, os.SEEK_END)
+            self._file = (folder / "metrics.jsonl").open(
+                "r+b" if (folder / "metrics.jsonl").exists() else "w+b", buffering=0
+            )
+            self._file.truncate(self._good)
+            self._file.seek(self._good)
         if accelerator.log_with:
             flat = {f"{group}.{key}": str(value) for group, inside in config.items()
                     for key, value in (inside.items() if isinstance(inside, Mapping) else (("", inside),))}  # fmt: skip
             # TensorBoard hides what an earlier start wrote beyond this step.
             purge = {"tensorboard": {"purge_step": step + 1 if resumed else 0}}
-            accelerator.init_trackers(project, config=flat, init_kwargs=purge)
+            with self._bearing("the trackers"):
+                accelerator.init_trackers(project, config=flat, init_kwargs=purge)
+
+    @contextmanager
+    def _bearing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if what not in self._told:
+                self._told.add(what)
+                self._say(f"{what} cannot be written ({type(error).__name__}: {error}); training goes on without")
 
     def state_dict(self) -> dict[str, int]:
         """How far metrics.jsonl is written."""
-        return {"bytes": self._file.tell() if self._file else 0}
+        return {"bytes": self._good}
 
     def go_back(self, state: Mapping[str, Any]) -> None:
         """Cuts back what was written after ``state``, but for events: a rewind is not forgotten by the next one."""
         if self._file is None:
             return
-        self._file.flush()
-        written = Path(self._file.name).read_bytes()
-        kept = [line for line in written[state["bytes"] :].splitlines(keepends=True) if b'"event"' in line]
-        self._file.truncate(state["bytes"])
-        self._file.seek(0, os.SEEK_END)
-        self._file.write(b"".join(kept).decode())
+        with self._bearing("metrics.jsonl"):
+            written = Path(self._file.name).read_bytes()[state["bytes"] :]
+            self._good = int(state["bytes"])
+            self._append(b"".join(line for line in written.splitlines(keepends=True) if b'"event"' in line))
 
     def log(self, figures: Mapping[str, Any]) -> None:
         """Writes one line; its numbers also go to the trackers. NaN and Inf are written as text: JSON has none."""
         if self._file is None:
             return
-        self._file.write(json.dumps({name: _plain(value) for name, value in figures.items()}) + "\n")
+        with self._bearing("metrics.jsonl"):
+            self._append(json.dumps({name: _plain(value) for name, value in figures.items()}).encode() + b"\n")
         head = f"{figures['weights']}/" if figures.get("weights", "raw") != "raw" else ""  # an average's own curve
         numbers = {f"{head}{name}": value for name, value in figures.items()
                    if "/" in name and isinstance(value, int | float)}  # fmt: skip
         for tracker in self._accelerator.trackers:
-            tracker.log(numbers, step=figures["step"])
+            with self._bearing(f"tracker {tracker.name}"):
+                tracker.log(numbers, step=figures["step"])
+
+    def _append(self, lines: bytes) -> None:
+        """After the last whole line: of what a full disk takes only a part of, nothing stays."""
+        assert self._file is not None
+        self._file.truncate(self._good)
+        self._file.seek(self._good)
+        rest = memoryview(lines)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        self._good += len(lines)
 
     def close(self) -> None:
         for tracker in self._accelerator.trackers:  # not end_training(), which also ends the process group
-            tracker.finish()
+            with self._bearing(f"tracker {tracker.name}"):
+                tracker.finish()
         if self._file is not None:
             self._file.close()
 

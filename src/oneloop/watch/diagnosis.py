@@ -1,0 +1,58 @@
+"""What the shares of the time mean, in a sentence that says what to change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+SIGNIFICANT = 0.15
+"""share of the time from which something is worth a sentence"""
+
+
+def diagnosis(
+    shares: Mapping[str, float], *, workers: int, cores: int, eval_every: int = 0, save_every: int = 0
+) -> str:
+    """The largest part of the time that a setting could spare, and which; or that the model's own work fills it.
+
+    Args:
+        shares: of :meth:`oneloop.watch.clock.Clock.read`.
+        workers: processes that load data for this process.
+        cores: of the machine, for this process.
+        eval_every: steps between two evaluations, to be named (0: at the end only).
+        save_every: the same of checkpoints.
+    """
+    data, update = shares.get("share/data", 0.0), shares.get("share/update", 0.0)
+    evaluate, save = shares.get("share/evaluate", 0.0), shares.get("share/save", 0.0)
+    largest = max(data, update, evaluate, save)
+    if largest < SIGNIFICANT:
+        return (
+            f"{100 * shares.get('share/compute', 0.0):.0f} % of the time goes into forward and backward, as it should"
+        )
+    percent = f"{100 * largest:.0f} % of the time"
+    if largest == data:
+        return f"{percent} the device waits for data: {_more_workers(data, workers, cores)}"
+    if largest == evaluate:
+        every = f" from {eval_every} steps to {_rounder(eval_every * largest / 0.05)}" if eval_every else ""
+        return f"{percent} goes into evaluation: raise eval.every{every}, or eval.micro"
+    if largest == save:
+        every = f" from {save_every} steps to {_rounder(save_every * largest / 0.02)}" if save_every else ""
+        return f"{percent} training waits for checkpoints: raise save.every{every}"
+    return (f"{percent} goes into the optimizer's update: take a fused optimizer (adamw, sgd), or a larger batch.size, so that"
+            " there are fewer updates")  # fmt: skip
+
+
+def _more_workers(share: float, workers: int, cores: int) -> str:
+    needed = math.ceil(max(1, workers) * (1.0 if not workers else 1.0 / (1.0 - min(share, 0.95)))) + (
+        1 if workers else 0
+    )
+    needed = max(needed, math.ceil(share / (1.0 - min(share, 0.95)))) if not workers else needed
+    if needed <= cores and needed > workers:
+        return f"raise machine.workers from {workers} to {needed}"
+    if workers < cores:
+        return f"raise machine.workers from {workers} to {cores}, and make the samples cheaper to load; {needed} would be needed"
+    return "all cores load already; store the samples in a form that is cheaper to load"
+
+
+def _rounder(number: float) -> int:
+    scale = 10 ** max(0, math.floor(math.log10(max(1.0, number))) - 1)
+    return int(math.ceil(number / scale) * scale)

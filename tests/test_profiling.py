@@ -1,0 +1,62 @@
+"""Profiles of some steps: a trace, a table, and on a CPU a word about memory; quiet and JSON output."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+from oneloop.duration import span
+from oneloop.watch.profiling import covered
+from worlds import run, train
+
+WORDS = ["r.yaml", "--batch.size", "8", "--duration", "12", "--log.every", "3", "--track", "none", "--eval.every", "6",
+         "--save.every", "0", "--run.dir", "a"]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp")])
+def test_the_trace_holds_the_steps_that_were_asked_for(folder, ranks, config):
+    words = [*WORDS, "--watch.profile", "4-6", "--watch.memory", "2"]
+    world = run(train, words, ranks=ranks, config=config, folder=folder)
+    world.ok()
+    trace = json.loads(gzip.decompress((folder / "a" / "profile" / "trace.json.gz").read_bytes()))
+    names = [event.get("name") for event in trace["traceEvents"]]
+    assert names.count("aten::_fused_adamw_") == 3 or names.count("aten::_fused_adamw_") == 6  # one or two groups each
+    table = (folder / "a" / "profile" / "operators.txt").read_text()
+    assert "aten::addmm" in table and "communication that nothing else overlaps" in table
+    share = float(table.split("overlaps: ")[1].split(" %")[0])
+    assert (share > 0) == (ranks > 1) and share < 100
+    assert "watch.memory: a snapshot needs a GPU; the peak of this process is" in world.output
+
+
+def test_a_span_that_is_none_is_refused(folder):
+    assert span("3", "k") == (3, 3) and span("10-15", "k") == (10, 15)
+    for bad in ("0", "5-3", "a", "1-", "-2"):
+        with pytest.raises(ValueError, match="no span of steps"):
+            span(bad, "watch.profile")
+    world = run(train, [*WORDS, "--watch.profile", "9-3"], folder=folder)
+    assert world.codes == [2] and "watch.profile '9-3' is no span of steps" in world.output
+
+
+def test_the_union_of_spans():
+    assert covered([(0, 4), (2, 6), (10, 11), (10.5, 10.7)]) == 7 and covered([]) == 0
+
+
+def test_json_is_json_and_quiet_is_quiet(folder):
+    world = run(train, [*WORDS, "--watch.json"], folder=folder)
+    world.ok()
+    said = [json.loads(line) for line in world.output.splitlines() if not line.startswith("---")]
+    logged = [json.loads(line) for line in (folder / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train/loss"] for line in said if "train/loss" in line][:4] == [
+        line["train/loss"] for line in logged if "train/loss" in line]  # fmt: skip
+    assert said[-1]["exit_reason"] == "done" and said[-1]["folder"] == "a"
+    world = run(train, [*WORDS[:-1], "b", "--watch.quiet"], folder=folder)
+    world.ok()
+    assert [line for line in world.output.splitlines() if not line.startswith("---")] == ["done; results in b"]

@@ -1,0 +1,161 @@
+"""Figures of throughput and time: recomputed by hand, by formula, and by what was made slow on purpose."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from oneloop.tasks.causal_lm import CausalLM
+from oneloop.watch.diagnosis import diagnosis
+from oneloop.watch.throughput import measured_peak, training_flops
+from tiny import Ragged, Sequences
+from worlds import ROOT, run, train
+
+TEXT = str(ROOT / "README.md")
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_counted_operations_are_the_formula(architecture):
+    layers, width, block = 4, 256, 128
+    task = CausalLM(data=TEXT, layers=layers, width=width, heads=4, block=block, architecture=architecture)
+    batch = task.collate([task.train_set()[i] for i in range(2)])
+    outside = ("wte", "wpe", "embed")
+    matrices = sum(
+        p.numel() for n, p in task.model().named_parameters() if p.ndim == 2 and not any(o in n for o in outside)
+    )
+    if architecture == "gpt2":
+        matrices += 257 * width  # the output layer is the input's, and counts there
+    formula = 6 * matrices + 12 * layers * width * block  # per token: 6 N + 12 L d T
+    assert abs(training_flops(task.model, task.loss, batch) / (2 * block) / formula - 1) < 0.03
+
+
+def test_resnet18_has_its_known_count():
+    from torchvision import models
+
+    batch = {"x": torch.zeros(2, 3, 224, 224)}
+    found = training_flops(models.resnet18, lambda model, batch: (model(batch["x"]).sum(), {}), batch) / 2
+    # 1.814 G products in the forward; the backward makes twice as many, but for the first layer's input.
+    assert abs(found / (2 * (3 * 1.814e9 - 0.118e9)) - 1) < 0.03
+
+
+def test_a_measured_peak_is_not_beaten():
+    peak = measured_peak(torch.device("cpu"), torch.float32, side=512)
+    a = torch.randn(512, 512)
+    began = time.perf_counter()
+    for _ in range(20):
+        a @ a
+    assert 2 * 512**3 * 20 / (time.perf_counter() - began) < 1.5 * peak
+
+
+NAP = 0.003
+
+
+class SlowToLoad(Ragged):
+    def train_set(self):
+        return Napping(37, seed=1)
+
+
+class Napping(Sequences):
+    def __getitem__(self, index):
+        until = time.perf_counter() + NAP  # a sleep takes longer than it is told to
+        while time.perf_counter() < until:
+            pass
+        return super().__getitem__(index)
+
+
+class SlowSGD(torch.optim.SGD):
+    def step(self, closure=None):
+        time.sleep(8 * NAP)
+        return super().step(closure)
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+COMMON = ["--batch.size", "8", "--duration", "60", "--log.every", "20", "--eval.every", "0", "--save.every", "0", "--track",
+          "none", "--run.dir", "a"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "phase", "says"), [
+    (["--task", "test_throughput.SlowToLoad"], "share/data", "the device waits for data: raise machine.workers from 0 to"),
+    (["--optimizer.name", "test_throughput.SlowSGD"], "share/update", "goes into the optimizer's update"),
+])  # fmt: skip
+def test_what_is_slow_is_named_with_its_share(tmp_path, words, phase, says):
+    (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
+    run(train, ["r.yaml", *words, *COMMON], folder=tmp_path).ok()
+    for line in lines(tmp_path / "a")[1:3]:
+        assert abs(line[phase] - 8 * NAP / line["speed/step_seconds"]) < 0.05
+        assert abs(sum(value for name, value in line.items() if name.startswith("share/")) - 1) < 1e-6
+    assert says in json.loads((tmp_path / "a" / "summary.json").read_text())["time"]
+
+
+def test_tokens_per_second_by_hand(tmp_path):
+    (tmp_path / "r.yaml").write_text("task: {name: test_throughput.SlowToLoad}\n")
+    run(train, ["r.yaml", *COMMON], folder=tmp_path).ok()
+    first, second = lines(tmp_path / "a")[:2]
+    by_hand = (second["tokens"] - first["tokens"]) / (second["time"] - first["time"])
+    assert abs(second["speed/tokens_per_second"] / by_hand - 1) < 0.05
+    assert abs(second["train/samples_per_second"] / (160 / (second["time"] - first["time"])) - 1) < 0.05
+
+
+@pytest.mark.parametrize(("shares", "workers", "says"), [
+    ({"share/data": 0.31, "share/compute": 0.6}, 2, "31 % of the time the device waits for data: raise machine.workers from 2 to 4"),
+    ({"share/evaluate": 0.5}, 0, "50 % of the time goes into evaluation: raise eval.every from 100 steps to 1000"),
+    ({"share/save": 0.2}, 0, "20 % of the time training waits for checkpoints: raise save.every from 50 steps to 500"),
+    ({"share/compute": 0.9, "share/data": 0.1}, 0, "90 % of the time goes into forward and backward, as it should"),
+    ({"share/data": 0.9}, 8, "all cores load already"),
+])  # fmt: skip
+def test_what_the_shares_mean(shares, workers, says):
+    assert says in diagnosis(shares, workers=workers, cores=8, eval_every=100, save_every=50)
+
+
+class Raising:
+    """Makes TensorBoard's tracker raise at every call."""
+
+    def __call__(self, argv: list[str]) -> None:
+        from accelerate.tracking import TensorBoardTracker
+
+        def fail(*_, **__):
+            raise ConnectionError("no tracker today")
+
+        TensorBoardTracker.log = TensorBoardTracker.store_init_configuration = TensorBoardTracker.finish = fail
+        train(argv)
+
+
+class FullDisk:
+    """Lets no file grow beyond 600 bytes, but for what other processes write."""
+
+    def __call__(self, argv: list[str]) -> None:
+        from oneloop.watch.tracking import Tracking
+
+        ordinary = Tracking._append
+
+        def append(tracking, text):
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
+            try:
+                ordinary(tracking, text)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+        Tracking._append = append
+        train(argv)
+
+
+@pytest.mark.parametrize(("how", "track", "says"), [
+    (Raising(), "tensorboard", "tracker tensorboard cannot be written (ConnectionError: no tracker today)"),
+    (FullDisk(), "none", "metrics.jsonl cannot be written (OSError"),
+])  # fmt: skip
+def test_trouble_with_what_is_written_is_told_once(tmp_path, how, track, says):
+    (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
+    world = run(how, ["r.yaml", *COMMON[:-4], "--track", track, "--run.dir", "a", "--log.every", "10"], folder=tmp_path)
+    world.ok()
+    assert world.output.count(says) == 1
+    assert json.loads((tmp_path / "a" / "summary.json").read_text())["step"] == 60
+    assert all(isinstance(line, dict) for line in lines(tmp_path / "a"))  # no half line
