@@ -66,9 +66,9 @@ def left(folder: Path) -> tuple[dict[str, bytes], list[dict], list[dict]]:
     """Weights, averages and optimizer as they are on disk; metrics without times; events."""
     files = {path.name: path.read_bytes() for path in (folder / "final").glob("*.safetensors")}
     files |= {path.name: path.read_bytes() for path in Store(folder / "checkpoints").sealed()[-1].glob("*.safetensors")}
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    metrics = [timeless(line) for line in lines]
-    return files, [line for line in metrics if "event" not in line], [line for line in metrics if "event" in line]
+    lines = [timeless(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    events = [line for line in lines if line.get("event") in ("skip", "rewind", "stop")]
+    return files, [line for line in lines if "event" not in line], events
 
 
 @pytest.mark.parametrize(("ranks", "config", "more"), [
@@ -121,7 +121,7 @@ def test_after_so_many_in_a_row_it_stops(tmp_path, recipe, policy):
     events = [
         json.loads(line)["event"] for line in (folder / "metrics.jsonl").read_text().splitlines() if "event" in line
     ]
-    assert events == [policy, policy, "stop"]
+    assert [event for event in events if event != "save"] == [policy, policy, "stop"]
 
 
 @pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])

@@ -41,7 +41,7 @@ def recipe(tmp_path) -> str:
 
 def figures(folder: Path) -> list[dict]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [timeless(line) for line in lines]
+    return [timeless(line) for line in lines if line.get("event") not in ("resume", "save")]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The ``oneloop`` command: launch, verify, export."""
+"""The ``oneloop`` command: launch, verify, export, report."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from oneloop.errors import BAD_INPUT, ERROR, BadInput
 
 _USAGE = """usage: oneloop launch [accelerate launch's options] RECIPE [--key value …]
        oneloop verify RUN
+       oneloop report RUN [RUN …] [--to FILE]
        oneloop export RUN --to DIR [--checkpoint STEP|best|newest]
                       [--weights raw|ema|power:SIGMA]
 
@@ -28,6 +29,8 @@ launch  Starts the training processes as `accelerate launch … -m oneloop.train
           oneloop launch --config_file accelerate_configs/ddp.yaml digits --batch.size 128
         `accelerate launch --help` lists its options, `python -m oneloop.train --help` the keys of a recipe.
 verify  Reads every checkpoint of a run and lists what is wrong; exits with 1 where anything is.
+report  Writes one HTML page about a run (by default its report.html), or about several laid over one another (by
+        default ./report.html); nothing in it is fetched from a network.
 export  Writes a checkpoint's weights as plain safetensors, with what the task adds (config, tokenizer): raw, an average by
         its name, or the power-function average of any width (when trained with --ema.power)."""
 
@@ -38,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or "-h" in words[:2] or "--help" in words[:2]:
         print(_USAGE)
         return 0 if words else BAD_INPUT
-    commands = {"launch": launch, "verify": verify, "export": export}
+    commands = {"launch": launch, "verify": verify, "export": export, "report": report}
     command, *rest = words
     try:
         if command not in commands:
@@ -59,6 +62,34 @@ def verify(words: Sequence[str]) -> int:
         bad += bool(wrong)
         print(f"{path.name}: {'good' if not wrong else '; '.join(wrong)}")
     return ERROR if bad else 0
+
+
+def report(words: Sequence[str]) -> int:
+    """Writes one page about runs."""
+    from oneloop.watch.report import report as page
+
+    given = list(words)
+    to = None
+    if "--to" in given:
+        at = given.index("--to")
+        if at + 1 == len(given):
+            raise BadInput("oneloop report: --to needs a value")
+        to = Path(given[at + 1])
+        del given[at : at + 2]
+    if strange := [word for word in given if word.startswith("-")]:
+        raise BadInput(f"oneloop report: unexpected {strange[0]!r}; it takes RUN [RUN …] [--to FILE]")
+    if not given:
+        raise BadInput("oneloop report needs a run folder: oneloop report runs/digits")
+    try:
+        text = page([Path(one) for one in given])
+        to = to or (Path(given[0]) / "report.html" if len(given) == 1 else Path("report.html"))
+        to.write_text(text)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    except OSError as error:
+        raise BadInput(f"--to {to} cannot be written: {error.strerror}") from error
+    print(to)
+    return 0
 
 
 def export(words: Sequence[str]) -> int:

@@ -19,6 +19,7 @@ from oneloop.parse import read
 from oneloop.probe import explained, find_micro
 from oneloop.runtime import Run, leave, start
 from oneloop.watch.profiling import memory_snapshot
+from oneloop.watch.report import report
 from oneloop.watch.tracking import check_trackers
 
 
@@ -46,7 +47,10 @@ def main(train: Callable[[Job, Run, Folder], dict[str, Any]], argv: Sequence[str
             if is_main:
                 folder.open()
                 folder.write("recipe.yaml", recipe.yaml())
-                folder.write_json("environment.json", environment(device=str(run.device), processes=run.ranks))
+                folder.write_json(
+                    "environment.json",
+                    environment(command=["oneloop.train", *argv], device=str(run.device), processes=run.ranks),
+                )
                 (folder.path / "summary.json").unlink(missing_ok=True)
         run.stop_by(file=folder.path / "STOP", after=recipe.stop.seconds)
         summary = train(job, run, folder)
@@ -70,6 +74,10 @@ def main(train: Callable[[Job, Run, Folder], dict[str, Any]], argv: Sequence[str
     if is_main:
         folder.write_json("summary.json", summary)
         (folder.path / "STOP").unlink(missing_ok=True)
+        try:
+            folder.write("report.html", report([folder.path]))
+        except Exception as error:  # a page that cannot be drawn is no fault of the run
+            print(f"report.html cannot be written ({type(error).__name__}: {error})", file=sys.stderr)
         folder.close()
         ended = f"{summary['exit_reason']}; results in {folder.path}"
         print(json.dumps({**summary, "folder": str(folder.path)}) if recipe.watch.json else ended, flush=True)

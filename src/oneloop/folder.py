@@ -8,7 +8,6 @@ import platform
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -168,7 +167,6 @@ def _git_revision() -> str | None:
 def environment(**more: Any) -> dict[str, Any]:
     """What a run stood on: versions, machine, git revision, command, accelerate's settings."""
     return {
-        "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": socket.gethostname(),

@@ -79,6 +79,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         saved = restore(recipe.run.resume)
     tracking = Tracking(accelerator, folder.path, project=recipe.name, config=recipe.resolved,
                         resumed=saved.get("tracking"), step=count.step, say=display.say)  # fmt: skip
+    if saved:
+        tracking.log({**count.figures(job.unit), "event": "resume"})
     began = time.perf_counter() - count.seconds
     display.begin(count.step)
 
@@ -115,6 +117,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     def save() -> None:
         """Begins a checkpoint; training waits for a copy to host memory. Every rank must get here."""
         count.seconds = time.perf_counter() - began
+        tracking.log({**count.figures(job.unit), "event": "save"})
         state = {name: part.state_dict() for name, part in parts.items()} | {"tracking": tracking.state_dict()}
         checkpoints.save(count.step, model, optimizer, state, extra=averages,
                          about={"metric": recipe.eval.best, **best.state_dict()},

@@ -74,9 +74,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     return measured_peak(device, dtype), "measured"
 
 
-def measured_peak(device: torch.device, dtype: torch.dtype, *, side: int | None = None, seconds: float = 0.2) -> float:
+def measured_peak(device: torch.device, dtype: torch.dtype, *, side: int | None = None, seconds: float = 0.05) -> float:
     """Floating-point operations per second of the best of some square products of ``side``, in about that time."""
-    side = side or (1024 if device.type == "cpu" else 8192)
+    side = side or (512 if device.type == "cpu" else 8192)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     best, until = float("inf"), time.perf_counter() + seconds
     torch.mm(a, b)

@@ -60,8 +60,8 @@ class Tracking:
             self._file = (folder / "metrics.jsonl").open(
                 "r+b" if (folder / "metrics.jsonl").exists() else "w+b", buffering=0
             )
-            self._file.truncate(self._good)
-            self._file.seek(self._good)
+            with self._bearing("metrics.jsonl"):
+                self._cut(self._good, b'"event": "resume"')
         if accelerator.log_with:
             flat = {f"{group}.{key}": str(value) for group, inside in config.items()
                     for key, value in (inside.items() if isinstance(inside, Mapping) else (("", inside),))}  # fmt: skip
@@ -88,9 +88,15 @@ class Tracking:
         if self._file is None:
             return
         with self._bearing("metrics.jsonl"):
-            written = Path(self._file.name).read_bytes()[state["bytes"] :]
-            self._good = int(state["bytes"])
-            self._append(b"".join(line for line in written.splitlines(keepends=True) if b'"event"' in line))
+            self._cut(int(state["bytes"]), b'"event"')
+
+    def _cut(self, good: int, kept: bytes) -> None:
+        """Cuts back to ``good`` bytes, but for whole lines that hold ``kept``."""
+        assert self._file is not None
+        self._file.seek(good)
+        rest = self._file.read() if good else b""
+        self._good = good
+        self._append(b"".join(line for line in rest.splitlines(keepends=True) if kept in line and line.endswith(b"\n")))
 
     def log(self, figures: Mapping[str, Any]) -> None:
         """Writes one line; its numbers also go to the trackers. NaN and Inf are written as text: JSON has none."""

@@ -1,0 +1,168 @@
+"""The report in a real browser: every chart has its data, nothing is fetched, nothing goes wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oneloop.cli import main
+from worlds import ROOT, run, train
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+needs_chromium = pytest.mark.skipif(
+    not (CHROMIUM and shutil.which("chromedriver")), reason="needs chromium and chromedriver"
+)
+
+GPT = ["gpt", "--task.data", str(ROOT / "src/oneloop"), "--task.layers", "1", "--task.width", "16", "--task.heads", "2",
+       "--task.block", "32", "--duration", "30", "--batch.size", "8", "--batch.micro", "4"]  # fmt: skip
+DIGITS = ["digits", "--duration", "30", "--batch.micro", "32", "--task.width", "8"]
+COMMON = ["--log.every", "5", "--eval.every", "10", "--save.every", "10", "--ema.half_life", "10", "--track", "none"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Runs of gpt and of digits, and one of digits that was stopped and went on."""
+    folder = tmp_path_factory.mktemp("runs")
+    run(train, [*GPT, *COMMON, "--run.dir", "gpt"], folder=folder).ok()
+    run(train, [*DIGITS, *COMMON, "--run.dir", "digits"], folder=folder).ok()
+    words = [*DIGITS, *COMMON, "--optimizer.lr", "1e-3", "--run.dir", "other", "--save.keep", "9"]
+    run(train, words, folder=folder).ok()
+    from test_resume import back_to
+
+    for step in (10, 20, 10):
+        back_to(folder / "other", step)
+        run(train, words, folder=folder).ok()
+    return folder
+
+
+@pytest.fixture
+def browser(tmp_path) -> Iterator[Any]:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for word in ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+                 "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}"):  # fmt: skip
+        options.add_argument(word)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    yield driver
+    driver.quit()
+
+
+def opened(browser, page: Path) -> list[dict]:
+    """Title and data of every chart, after a look that nothing went wrong and nothing was fetched."""
+    browser.get("about:blank")
+    browser.get_log("performance")
+    browser.get(page.as_uri())
+    browser.set_script_timeout(30)
+    browser.execute_async_script("const done = arguments[0]; const look = () => [...document.querySelectorAll('.chart')].every("
+                                 "one => one.querySelector('.main-svg')) ? done() : setTimeout(look, 50); look();")  # fmt: skip
+    assert browser.get_log("browser") == []
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [
+        message["params"]["request"]["url"] for message in messages if message["method"] == "Network.requestWillBeSent"
+    ]
+    assert [url for url in asked if not url.startswith(("data:", "chrome://"))] == [page.as_uri()]
+    return browser.execute_script(
+        "return [...document.querySelectorAll('figure')].map(f => ({title: f.querySelector('h2').textContent, data:"
+        " f.querySelector('.chart').data.map(t => ({name: t.name, x: [...t.x], y: [...t.y]}))}))")  # fmt: skip
+
+
+def logged(folder: Path, figure: str, weights: str | None = None) -> tuple[list, list]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [line for line in lines if figure in line and (weights is None or line["weights"] == weights)]
+    return [line["step"] for line in found], [line[figure] for line in found]
+
+
+def check(charts: list[dict], folder: Path, *, quality: str, tokens: bool) -> None:
+    by_title = {chart["title"]: {trace["name"]: trace for trace in chart["data"]} for chart in charts}
+    expected = {("Loss", "loss"): ("train/loss", None), ("Loss", "eval/loss"): ("eval/loss", "raw"),
+                ("Loss", "eval/loss (ema)"): ("eval/loss", "ema"), ("Learning rate", "lr"): ("train/lr", None),
+                ("Gradient norm", "grad_norm"): ("train/grad_norm", None),
+                (quality.replace("_", " ").capitalize(), f"eval/{quality} (ema)"): (f"eval/{quality}", "ema"),
+                ("Gradient noise scale, in samples", "noise_scale"): ("train/noise_scale", None),
+                ("Share of the device's peak (MFU)", "mfu"): ("speed/mfu", None),
+                ("Where the time goes", "data"): ("share/data", None),
+                ("Peak memory of a process, in GiB", "peak_gib"): ("memory/peak_gib", None)}  # fmt: skip
+    if tokens:
+        expected["Tokens per second", "tokens_per_second"] = ("speed/tokens_per_second", None)
+    for (title, name), (figure, weights) in expected.items():
+        steps, values = logged(folder, figure, weights)
+        trace = by_title[title][name]
+        assert steps and trace["x"] == steps and trace["y"] == pytest.approx(values), (title, name)
+
+
+@needs_chromium
+def test_every_chart_has_its_data(folder, browser):
+    check(opened(browser, folder / "digits" / "report.html"), folder / "digits", quality="accuracy", tokens=False)
+    text = browser.execute_script("return document.body.innerText")
+    assert "done" in text and "--task.width 8" in text and "noise scale: " in text
+    check(opened(browser, folder / "gpt" / "report.html"), folder / "gpt", quality="bits_per_byte", tokens=True)
+
+
+@needs_chromium
+def test_a_run_that_went_on_is_one_curve_with_its_marks(folder, browser):
+    charts = opened(browser, folder / "other" / "report.html")
+    traces = {trace["name"]: trace for trace in charts[0]["data"]}
+    assert traces["loss"]["x"] == [5, 10, 15, 20, 25, 30] == sorted(set(traces["loss"]["x"]))
+    assert sorted(traces["resume"]["x"]) == [10, 10, 20]
+    assert traces["save"]["x"] == [10, 20, 30]
+
+
+@needs_chromium
+def test_two_runs_are_laid_over_one_another(folder, browser, capsys):
+    page = folder / "both.html"
+    assert main(["report", str(folder / "digits"), str(folder / "other"), "--to", str(page)]) == 0
+    charts = {chart["title"]: chart["data"] for chart in opened(browser, page)}
+    for name in ("digits", "other"):
+        assert logged(folder / name, "train/loss")[0] == next(
+            t["x"] for t in charts["Loss"] if t["name"] == f"{name} loss"
+        )
+    text = browser.execute_script("return document.body.innerText")
+    assert "optimizer.lr" in text and "0.003" in text and "0.001" in text and "What differs in their recipes" in text
+
+
+@needs_chromium
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (1200, True), (390, False)])
+def test_it_reads_on_any_screen(folder, browser, width, dark):
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia",
+                            {"features": [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]})  # fmt: skip
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
+                            {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600})  # fmt: skip
+    opened(browser, folder / "digits" / "report.html")
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    ground, ink = browser.execute_script("const s = getComputedStyle(document.body), rgb = t => t.match(/\\d+/g).slice(0, 3)"
+                                         ".reduce((a, b) => a + +b, 0); return [rgb(s.backgroundColor), rgb(s.color)]")  # fmt: skip
+    assert (ground < 150 and ink > 600) if dark else (ground > 700 and ink < 200)
+    axis = browser.execute_script("return getComputedStyle(document.querySelector('.xtick text')).fill")
+    assert (sum(int(part) for part in axis[4:-1].split(",")[:3]) > 500) == dark
+    for chart in browser.find_elements("css selector", ".chart"):
+        assert chart.get_attribute("aria-label").startswith("Chart: ")
+    assert len(browser.find_elements("css selector", "figure details table")) == len(
+        browser.find_elements("css selector", ".chart")
+    )
+
+
+def test_what_is_no_run_is_said(tmp_path, capsys):
+    for words, says in ((["report", str(tmp_path)], "holds no run"), (["report"], "needs a run folder"),
+                        (["report", "a", "--tu", "b"], "unexpected '--tu'")):  # fmt: skip
+        assert main(words) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_names_cannot_run_code_in_the_page(tmp_path):
+    from oneloop.watch.report import report
+
+    folder = tmp_path / "<script>alert(1)<"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": "nan"}\n')
+    (folder / "recipe.yaml").write_text("task: {name: '</script><script>alert(2)</script>'}\n")
+    page = report([folder])
+    assert "<script>alert" not in page
