@@ -264,3 +264,29 @@ def test_fused_loss_in_a_plain_script():
     assert torch.allclose(loss, wanted)
     for parameter, gradient in zip(model.parameters(), gradients):
         assert gradient is None or torch.allclose(parameter.grad, gradient, atol=1e-5)
+
+
+def test_meter_clock_and_profiling_in_a_plain_loop(tmp_path):
+    from oneloop.watch.diagnosis import diagnosis
+    from oneloop.watch.meter import Meter
+    from oneloop.watch.profiling import Profiling
+
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    meter = Meter(accelerator, model.parameters())
+    with Profiling(tmp_path, accelerator.device, profile="2-3") as profiling:
+        for step in range(1, 5):
+            profiling.step(step)
+            meter.clock.mark("data")
+            loss = model(torch.ones(4, 3)).sum()
+            accelerator.backward(loss)
+            meter.clock.mark("compute")
+            meter.before_update()
+            optimizer.step()
+            meter.clock.mark("update")
+            meter.clock.step()
+            meter.step(loss=loss.detach(), weight=4, samples=4, norm=loss.detach())
+    figures = meter.read()
+    assert figures["train/update_ratio"] > 0 and abs(sum(v for k, v in figures.items() if "share/" in k) - 1) < 1e-6
+    assert (tmp_path / "trace.json.gz").exists() and " % of the time " in diagnosis(figures, workers=0, cores=2)

@@ -101,6 +101,24 @@ def test_a_killed_run_skips_the_same_steps_again(tmp_path, recipe):
     assert left(tmp_path / "a") == first
 
 
+def test_a_run_that_began_in_another_folder_can_go_back(tmp_path, recipe):
+    run(train, [recipe, "--duration", "5", "--schedule.name", "constant", "--run.dir", "first"], folder=tmp_path).ok()
+    start = str(Store(tmp_path / "first" / "checkpoints").sealed()[-1])
+    words = [
+        recipe,
+        "--schedule.name",
+        "constant",
+        "--guard.nonfinite",
+        "rewind",
+        "--task.spoiled",
+        "9",
+        "--save.every",
+        "0",
+    ]
+    run(train, [*words, "--run.resume", start, "--run.dir", "second"], folder=tmp_path).ok()
+    assert [event["event"] for event in left(tmp_path / "second")[2]][0] == "rewind"
+
+
 @pytest.mark.parametrize("policy", ["skip", "rewind"])
 def test_after_so_many_in_a_row_it_stops(tmp_path, recipe, policy):
     words = [

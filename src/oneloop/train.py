@@ -72,9 +72,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     averages = {name: tensor for ema in emas for name, tensor in ema.tensors().items()}
     checkpoints = Checkpoints(folder.path / "checkpoints", accelerator, sync=recipe.save.sync,
                               max_failures=recipe.save.max_failures, say=display.say)  # fmt: skip
-    restore = partial(
-        resume, checkpoints, model=model, optimizer=optimizer, parts=parts, extra=averages, say=display.say
-    )
+    restore = partial(resume, checkpoints, model=model, optimizer=optimizer, parts=parts, extra=averages,
+                      say=display.say)  # fmt: skip
     with run.setting_up():
         saved = restore(recipe.run.resume)
     tracking = Tracking(accelerator, folder.path, project=recipe.name, config=recipe.resolved,
@@ -174,16 +173,12 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                       start=count.position, device=run.device, workers=workers)  # fmt: skip
 
     sensor = Sensor(accelerator, model)
-    if job.policy.rewinds and not saved:
+    if job.policy.rewinds and "tracking" not in saved:  # none in this folder yet
         save()  # so that there is something to go back to
     stopped = count.evaluation_due and not validated()
     to_do = () if stopped or over() else run.agreed(batches, checkpoints.poll)
-    profiling = Profiling(
-        folder.path / "profile",
-        run.device,
-        say=display.say,
-        **({"profile": recipe.watch.profile, "memory": recipe.watch.memory} if run.main else {}),
-    )
+    profiling = Profiling(folder.path / "profile", run.device, profile=recipe.watch.profile if run.main else None,
+                          memory=recipe.watch.memory if run.main else None, say=display.say)  # fmt: skip
     with display, profiling, scheduled_garbage("collect" in job.rhythm) as collect:
         for group, weight, stopped, trouble in to_do:
             if trouble:
