@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -262,6 +263,10 @@ def test_fused_loss_in_a_plain_script():
     loss = accelerator.prepare(model)(input_ids=tokens, target=target)
     accelerator.backward(loss)
     assert torch.allclose(loss, wanted)
+    with pytest.raises(ValueError, match="changes them"):
+        fuse_loss(
+            GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50, final_logit_softcapping=30.0))
+        )
     for parameter, gradient in zip(model.parameters(), gradients):
         assert gradient is None or torch.allclose(parameter.grad, gradient, atol=1e-5)
 

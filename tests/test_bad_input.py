@@ -66,6 +66,11 @@ BAD = {
     "offload on a CPU": (["gpt", "--task.data", README, "--machine.recompute", "full", "--machine.offload"], ["machine.offload", "CPU"]),
     "channels last without a convolution": (["gpt", "--task.data", README, "--machine.channels_last", "true"], ["channels_last", "no 2-d convolution"]),
     "a policy that is none": (["digits", "--guard.nonfinite", "ignore"], ["guard.nonfinite", "ignore", "rewind"]),
+    "a K that is none": (["gpt", "--task.data", README, "--machine.recompute", "every:inf"], ["recompute 'every:inf'"]),
+    "what is wrong beside a search": (["digits", "--batch.micro", "auto", "--eval.best", "eval/acc"], ["eval.best"]),
+    "a step left out with BatchNorm": (["digits", "--task.model", "resnet18", "--guard.nonfinite", "skip"], ["BatchNorm", "rewind"]),
+    "CUDA graphs with accumulation": (["gpt", "--task.data", README, "--machine.compile", "whole", "--machine.compile_mode",
+                                       "reduce-overhead", "--batch.micro", "4"], ["8 micro-batches", "CUDA graphs"]),
     "a decay of all": (["digits", "--ema.decay", "1"], ["ema.decay must be below 1"]),
     "a batch of none": (["digits", "--batch.size", "0"], ["batch.size", "at least 1"]),
 }  # fmt: skip

@@ -56,6 +56,13 @@ def test_names_and_gradients_stay(recwarn):
         )
 
 
+def test_samples_of_many_lengths_compile_once_more():
+    model = fresh()
+    compile_(model, "regional", backend="eager")
+    for length in range(3, 16):  # more than dynamo compiles anew
+        model(torch.randn(2, length, 32))
+
+
 class Breaking(nn.Module):
     def __init__(self) -> None:
         super().__init__()

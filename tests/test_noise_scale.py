@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from oneloop.optim.noise_scale import NoiseScale, Sensor, meaning
+from tiny import Ragged
 from worlds import run, train
 
 WIDTH, DISTANCE = 40, 2.0
@@ -92,6 +93,23 @@ def test_a_run_logs_it_says_it_and_keeps_it(tmp_path):
         said
         == "noise scale n/a: a step is one micro-batch, so there is nothing to compare; set batch.micro to half of it"
     )
+
+
+class Weightless(Ragged):
+    """One sample has no target: a rank may have nothing to measure in a step."""
+
+    def collate(self, samples):
+        batch = super().collate(samples)
+        short = torch.tensor([len(sample) == 2 for sample in samples])
+        batch["target"] = batch["target"].masked_fill(short[:, None] & ~short.all(), -100)
+        return batch
+
+
+def test_a_rank_without_weight_has_nothing_to_measure(tmp_path):
+    (tmp_path / "r.yaml").write_text("task: test_noise_scale.Weightless\n")
+    words = ["r.yaml", "--batch.size", "4", "--batch.micro", "2", "--duration", "30", "--log.every", "1", "--track", "none",
+             "--eval.every", "0", "--run.dir", "a"]  # fmt: skip
+    run(train, words, ranks=2, config="ddp", folder=tmp_path).ok()
 
 
 def test_measuring_changes_nothing(tmp_path):

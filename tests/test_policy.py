@@ -11,7 +11,7 @@ import torch
 
 from oneloop.checkpoint.store import Store
 from oneloop.data.order import Order
-from oneloop.optim.guard import Window
+from oneloop.optim.guard import Guard, Window
 from oneloop.optim.policy import BadSteps, Policy, Verdict
 from worlds import run, timeless, train
 
@@ -116,7 +116,7 @@ def test_a_run_that_began_in_another_folder_can_go_back(tmp_path, recipe):
         "0",
     ]
     run(train, [*words, "--run.resume", start, "--run.dir", "second"], folder=tmp_path).ok()
-    assert [event["event"] for event in left(tmp_path / "second")[2]][0] == "rewind"
+    assert next(event["event"] for event in left(tmp_path / "second")[2]) == "rewind"
 
 
 @pytest.mark.parametrize("policy", ["skip", "rewind"])
@@ -152,6 +152,29 @@ def test_a_spike_is_left_out(tmp_path, recipe, ranks, config):
     assert windows(5, "skip")[4] == 5 * BATCH == 40  # the first of them comes when the window has just filled
 
 
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_what_is_not_finite_is_no_spike(bad, scaled):
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
+    guard = Guard(
+        optimizer, device=torch.device("cpu"), scaler=scaler, policy=Policy("skip", "skip", sigma=6, window=3)
+    )
+    for loss in (1.0, 1.1, 0.9, bad, 1.0, 50.0):
+        value = net(torch.ones(1, 2)).sum() * loss
+        (scaler.scale(value) if scaler else value).backward()
+        guard.unscale()
+        norm = torch.tensor(loss) if not scaled else torch.stack([p.grad.norm() for p in net.parameters()]).norm()
+        guard.step(norm, loss=torch.tensor(loss))
+        verdict = guard.verdict(wait=True)
+        optimizer.zero_grad()
+        if not np.isfinite(loss):
+            assert verdict is (Verdict.RESCALED if scaled else Verdict.NONFINITE)
+        else:
+            assert verdict is (Verdict.SPIKE if loss == 50.0 else Verdict.TAKEN)
+
+
 def test_the_window_is_mean_and_deviation_of_what_was_taken():
     window = Window(4, 3.0, device=torch.device("cpu"))
     yes = torch.tensor(True)
@@ -169,6 +192,10 @@ def test_the_window_is_mean_and_deviation_of_what_was_taken():
 
 
 def test_what_ends_a_row():
+    mixed = BadSteps(Policy("rewind", "skip", sigma=6), 2)
+    for _ in range(9):  # spikes far from one another, under a policy that rewinds for what is not finite
+        assert mixed.answer(Verdict.SPIKE)[0] == "skip"
+        mixed.taken()
     skipping, rewinding = BadSteps(Policy("skip"), 2), BadSteps(Policy("rewind"), 2)
     for bad in (skipping, rewinding):
         assert [bad.answer(Verdict.NONFINITE)[0] for _ in range(2)] == [bad.policy.nonfinite] * 2

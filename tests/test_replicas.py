@@ -21,7 +21,7 @@ class Flipping(Ragged):
     def loss(self, model, batch):
         import os
 
-        if model.training:
+        if model.training and batch["input"].device.type != "meta":  # where operations are counted
             self.calls += 1
             if self.calls == 5 and int(os.environ.get("RANK", "0")) == self.rank:
                 weight = dict(model.named_parameters())

@@ -144,6 +144,8 @@ class EMA:
 
     def state_dict(self) -> dict[str, float]:
         """What belongs to the average beside :meth:`tensors`."""
+        if self._away is not None:
+            self._away.wait()
         return {"seen": self.seen, "due": self._due, "updates": self._updates}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

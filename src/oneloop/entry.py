@@ -39,7 +39,10 @@ def main(train: Callable[[Job, Run, Folder], dict[str, Any]], argv: Sequence[str
         if finished := run.from_main(finished):
             run.say(finished)
             leave(errors.DONE, main=is_main)
-        float32_products(recipe.machine.matmul)
+        float32_products(recipe.machine.matmul, benchmark=recipe.machine.cudnn_benchmark)
+        if isinstance(recipe.batch.micro, str):  # what is wrong with the rest is found before the search
+            with run.setting_up():
+                build_job(recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=1)
         with run.setting_up():
             job = build_job(recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type,
                             micro=find_micro(recipe, run))  # fmt: skip

@@ -27,6 +27,7 @@ from oneloop.optim.policy import Policy
 from oneloop.optim.schedule import LearningRate, learning_rate
 from oneloop.parse import resolve
 from oneloop.recipe import Recipe
+from oneloop.runtime import has_batch_statistics
 from oneloop.tasks.base import check, check_sets
 from oneloop.watch.throughput import training_flops
 
@@ -122,6 +123,15 @@ def build_job(recipe: Recipe, *, ranks: int, sharded: bool = False, device: str 
     collate = Weighed(task.collate, task.weight, sample_weight=sample_weight, dtype=dtype)
     flops, unknown = _flops(task, train_set, collate)
     model_blocks, notes = _arranged(model, recipe, sharded=sharded, device=device)
+    skips = "skip" in (recipe.guard.nonfinite, recipe.guard.spike if recipe.guard.sigma else "")
+    if skips and has_batch_statistics(model):
+        raise ValueError("guard skip is asked for, and the model has BatchNorm, whose running statistics take in a bad batch"
+                         " before it is known to be bad; set guard.nonfinite and guard.spike to rewind or stop")  # fmt: skip
+    graphs = recipe.machine.compile != "none" and recipe.machine.compile_mode in ("reduce-overhead", "max-autotune")
+    if graphs and split.accumulate > 1:
+        raise ValueError(f"machine.compile_mode {recipe.machine.compile_mode} is asked for with {split.accumulate} micro-batches a"
+                         " step: CUDA graphs reuse memory in which gradients of the last one may lie; set max-autotune-no-cudagraphs"
+                         " or default, or batch.micro to the whole share of a process")  # fmt: skip
     if unknown:
         notes.append(f"MFU n/a: the model's operations cannot be counted without running it ({unknown})")
     schedule = recipe.schedule

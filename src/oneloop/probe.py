@@ -16,6 +16,7 @@ import torch
 from oneloop.data.groups import Keyed
 from oneloop.job import Job, build_job
 from oneloop.memory.batch_size import Attempt, Child, Steps, search
+from oneloop.memory.switches import float32_products
 from oneloop.optim.clip import clip_, global_norm
 from oneloop.recipe import Recipe
 from oneloop.runtime import Run, start
@@ -32,7 +33,8 @@ class Trial:
 
     def __call__(self) -> Steps:
         machine = self.recipe.machine
-        run = start(sync_each_batch=machine.sync_each_batch)
+        run = start(sync_each_batch=machine.sync_each_batch, deterministic=machine.deterministic)
+        float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
         if run.device.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(0.95)  # DDP's and NCCL's own buffers need a little too
         job = build_job(self.recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type,
@@ -158,8 +160,8 @@ class _Memory:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.file = root / "oneloop" / "batch_size.json"
         resolved = recipe.resolved
-        machine = {name: resolved["machine"][name] for name in ("dtype", "recompute", "offload", "compile", "compile_mode",
-                                                               "blocks", "channels_last", "sync_each_batch")}  # fmt: skip
+        left_out = ("workers", "check_every", "gc_every")  # they change neither memory nor speed of a step
+        machine = {name: value for name, value in resolved["machine"].items() if name not in left_out}
         about = {
             "task": resolved["task"], "optimizer": resolved["optimizer"]["name"], "ema": resolved["ema"],
             "machine": machine, "share": recipe.batch.size // run.ranks, "asked": recipe.batch.micro,

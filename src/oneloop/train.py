@@ -69,11 +69,15 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                              "guard": guard, **{ema.name: ema for ema in emas}}  # fmt: skip
     if accelerator.scaler is not None:
         parts["scaler"] = accelerator.scaler
-    averages = {name: tensor for ema in emas for name, tensor in ema.tensors().items()}
     checkpoints = Checkpoints(folder.path / "checkpoints", accelerator, sync=recipe.save.sync,
                               max_failures=recipe.save.max_failures, say=display.say)  # fmt: skip
-    restore = partial(resume, checkpoints, model=model, optimizer=optimizer, parts=parts, extra=averages,
-                      say=display.say)  # fmt: skip
+
+    def averages() -> dict[str, Tensor]:
+        return {name: tensor for ema in emas for name, tensor in ema.tensors().items()}
+
+    def restore(asked: str) -> dict[str, Any]:
+        return resume(checkpoints, asked, model, optimizer, parts, extra=averages(), say=display.say)
+
     with run.setting_up():
         saved = restore(recipe.run.resume)
     tracking = Tracking(accelerator, folder.path, project=recipe.name, config=recipe.resolved,
@@ -118,7 +122,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         count.seconds = time.perf_counter() - began
         tracking.log({**count.figures(job.unit), "event": "save"})
         state = {name: part.state_dict() for name, part in parts.items()} | {"tracking": tracking.state_dict()}
-        checkpoints.save(count.step, model, optimizer, state, extra=averages,
+        checkpoints.save(count.step, model, optimizer, state, extra=averages(),
                          about={"metric": recipe.eval.best, **best.state_dict()},
                          keep=Keep(recipe.save.keep, job.keep_every, best.step if recipe.save.best else None))  # fmt: skip
         bad.saved()
@@ -155,7 +159,10 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                  "ids": job.order[first : first + split.size][1].tolist()}  # fmt: skip
         checkpoints.finish()  # the last good one is sealed first
         if action == "rewind":
-            tracking.go_back(restore("auto")["tracking"])
+            back = restore("auto")
+            if not back:
+                raise Diverged(f"step {event['step']}: {why}; there is no checkpoint to go back to")
+            tracking.go_back(back["tracking"])
             count.position = after
             run.begin_afresh()
         tracking.log(event)
@@ -225,7 +232,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                 continue
             if "log" in due:
                 figures = {"train/lr": lr, **meter.read()}  # host sync
-                if sensor.measured:
+                if job.noise_scale:
                     noise.add(*sensor.read(weight, split.size), norm=figures["train/grad_norm"])
                     figures |= noise.figures()
                 results["train/loss"] = figures["train/loss"]

@@ -126,7 +126,7 @@ def stage(mine: list[Piece], buffer: Tensor) -> None:
         sources.append(piece.tensor)
     if views:
         torch._foreach_copy_(views, sources, non_blocking=True)
-        if sources[0].device.type != "cpu":
+        if any(source.device.type != "cpu" for source in sources):
             torch.accelerator.synchronize()
 
 

@@ -77,7 +77,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether this is a lack of memory, of a device or of the host."""
     text = str(error)
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+        isinstance(error, RuntimeError)
+        and any(words in text for words in ("out of memory", "can't allocate memory", "ALLOC_FAILED"))
     )
 
 

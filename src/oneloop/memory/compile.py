@@ -3,7 +3,8 @@
 >>> compile_(model, "regional")         # before accelerator.prepare, after recompute
 
 ``forward`` itself is compiled, not the module: hooks of FSDP2 and DDP stay outside, and no ``_orig_mod.`` appears. Each
-part is one graph; what breaks a graph is an error, so that nothing falls back to slow code unsaid.
+part is one graph; what breaks a graph is an error, so that nothing falls back to slow code unsaid. A part that meets a
+second shape (samples of several lengths) is compiled once more, for any shape.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch._functorch.config
 from torch import nn
 
 from oneloop.memory.blocks import blocks
@@ -54,5 +56,5 @@ def compile_(model: nn.Module, scope: str = "regional", *, mode: str = "default"
     parts = found if scope == "regional" else [model]
     for part in parts:
         part.forward = torch.compile(part.forward, mode=mode if backend == "inductor" else None, backend=backend,
-                                     fullgraph=True, dynamic=False)  # type: ignore[method-assign]  # fmt: skip
+                                     fullgraph=True)  # type: ignore[method-assign]  # fmt: skip
     return len(parts)

@@ -17,6 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+_AFTERWARDS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""what transformers' configs say of models that change their logits after the output layer"""
+
 
 def fuse_loss(model: nn.Module, *, ignore: int = -100) -> str:
     """Lets ``model`` take ``target``, of the shape of its tokens, and return the summed loss; in place.
@@ -29,11 +32,17 @@ def fuse_loss(model: nn.Module, *, ignore: int = -100) -> str:
         Whose kernel it is: liger or torch.
 
     Raises:
-        ValueError: no such kernel here, or the model has no output layer of its own.
+        ValueError: no such kernel here; or the model has no output layer of its own, or changes its logits after it.
     """
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if not isinstance(head, nn.Linear):
         raise ValueError(f"a fused loss needs a linear output layer, and {type(model).__name__} has none")
+    changes = [
+        name for name in _AFTERWARDS if getattr(getattr(model, "config", None), name, None) not in (None, 1, 1.0)
+    ]
+    if changes:
+        raise ValueError(f"a fused loss takes the output layer's logits as they are, and {type(model).__name__} changes them"
+                         f" ({', '.join(changes)}); leave it out")  # fmt: skip
     whose, summed = _kernel(ignore)
     logits, forward = head.forward, model.forward
 

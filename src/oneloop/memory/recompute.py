@@ -77,7 +77,7 @@ def parsed(mode: str) -> tuple[str, float]:
     except ValueError:
         share = -1.0
     good = {"none": not colon, "full": not colon, "selective": not colon,
-            "every": bool(colon) and share >= 1 and share == int(share), "budget": bool(colon) and 0 <= share <= 1}  # fmt: skip
+            "every": bool(colon) and share >= 1 and share.is_integer(), "budget": bool(colon) and 0 <= share <= 1}  # fmt: skip
     if not good.get(kind, False):
         raise ValueError(f"recompute {mode!r} is none of none, full, every:K (a whole number), selective, and budget:SHARE"
                          " (0 to 1)")  # fmt: skip

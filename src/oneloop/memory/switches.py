@@ -38,10 +38,16 @@ def channels_last(model: nn.Module, wanted: bool | Literal["auto"], *, device: s
     return on
 
 
-def float32_products(precision: Literal["highest", "high", "medium"]) -> None:
+def float32_products(precision: Literal["highest", "high", "medium"], *, benchmark: bool = False) -> None:
     """How float32 products and convolutions are computed: IEEE (``highest``) or TF32. torch's default for convolutions
-    is TF32, which rounds to 1e-3."""
+    is TF32, which rounds to 1e-3.
+
+    Args:
+        precision: as above.
+        benchmark: cuDNN tries its algorithms for every shape, and takes the quickest.
+    """
     torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.benchmark = benchmark
     torch.backends.cudnn.allow_tf32 = precision != "highest"
 
 

@@ -77,7 +77,7 @@ class Guard:
         else:
             self._found = (~torch.isfinite(norm)).to(self._found.dtype)
         if self._window is not None:
-            self._found = torch.maximum(self._found, 2 * self._far(norm, mean))
+            self._found = torch.maximum(self._found, self._judged(norm, mean))
         if self._late is not None:
             self._late.tell(self._found)
         elif self._latches:
@@ -90,17 +90,19 @@ class Guard:
         if self._known in (None, Verdict.TAKEN):
             self.optimizer.step()
 
-    def _far(self, norm: Tensor, loss: Tensor | None) -> Tensor:
+    def _judged(self, norm: Tensor, loss: Tensor | None) -> Tensor:
+        """0, 1 where a value is not finite, 2 where it is far above those before; as :class:`Verdict` counts."""
         assert self._window is not None
-        values = norm if loss is None else torch.stack([norm.to(loss.dtype), self._total(loss)])
-        return self._window.far(values.reshape(-1), known=self._found == 0)
+        values = (norm if loss is None else torch.stack([norm.to(loss.dtype), self._total(loss)])).reshape(-1)
+        finite = torch.isfinite(values).all()
+        return torch.where(finite, 2 * self._window.far(values, known=finite & (self._found == 0)), 1.0)
 
     def _scaled_step(self, norm: Tensor, loss: Tensor | None) -> Verdict:
-        if self._window is not None:
-            self._found = (~torch.isfinite(norm)).to(self._found.dtype)
-            if self._far(norm, loss):  # host sync, as the scaler's own
-                self.scaler.update()
-                return Verdict.SPIKE
+        if (
+            self._window is not None and int(self._judged(norm, loss)) == Verdict.SPIKE.value
+        ):  # host sync, as the scaler's
+            self.scaler.update()
+            return Verdict.SPIKE
         before = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -152,12 +154,12 @@ class Window:
 
         Args:
             values: one or two numbers.
-            known: whether they are finite, 0-dim.
+            known: whether they are to be judged: finite, and of a step that was not bad before; 0-dim.
         """
         values = values.to(self._values.dtype)
         kept = self._values[: len(values)]
         deviation, mean = torch.std_mean(kept, dim=1)
-        far = ((values > mean + self.sigma * deviation).any() & (self._count >= self.length)).to(torch.float32)
+        far = (known & (values > mean + self.sigma * deviation).any() & (self._count >= self.length)).to(torch.float32)
         joins = known & (far == 0)
         here = (self._place == self._count % self.length) & joins
         self._values[: len(values)] = torch.where(here, values[:, None], kept)

@@ -15,6 +15,7 @@ mean, the step's gradient, give |G|^2 and tr(S); B_simple = tr(S) / |G|^2.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,11 +92,6 @@ class Sensor:
                 self._parts.append((torch.stack(self._norms).square().sum(), self._weight))
             self._norms, self._weight = [], 0.0
 
-    @property
-    def measured(self) -> bool:
-        """Whether there are parts to read."""
-        return bool(self._parts)
-
     def read(self, weight: float, samples: int) -> tuple[float, float, float]:
         """What the parts of the last watched step say. One all-reduce and one host sync; every rank must get here.
 
@@ -104,7 +100,8 @@ class Sensor:
             samples: of the step, over all ranks.
 
         Returns:
-            (mean squared norm of the parts' own mean gradients, mean of 1 / samples of a part, 1 / samples of the step)
+            (mean squared norm of the parts' own mean gradients, mean of 1 / samples of a part, 1 / samples of the step);
+            NaN where no part weighed anything, which :meth:`NoiseScale.add` leaves out. A rank may have none of its own.
         """
         # A part's gradient was scaled so that the ranks' mean is the step's: undone, and divided by its own weight.
         squares = [square.double().cpu() for square, _ in self._parts]
@@ -118,6 +115,7 @@ class Sensor:
         square, inverse, count = self._accelerator.reduce(told, "sum").tolist()
         self._parts = []
         each = weight / samples  # what a sample weighs
+        count = count or math.nan
         return square / count, inverse / count * each, 1.0 / samples
 
 

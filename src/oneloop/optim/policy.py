@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,29 +51,33 @@ class BadSteps:
 
     Args:
         policy: what a bad step is answered with.
-        patience: bad steps in a row that are borne. A step that is taken ends the row; under a policy that rewinds, a
-            checkpoint does: the steps before the bad one are taken again and again.
+        patience: bad steps in a row that are borne. A step that is taken ends a row of skipped ones; a row of rewinds is
+            ended by a checkpoint only: the steps before the bad one are taken again and again.
     """
 
     def __init__(self, policy: Policy, patience: int) -> None:
         self.policy, self.patience = policy, patience
-        self.in_a_row = 0
+        self._in_a_row: Counter[Action] = Counter()
 
     def taken(self) -> None:
         """A step was taken."""
-        self.in_a_row = self.in_a_row if self.policy.rewinds else 0
+        self._in_a_row["skip"] = 0
 
     def saved(self) -> None:
         """A checkpoint was made."""
-        self.in_a_row = 0
+        self._in_a_row.clear()
 
     def answer(self, verdict: Verdict) -> tuple[Action, str]:
         """What to do about one more bad step, and why, in words."""
-        self.in_a_row += 1
+        action = self.policy.action(verdict)
+        self._in_a_row[action] += 1
         why = {
             Verdict.NONFINITE: "the gradient is not finite",
             Verdict.SPIKE: f"loss or gradient norm is {self.policy.sigma:g} deviations above those before",
         }[verdict]
-        if self.in_a_row > self.patience:
-            return "stop", f"{why}, and these are {self.in_a_row} bad steps in a row (guard.patience {self.patience})"
-        return self.policy.action(verdict), why
+        if self._in_a_row[action] > self.patience:
+            return (
+                "stop",
+                f"{why}, and these are {self._in_a_row[action]} bad steps in a row (guard.patience {self.patience})",
+            )
+        return action, why
