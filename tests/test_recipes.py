@@ -35,7 +35,7 @@ def corpus(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("recipe", ["digits", "gpt", "snippets"])
+@pytest.mark.parametrize("recipe", ["digits", "gpt", pytest.param("snippets", marks=pytest.mark.slow)])
 def test_the_same_weights_four_ways(corpus, recipe):
     weights, losses = {}, {}
     for way, (config, ranks, words) in WAYS.items():

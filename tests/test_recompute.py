@@ -115,7 +115,7 @@ def test_what_cannot_be_recomputed_is_refused():
         recompute(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "full")
 
 
-@pytest.mark.parametrize(("ranks", "config"), [(2, "ddp"), (2, "fsdp2")])
+@pytest.mark.parametrize(("ranks", "config"), [pytest.param(2, "ddp", marks=pytest.mark.slow), (2, "fsdp2")])
 def test_a_run_is_the_same_to_the_bit(tmp_path, ranks, config):
     words = ["gpt", "--task.layers", "4", "--task.width", "16", "--task.block", "16", "--duration", "4", "--batch.size", "8",
              "--batch.micro", "2", "--track", "none", "--task.dropout", "0.1", "--debug.overfit", "16", "--eval.every", "0",
