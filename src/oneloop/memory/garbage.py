@@ -24,7 +24,6 @@ def scheduled_garbage(on: bool = True) -> Iterator[Callable[[], object]]:
     """
     before = gc.isenabled()
     if on:
-        gc.collect()
         gc.freeze()
         gc.disable()
     try:
