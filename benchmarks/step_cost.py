@@ -118,7 +118,7 @@ def by_oneloop(run: Run, steps: int) -> float:
         import json
 
         lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
-        times = [line["time"] for line in lines]
+        times = [line["time"] for line in lines if "time" in line]
         folder.close()
     return (times[-1] - times[0]) / steps
 
