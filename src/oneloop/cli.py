@@ -1,4 +1,4 @@
-"""The ``oneloop`` command: launch, verify, export, report."""
+"""The ``oneloop`` command: launch, verify, export, report, watch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from oneloop.errors import BAD_INPUT, ERROR, BadInput
 _USAGE = """usage: oneloop launch [accelerate launch's options] RECIPE [--key value …]
        oneloop verify RUN
        oneloop report RUN [RUN …] [--to FILE]
+       oneloop watch RUN [RUN …] [--once] [--every SECONDS] [--figures NAME,NAME]
        oneloop export RUN --to DIR [--checkpoint STEP|best|newest]
                       [--weights raw|ema|power:SIGMA]
 
@@ -31,6 +33,8 @@ launch  Starts the training processes as `accelerate launch … -m oneloop.train
 verify  Reads every checkpoint of a run and lists what is wrong; exits with 1 where anything is.
 report  Writes one HTML page about a run (by default its report.html), or about several laid over one another (by
         default ./report.html); nothing in it is fetched from a network.
+watch   Draws a run in the terminal while it goes on, or several side by side; --once: as they are now. Figures are named as in
+        metrics.jsonl (train/loss, eval/accuracy, speed/mfu).
 export  Writes a checkpoint's weights as plain safetensors, with what the task adds (config, tokenizer): raw, an average by
         its name, or the power-function average of any width (when trained with --ema.power)."""
 
@@ -41,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or "-h" in words[:2] or "--help" in words[:2]:
         print(_USAGE)
         return 0 if words else BAD_INPUT
-    commands = {"launch": launch, "verify": verify, "export": export, "report": report}
+    commands = {"launch": launch, "verify": verify, "export": export, "report": report, "watch": watch}
     command, *rest = words
     try:
         if command not in commands:
@@ -66,29 +70,40 @@ def verify(words: Sequence[str]) -> int:
 
 def report(words: Sequence[str]) -> int:
     """Writes one page about runs."""
-    from oneloop.watch.report import report as page
+    from oneloop.watch.report.page import report as page
 
-    given = list(words)
-    to = None
-    if "--to" in given:
-        at = given.index("--to")
-        if at + 1 == len(given):
-            raise BadInput("oneloop report: --to needs a value")
-        to = Path(given[at + 1])
-        del given[at : at + 2]
-    if strange := [word for word in given if word.startswith("-")]:
-        raise BadInput(f"oneloop report: unexpected {strange[0]!r}; it takes RUN [RUN …] [--to FILE]")
-    if not given:
-        raise BadInput("oneloop report needs a run folder: oneloop report runs/digits")
+    given = _parsed("report", words, {"--to": None}, several=True)
+    folders = [Path(one) for one in given["RUN"]]
+    to = Path(given["--to"] or (folders[0] / "report.html" if len(folders) == 1 else "report.html"))
     try:
-        text = page([Path(one) for one in given])
-        to = to or (Path(given[0]) / "report.html" if len(given) == 1 else Path("report.html"))
-        to.write_text(text)
+        to.write_text(page(folders))
     except ValueError as error:
         raise BadInput(str(error)) from error
     except OSError as error:
         raise BadInput(f"--to {to} cannot be written: {error.strerror}") from error
     print(to)
+    return 0
+
+
+def watch(words: Sequence[str]) -> int:
+    """Draws runs in the terminal."""
+    from oneloop.watch.live import watch as live
+
+    given = _parsed("watch", words, {"--once": False, "--every": "1", "--figures": ""}, several=True)
+    folders = [Path(one) for one in given["RUN"]]
+    for folder in folders:
+        if not folder.is_dir() or (given["--once"] and not (folder / "metrics.jsonl").exists()):
+            raise BadInput(f"{folder} holds no run (no metrics.jsonl)")
+    try:
+        every = float(given["--every"])
+    except ValueError:
+        every = 0.0
+    if not every > 0:
+        raise BadInput(f"oneloop watch: --every {given['--every']} is no number of seconds above 0")
+    with suppress(KeyboardInterrupt):
+        live(
+            folders, figures=[name for name in given["--figures"].split(",") if name], every=every, once=given["--once"]
+        )
     return 0
 
 
@@ -113,23 +128,28 @@ def export(words: Sequence[str]) -> int:
     return 0
 
 
-def _parsed(command: str, words: Sequence[str], options: dict[str, str | None]) -> dict[str, Any]:
-    given: dict[str, Any] = {"RUN": None, **options}
+def _parsed(command: str, words: Sequence[str], options: Mapping[str, str | bool | None], *,
+            several: bool = False) -> dict[str, Any]:  # fmt: skip
+    """Values by option, and RUN: a folder, or a list of them. An option whose default is False takes no value."""
+    given: dict[str, Any] = {"RUN": [], **options}
+    takes = f"RUN{' [RUN …]' if several else ''} {' '.join(options)}"
     rest = list(words)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
-        if name in options:
+        if options.get(name) is False:
+            given[name] = True
+        elif name in options:
             if not equals and not rest:
                 raise BadInput(f"oneloop {command}: {name} needs a value")
             given[name] = value if equals else rest.pop(0)
-        elif word.startswith("-") or given["RUN"] is not None:
-            raise BadInput(f"oneloop {command}: unexpected {word!r}; it takes RUN {' '.join(options)}")
+        elif word.startswith("-") or (given["RUN"] and not several):
+            raise BadInput(f"oneloop {command}: unexpected {word!r}; it takes {takes}")
         else:
-            given["RUN"] = word
-    if given["RUN"] is None:
+            given["RUN"].append(word)
+    if not given["RUN"]:
         raise BadInput(f"oneloop {command} needs a run folder: oneloop {command} runs/digits")
-    return given
+    return given if several else {**given, "RUN": given["RUN"][0]}
 
 
 def _store(run: str) -> Store:

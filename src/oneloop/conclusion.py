@@ -9,13 +9,12 @@ from oneloop.counters import Best, Counters, Results
 from oneloop.job import Job
 from oneloop.optim.noise_scale import NoiseScale, meaning
 from oneloop.runtime import Run
-from oneloop.watch.clock import Clock
-from oneloop.watch.diagnosis import diagnosis
 
 
-def conclusion(job: Job, run: Run, count: Counters, best: Best, results: Results, noise: NoiseScale, clock: Clock, *,
-               workers: int, stopped: bool, seconds: float) -> dict[str, Any]:  # fmt: skip
-    """The summary of a run that came to its end, or to a stop; ``noise_scale`` and ``time`` are sentences."""
+def conclusion(job: Job, run: Run, count: Counters, best: Best, results: Results, noise: NoiseScale, *, time: str,
+               stopped: bool, seconds: float) -> dict[str, Any]:  # fmt: skip
+    """The summary of a run that came to its end, or to a stop; ``noise_scale`` and ``time`` (where it went) are
+    sentences."""
     metric = job.recipe.eval.best
     early = f"early stop: {metric} was best at step {best.step}" if count.step < job.steps else "done"
     return {
@@ -27,6 +26,5 @@ def conclusion(job: Job, run: Run, count: Counters, best: Best, results: Results
         **results,
         "best": {"metric": metric, "value": best.value, "step": best.step},
         "noise_scale": meaning(noise.value, job.split.size, job.no_noise_scale),
-        "time": diagnosis(clock.overall(), workers=workers, cores=run.cores, eval_every=job.rhythm["eval"],
-                          save_every=job.rhythm["save"]),
-    }  # fmt: skip
+        "time": time,
+    }

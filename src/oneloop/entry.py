@@ -17,15 +17,18 @@ from oneloop.memory.batch_size import is_out_of_memory
 from oneloop.memory.switches import float32_products
 from oneloop.parse import read
 from oneloop.probe import explained, find_micro
+from oneloop.recipe import Recipe
 from oneloop.runtime import Run, leave, start
 from oneloop.watch.profiling import memory_snapshot
-from oneloop.watch.report import report
+from oneloop.watch.progress import Display
+from oneloop.watch.report.page import report
 from oneloop.watch.tracking import check_trackers
 
 
 def main(train: Callable[[Job, Run, Folder], dict[str, Any]], argv: Sequence[str]) -> NoReturn:
     """Reads the recipe, trains it, writes summary.json, and ends the process with oneloop's exit code."""
     is_main = int(os.environ.get("RANK", "0")) == 0
+    job: Job | None = None
     try:
         recipe = read(argv)
         check_trackers(recipe.track)
@@ -33,30 +36,13 @@ def main(train: Callable[[Job, Run, Folder], dict[str, Any]], argv: Sequence[str
         run = start(sync_each_batch=recipe.machine.sync_each_batch, deterministic=recipe.machine.deterministic,
                     track=recipe.track, folder=recipe.folder)  # fmt: skip
         run.listen()
-        with run.setting_up():
-            finished = folder.inspect(recipe.resolved, resume=recipe.run.resume,
-                                      accept_changes=recipe.run.accept_changes) if is_main else None  # fmt: skip
-        if finished := run.from_main(finished):
-            run.say(finished)
+        run.display = Display(shown=run.main, quiet=recipe.watch.quiet, as_json=recipe.watch.json)
+        with run.display:
+            job = _prepared(recipe, run, folder, argv)
+            if job is not None:
+                summary = train(job, run, folder)
+        if job is None:
             leave(errors.DONE, main=is_main)
-        float32_products(recipe.machine.matmul, benchmark=recipe.machine.cudnn_benchmark)
-        if isinstance(recipe.batch.micro, str):  # what is wrong with the rest is found before the search
-            with run.setting_up():
-                build_job(recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=1)
-        with run.setting_up():
-            job = build_job(recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type,
-                            micro=find_micro(recipe, run))  # fmt: skip
-        with run.setting_up():
-            if is_main:
-                folder.open()
-                folder.write("recipe.yaml", recipe.yaml())
-                folder.write_json(
-                    "environment.json",
-                    environment(command=["oneloop.train", *argv], device=str(run.device), processes=run.ranks),
-                )
-                (folder.path / "summary.json").unlink(missing_ok=True)
-        run.stop_by(file=folder.path / "STOP", after=recipe.stop.seconds)
-        summary = train(job, run, folder)
     except BadInput as error:
         if is_main:
             print(f"oneloop: {error}", file=sys.stderr)
@@ -66,7 +52,7 @@ def main(train: Callable[[Job, Run, Folder], dict[str, Any]], argv: Sequence[str
     except Exception as error:
         traceback.print_exc()
         summary = {"exit_reason": f"error: {type(error).__name__}: {error}", "exit_code": errors.ERROR}
-        if "job" not in locals():  # before there was a run
+        if job is None:  # before there was a run
             leave(errors.ERROR, main=is_main)
         if is_out_of_memory(error):
             if run.device.type == "cuda":
@@ -82,6 +68,38 @@ def main(train: Callable[[Job, Run, Folder], dict[str, Any]], argv: Sequence[str
         except Exception as error:  # a page that cannot be drawn is no fault of the run
             print(f"report.html cannot be written ({type(error).__name__}: {error})", file=sys.stderr)
         folder.close()
+        run.display.summary(summary)
+        run.display.lines(summary[about] for about in ("noise_scale", "time") if about in summary)
         ended = f"{summary['exit_reason']}; results in {folder.path}"
         print(json.dumps({**summary, "folder": str(folder.path)}) if recipe.watch.json else ended, flush=True)
     run.end(summary["exit_code"])
+
+
+def _prepared(recipe: Recipe, run: Run, folder: Folder, argv: Sequence[str]) -> Job | None:
+    """The job, checked, and its folder with what is known before it starts; None where the folder holds it, finished.
+
+    Raises:
+        BadInput: on every rank; nothing was written.
+    """
+    with run.setting_up():
+        finished = folder.inspect(recipe.resolved, resume=recipe.run.resume,
+                                  accept_changes=recipe.run.accept_changes) if run.main else None  # fmt: skip
+    if finished := run.from_main(finished):
+        run.display.say(finished)
+        return None
+    float32_products(recipe.machine.matmul, benchmark=recipe.machine.cudnn_benchmark)
+    if isinstance(recipe.batch.micro, str):  # what is wrong with the rest is found before the search
+        with run.setting_up():
+            build_job(recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=1)
+    with run.setting_up():
+        job = build_job(recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type,
+                        micro=find_micro(recipe, run))  # fmt: skip
+    with run.setting_up():
+        if run.main:
+            folder.open()
+            folder.write("recipe.yaml", recipe.yaml())
+            folder.write_json("environment.json", environment(command=["oneloop.train", *argv], device=str(run.device),
+                                                              processes=run.ranks))  # fmt: skip
+            (folder.path / "summary.json").unlink(missing_ok=True)
+    run.stop_by(file=folder.path / "STOP", after=recipe.stop.seconds)
+    return job

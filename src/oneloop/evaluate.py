@@ -14,6 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from oneloop.data.groups import Keyed, Weighed, loader, transferred
 from oneloop.ema import EMA
+from oneloop.watch.examples import Examples
+from oneloop.watch.progress import tracked
 
 
 @contextmanager
@@ -43,6 +45,7 @@ def evaluate(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     interrupted: Callable[[], bool] = lambda: False,
+    examples: Examples | None = None,
 ) -> dict[str, float] | None:
     """Loss (weighted as in training) and the task's metrics over all of ``dataset``. Every rank must get here.
 
@@ -56,6 +59,7 @@ def evaluate(
         dtype: of floating inputs.
         seed: of what is random in the data set.
         interrupted: asked once per micro-batch, and must answer alike on all ranks; True ends the evaluation.
+        examples: takes in what is to be looked at, where the task can show a sample; a confusion matrix too.
 
     Returns:
         ``{"loss": …, "accuracy": …}``, equal on all ranks; None where it was interrupted.
@@ -69,12 +73,13 @@ def evaluate(
         [(0, index) for index in range(at * micro, min((at + 1) * micro, len(dataset)))]
         for at in (number if number < count else 0 for number in mine)
     ]
+    keyed = Keyed(dataset, seed=seed)
     collate = Weighed(task.collate, task.weight, dtype=dtype)  # held-out samples may differ in weight
     device = accelerator.device
     wide = torch.float32 if device.type == "mps" else torch.float64
     metrics = task.metrics().to(device) if hasattr(task, "metrics") else None
     total, weight = torch.zeros((), dtype=wide, device=device), 0.0
-    loaded = loader(Keyed(dataset, seed=seed), collate, places, workers=workers, device=device)
+    loaded = loader(keyed, collate, places, workers=workers, device=device)
     weights: list[float] = []
 
     def batches() -> Iterator[dict[str, Any]]:
@@ -82,8 +87,12 @@ def evaluate(
             weights.append(its_weight)
             yield batch
 
+    def chosen(indices: list[int]) -> tuple[list[Any], dict[str, Any]]:
+        samples = keyed.__getitems__([(0, index) for index in indices])
+        return [sample for _, sample in samples], next(transferred(iter([collate(samples)[0]]), device))
+
     with evaluating(model):
-        for turn, batch in enumerate(transferred(batches(), device)):
+        for turn, batch in enumerate(tracked(transferred(batches(), device), "evaluating", total=turns)):
             if interrupted():
                 return None
             loss, outputs = task.loss(model, batch)
@@ -93,19 +102,33 @@ def evaluate(
             weight += weights[turn]
             if metrics is not None:
                 task.update(metrics, batch, outputs)
+            if examples is not None:
+                examples.take(batch, outputs)
+        if examples is not None and hasattr(task, "show"):
+            examples.look(task, model, len(dataset), chosen, accelerator=accelerator)
     sums = torch.stack([total, torch.tensor(weight, dtype=wide, device=device)])
     summed = accelerator.reduce(sums, "sum").tolist()
     results = {"loss": summed[0] / summed[1]}
     if metrics is not None:
-        values = {name: float(value) for name, value in metrics.compute().items() if value.numel() == 1}
+        computed = metrics.compute()
+        values = {name: float(value) for name, value in computed.items() if value.numel() == 1}
         results |= task.summarize(values) if hasattr(task, "summarize") else values
+        for name in _matrices(metrics):
+            if examples is None:
+                break
+            counts = computed[name].tolist()
+            classes = [str(one) for one in getattr(task, "classes", range(len(counts)))]
+            examples.confusion = {"classes": classes, "counts": counts}
     return results
 
 
 def evaluate_all(
-    task: Any, model: nn.Module, sets: Mapping[str, Any], *, averages: Iterable[EMA] = (), **options: Any
-) -> dict[str, dict[str, float]] | None:
+    task: Any, model: nn.Module, sets: Mapping[str, Any], *, averages: Iterable[EMA] = (),
+    examples: Examples | None = None, **options: Any,
+) -> dict[str, dict[str, float]] | None:  # fmt: skip
     """:func:`evaluate` of several sets, with the weights and with each average of them.
+
+    ``examples`` are of the first set, with the weights themselves.
 
     Returns:
         ``{"raw": {"eval/loss": …, "test/loss": …}, "ema": …}``; None where it was interrupted.
@@ -116,7 +139,8 @@ def evaluate_all(
         results[weights] = {}
         with held():
             for name, dataset in sets.items():
-                found = evaluate(task, model, dataset, **options)
+                found = evaluate(task, model, dataset, examples=examples, **options)
+                examples = None
                 if found is None:
                     return None
                 results[weights] |= {f"{prefix(name)}/{metric}": value for metric, value in found.items()}
@@ -130,10 +154,16 @@ def prefix(name: str) -> str:
 
 def metric_names(task: Any) -> set[str]:
     """Names of what :func:`evaluate` returns for this task."""
-    names = set(task.metrics().keys()) if hasattr(task, "metrics") else set()
+    metrics = task.metrics() if hasattr(task, "metrics") else None
+    names = set(metrics.keys()) - set(_matrices(metrics)) if metrics is not None else set()
     if hasattr(task, "summarize"):
         names = set(task.summarize(dict.fromkeys(names, 1.0)))
     return names | {"loss"}
+
+
+def _matrices(metrics: Any) -> list[str]:
+    """Names of the confusion matrices among the metrics: pictures, not figures."""
+    return [name for name, metric in metrics.items() if type(metric).__name__.endswith("ConfusionMatrix")]
 
 
 def higher_is_better(task: Any, metric: str) -> bool:

@@ -29,6 +29,7 @@ from oneloop.parse import resolve
 from oneloop.recipe import Recipe
 from oneloop.runtime import has_batch_statistics
 from oneloop.tasks.base import check, check_sets
+from oneloop.watch.graph import model_graph
 from oneloop.watch.throughput import training_flops
 
 
@@ -72,6 +73,11 @@ class Job:
         chosen = self.recipe.optimizer
         make = resolve("optimizer", chosen.name)
         return build(make, model, lr=chosen.lr, weight_decay=chosen.weight_decay, options=chosen.options)
+
+    def graph(self) -> Any:
+        """The model's operations on one sample, for TensorBoard."""
+        sample = Keyed(self.train_set, seed=0)[0, 0]
+        return model_graph(self.task.model, self.task.loss, self.collate([sample])[0])
 
     def emas(self, model: nn.Module, optimizer: Optimizer) -> list[EMA]:
         """The recipe's averages of the prepared model."""

@@ -20,6 +20,7 @@ from oneloop.memory.switches import float32_products
 from oneloop.optim.clip import clip_, global_norm
 from oneloop.recipe import Recipe
 from oneloop.runtime import Run, start
+from oneloop.watch.progress import Working
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",
              "ROLE_RANK", "TORCHELASTIC_RUN_ID")  # fmt: skip
@@ -100,7 +101,7 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
         )
     memory = _Memory(recipe, run)
     if (known := run.from_main(memory.read())) is not None:
-        run.say(f"batch.micro {asked}: {known} (found before, for this model on this machine: {memory.file})")
+        run.display.say(f"batch.micro {asked}: {known} (found before, for this model on this machine: {memory.file})")
         return int(known)
     environment: dict[str, str | None] = dict.fromkeys(_LAUNCHED) if not run.sharded else {"MASTER_PORT": _port(run)}
     if run.device.type == "cuda" and not run.sharded:
@@ -113,16 +114,17 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
             if run.sharded and child.closed:
                 child.environment["MASTER_PORT"] = _port(run)
             try:
-                tried, fault = child.attempt(micro), None
+                with Working(f"trying micro-batch {micro}"):
+                    tried, fault = child.attempt(micro), None
             except RuntimeError as error:
                 tried, fault = Attempt(micro, fits=False), str(error)
             if faults := [found for found in run.gathered(fault) if found]:
                 raise RuntimeError(faults[0])
             seconds, peak = run.largest(tried.seconds, tried.peak)
             tried = Attempt(micro, tried.fits, seconds, int(peak))
-            run.say(f"batch.micro {asked}: {micro} "
-                    + (f"fits ({tried.peak / 2**30:.2f} GiB, {1 / tried.seconds:,.0f} samples/s on a process)"
-                       if tried.fits else "does not fit"))  # fmt: skip
+            run.display.say(f"batch.micro {asked}: {micro} "
+                            + (f"fits ({tried.peak / 2**30:.2f} GiB, {1 / tried.seconds:,.0f} samples/s on a process)"
+                               if tried.fits else "does not fit"))  # fmt: skip
             return tried
 
         try:

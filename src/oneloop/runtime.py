@@ -28,6 +28,7 @@ from oneloop import errors
 from oneloop.data.groups import Group
 from oneloop.data.order import key
 from oneloop.errors import BadInput
+from oneloop.watch.progress import Display
 from oneloop.watch.throughput import peak_flops
 
 _EXIT_FILE = "ONELOOP_EXIT_FILE"
@@ -46,6 +47,7 @@ class Run:
         self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.cores = max(1, len(os.sched_getaffinity(0)) // self.local_ranks)
         self.main: bool = accelerator.is_main_process
+        self.display = Display(shown=self.main)
         self.signal: str | None = None
         self._stop_file: Path | None = None
         self._deadline = float("inf")
@@ -83,6 +85,8 @@ class Run:
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
+                if os.isatty(1):
+                    os.write(1, b"\x1b[?25h")  # a bar has hidden the cursor
                 os._exit(128 + signal.SIGINT)
 
     # --- agreement ---
@@ -184,10 +188,6 @@ class Run:
         if self._host:
             dist.broadcast_object_list(box, src=0, group=self._host)
         return box[0]
-
-    def say(self, text: str) -> None:
-        if self.main:
-            print(text, flush=True)
 
     # --- the model ---
 

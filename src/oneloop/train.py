@@ -37,9 +37,10 @@ from oneloop.optim.noise_scale import NoiseScale, Sensor
 from oneloop.optim.policy import BadSteps, Verdict
 from oneloop.replicas import check_replicas
 from oneloop.runtime import Run
+from oneloop.watch.diagnosis import Advice
+from oneloop.watch.examples import Examples
 from oneloop.watch.meter import Meter
 from oneloop.watch.profiling import Profiling
-from oneloop.watch.progress import Display
 from oneloop.watch.tracking import Tracking
 
 
@@ -51,7 +52,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         Diverged: a loss or gradient was not finite, or far out of line, and the policy is to stop.
         ReplicasDiffer: two processes no longer hold the same weights.
     """
-    recipe, task, split, accelerator = job.recipe, job.task, job.split, run.accelerator
+    recipe, task, split, accelerator, display = job.recipe, job.task, job.split, run.accelerator, run.display
     accelerator.gradient_accumulation_steps = split.accumulate
     model = run.prepare(job.model, blocks=job.blocks)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -59,7 +60,6 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     guard = Guard(optimizer, device=run.device, scaler=accelerator.scaler, policy=job.policy, total=run.total)
     emas = job.emas(model, optimizer)
     workers = workers_here(recipe.machine.workers, device=run.device, local_ranks=run.local_ranks)
-    display = Display(job.steps, shown=run.main, quiet=recipe.watch.quiet, as_json=recipe.watch.json)
     display.lines(introduction(job, run, model, optimizer, emas))
 
     # What is saved beside the tensors: everything else is a function of it.
@@ -81,23 +81,28 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     with run.setting_up():
         saved = restore(recipe.run.resume)
     tracking = Tracking(accelerator, folder.path, project=recipe.name, config=recipe.resolved,
-                        resumed=saved.get("tracking"), step=count.step, say=display.say)  # fmt: skip
+                        resumed=saved.get("tracking"), step=count.step, graph=job.graph, say=display.say)  # fmt: skip
     if saved:
         tracking.log({**count.figures(job.unit), "event": "resume"})
     began = time.perf_counter() - count.seconds
-    display.begin(count.step)
+    display.begin(count.step, total=job.steps)
 
     assess = partial(evaluate_all, task, model, averages=emas, accelerator=accelerator, micro=recipe.eval.micro or split.each,
                      workers=workers, dtype=job.dtype, seed=recipe.seed, interrupted=run.stop_wanted)  # fmt: skip
     validation = {name: dataset for name, dataset in job.eval_sets.items() if name != "test"}
     bad = BadSteps(job.policy, recipe.guard.patience)
+    advice = Advice(
+        after=3, workers=workers, cores=run.cores, eval_every=job.rhythm["eval"], save_every=job.rhythm["save"]
+    )
     drawn: tuple[float, Tensor, Tensor] | None = None  # weight, norm and loss of a step whose verdict is not known yet
 
-    def evaluated(sets: dict[str, Any]) -> bool:
+    def evaluated(sets: dict[str, Any], examples: Examples | None = None) -> bool:
         """Evaluates weights and averages, and logs; False where a stop came first. Every rank must get here."""
-        found = assess(sets)
+        found = assess(sets, examples=examples)
         if found is None:
             return False
+        if examples is not None:
+            tracking.show(count.step, examples)
         for weights, figures in found.items():
             results.take(figures, weights)
             tracking.log({**count.figures(job.unit), **figures, "weights": weights})
@@ -110,7 +115,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     def validated() -> bool:
         """Evaluates on the validation sets and judges the result; False where a stop came first."""
         count.evaluation_due = True
-        if not evaluated(validation):
+        if not evaluated(validation, Examples()):
             return False
         count.evaluation_due = False
         better = best.update(results[recipe.eval.best], count.step, higher_is_better=job.upward)
@@ -185,8 +190,9 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     stopped = count.evaluation_due and not validated()
     to_do = () if stopped or over() else run.agreed(batches, checkpoints.poll)
     profiling = Profiling(folder.path / "profile", run.device, profile=recipe.watch.profile if run.main else None,
-                          memory=recipe.watch.memory if run.main else None, say=display.say)  # fmt: skip
-    with display, profiling, scheduled_garbage("collect" in job.rhythm) as collect:
+                          memory=recipe.watch.memory if run.main else None, say=display.say,
+                          log=lambda figures: tracking.log(count.figures(job.unit) | figures))  # fmt: skip
+    with profiling, scheduled_garbage("collect" in job.rhythm) as collect:
         for group, weight, stopped, trouble in to_do:
             if trouble:
                 checkpoints.finish()  # says what, on all ranks; too many in a row end the run
@@ -198,6 +204,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             profiling.step(count.step + 1)
             with sensor.measuring(job.noise_scale and near):
                 for micro, batch in enumerate(group.batches):
+                    meter.clock.mark("transfer")
                     run.reseed(recipe.seed, count.position, run.rank, micro)  # dropout is a function, not a state
                     with accelerator.accumulate(model):
                         loss, _ = task.loss(model, batch)
@@ -207,7 +214,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                         accelerator.backward(loss * (run.ranks * split.accumulate / weight + 0 * value))
                     total = total + value
                     sensor.micro_batch(group.weights[micro])
-            meter.clock.mark("compute")
+                    meter.clock.mark("compute")
             guard.unscale()
             norm = global_norm(parameters)  # every rank must get here
             clip_(parameters, recipe.optimizer.clip, norm)
@@ -238,6 +245,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                 results["train/loss"] = figures["train/loss"]
                 tracking.log({**count.figures(job.unit), "time": time.perf_counter() - began, **figures})
                 display.figures(count.step, figures)
+                display.lines(advice(meter.clock.overall()))
             if "check" in due:
                 check_replicas(model, optimizer, step=count.step)
             if "collect" in due:
@@ -258,10 +266,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     checkpoints.close()
     tracking.close()
     write_final(folder.path / "final", model, task, emas)  # every rank must get here
-    summary = conclusion(job, run, count, best, results, noise, meter.clock, workers=workers, stopped=stopped,
-                         seconds=time.perf_counter() - began)  # fmt: skip
-    display.lines([summary["noise_scale"], summary["time"]])
-    return summary
+    return conclusion(job, run, count, best, results, noise, time=advice.sentence(meter.clock.overall()), stopped=stopped,
+                      seconds=time.perf_counter() - began)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -33,6 +33,7 @@ from oneloop.checkpoint.state import (
     stage,
 )
 from oneloop.checkpoint.store import Keep, Store, problems
+from oneloop.watch.progress import Working
 
 WRITER = "oneloop.checkpoint.writer"
 """the module that a writing process runs"""
@@ -60,6 +61,7 @@ class Checkpoints:
         self._attempt = 0
         self._trouble: str | None = None
         self._pending = False
+        self._shown = Working("")
         self._failures, self._max_failures = 0, max_failures
 
     # --- saving ---
@@ -102,6 +104,7 @@ class Checkpoints:
         stage(mine, self._process.buffer)
         self._process.tell(order)
         self._pending = True
+        self._shown = Working(f"saving step {step}")
         return trouble
 
     def _write_here(self, order: writer.Order, data: memoryview) -> None:
@@ -155,6 +158,7 @@ class Checkpoints:
     def _note(self, answer: dict[str, Any] | None) -> None:
         if answer is not None:
             self._pending = False
+            self._shown.done()
             self._trouble = answer.get("error")
 
     def _all(self, value: Any) -> list[Any]:

@@ -215,8 +215,9 @@ def groups(
             yield loaded.popleft()
 
     moved = transferred(stream(), device)
+    ahead = 2 if device.type == "cuda" else 1  # so that what is copied ahead is there, and is not waited for
     while True:
-        if not weights:
+        while len(weights) < ahead:
             load()
         yield Group(islice(moved, split.accumulate), weights.popleft())
 

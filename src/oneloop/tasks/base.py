@@ -21,6 +21,13 @@ class Task(Protocol):
         ``unit: str``: what the weight counts, "samples" (default) or "tokens".
         ``metrics() -> torchmetrics.MetricCollection`` with ``update(metrics, batch, outputs) -> None``.
         ``save(model, folder) -> None``: more files for ``final/`` (a tokenizer, a config).
+        ``show(sample, outputs) -> dict``: how a person sees one held-out sample, given the rows of ``outputs`` that are its
+        own: any of "image" (channels, height, width), "text", "tokens" (pairs of text and loss), "target", "prediction",
+        "right", "confidence", "prompt" and "continuation". The worst are those with the largest mean ``outputs["loss"]``
+        (samples, or samples x positions).
+        ``generate(model, batch) -> dict[str, Tensor]``: more outputs, of the few samples that are shown at every
+        evaluation. Every process calls it with the same samples, and must call the model equally often.
+        ``classes: list[str]``: names of the rows and columns of a confusion matrix among ``metrics``.
     """
 
     def model(self) -> nn.Module:

@@ -15,8 +15,10 @@ from torch.nn import functional as F
 
 from oneloop.data.corpora import Document, held_out, hub_text, local_text, stdlib
 from oneloop.memory.fused_loss import fuse_loss
+from oneloop.watch.progress import Working, tracked
 
 _IGNORE = -100
+_WRITTEN, _TEMPERATURE = 48, 0.8
 
 
 class CausalLM:
@@ -63,9 +65,10 @@ class CausalLM:
         self.tokenizer = Bytes() if tokenizer == "bytes" else BPE(documents["train"], vocab)
         self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes)
         self._sets = {
-            name: Blocks([self.tokenizer.encode(one.text) for one in part], block, pack=pack, whole=name == "train")
+            name: Blocks([self.tokenizer.encode(one.text) for one in tracked(part, f"tokenizing {name}", total=len(part))],
+                         block, pack=pack, whole=name == "train")
             for name, part in documents.items()
-        }
+        }  # fmt: skip
         self.sample_weight = float(block) if pack else None
 
     def model(self) -> nn.Module:
@@ -118,7 +121,7 @@ class CausalLM:
         logits = model(input_ids=batch["input"], use_cache=False).logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         each = F.cross_entropy(logits.flatten(0, 1), batch["target"].flatten(), reduction="none", ignore_index=_IGNORE)
-        return each.sum(), {"loss": each.detach()}
+        return each.sum(), {"loss": each.detach().view_as(batch["target"])}
 
     def metrics(self) -> Any:
         from torchmetrics import MetricCollection
@@ -142,6 +145,31 @@ class CausalLM:
             "perplexity": math.exp(min(sums["nats"] / sums["tokens"], 700.0)),
             "bits_per_byte": sums["nats"] / math.log(2) / sums["bytes"] if sums["bytes"] else math.nan,
         }
+
+    def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the model writes after the first half of each text, drawn at a temperature of 0.8, the same each time."""
+        length = (batch["target"] != _IGNORE).sum(1).cpu()
+        text = F.pad(batch["input"], (0, self.block - batch["input"].shape[1]))
+        at, rows = (length // 2).clamp(min=1), torch.arange(len(text))
+        draw = torch.Generator().manual_seed(0)
+        written = torch.zeros_like(text)
+        for number in range(max(1, min(_WRITTEN, self.block // 2))):
+            logits = model(input_ids=text, use_cache=False).logits
+            likely = (logits[rows, at - 1].float() / _TEMPERATURE).softmax(-1).cpu()
+            token = torch.multinomial(likely, 1, generator=draw)[:, 0].to(text.device)
+            text[rows, at] = written[:, number] = token
+            at = (at + 1).clamp(max=self.block - 1)
+        return {"written": written[:, : number + 1], "prompt": (length // 2).clamp(min=1)}
+
+    def show(self, sample: Tensor, outputs: dict[str, Tensor]) -> dict[str, Any]:
+        tokens = sample.tolist()
+        losses = outputs["loss"][: len(tokens) - 1].tolist()
+        pieces = [(self.tokenizer.decode([token]), loss) for token, loss in zip(tokens[1:], losses, strict=True)]
+        shown: dict[str, Any] = {"tokens": [(self.tokenizer.decode(tokens[:1]), 0.0), *pieces]}
+        if "written" in outputs:
+            shown["prompt"] = self.tokenizer.decode(tokens[: int(outputs["prompt"])])
+            shown["continuation"] = self.tokenizer.decode(outputs["written"].tolist())
+        return shown
 
     def save(self, model: nn.Module, folder: Path) -> None:
         model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
@@ -195,8 +223,9 @@ class BPE:
         if vocab < 257:
             raise ValueError(f"task.vocab {vocab} is too small: a byte-level BPE needs at least 257")
         self.model = ByteLevelBPETokenizer()
-        self.model.train_from_iterator((one.text for one in documents), vocab_size=vocab, show_progress=False,
-                                       special_tokens=["<|endoftext|>"])  # fmt: skip
+        with Working("training the tokenizer"):
+            self.model.train_from_iterator((one.text for one in documents), vocab_size=vocab, show_progress=False,
+                                           special_tokens=["<|endoftext|>"])  # fmt: skip
         lengths = [len(self.model.id_to_token(token)) for token in range(self.model.get_vocab_size())]
         self.token_bytes = np.array([0, *lengths[1:]], dtype=np.int64)  # byte-level tokens hold a letter per byte
 

@@ -86,18 +86,27 @@ class ImageClassification:
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         logits = model(batch["image"])
         each = F.cross_entropy(logits, batch["label"], reduction="none", label_smoothing=self.smoothing)
-        return each.sum(), {"prediction": logits.detach().argmax(-1), "loss": each.detach()}
+        return each.sum(), {"logits": logits.detach(), "loss": each.detach()}
 
     def metrics(self) -> Any:
         from torchmetrics import MetricCollection
-        from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+        from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 
         count = len(self.classes)
-        return MetricCollection({"accuracy": MulticlassAccuracy(count, average="micro", validate_args=False),
-                                 "macro_f1": MulticlassF1Score(count, validate_args=False)})  # fmt: skip
+        found: dict[str, Any] = {"accuracy": MulticlassAccuracy(count, average="micro", validate_args=False),
+                                 "macro_f1": MulticlassF1Score(count, validate_args=False)}  # fmt: skip
+        if count <= 100:  # a larger matrix is no picture any more
+            found["confusion"] = MulticlassConfusionMatrix(count, validate_args=False)
+        return MetricCollection(found)
 
     def update(self, metrics: Any, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
-        metrics.update(outputs["prediction"], batch["label"])
+        metrics.update(outputs["logits"], batch["label"])
+
+    def show(self, sample: tuple[Tensor, int], outputs: dict[str, Tensor]) -> dict[str, Any]:
+        image, label = sample
+        confidence, found = outputs["logits"].float().softmax(-1).max(-1)
+        return {"image": image, "target": self.classes[label], "prediction": self.classes[int(found)],
+                "right": int(found) == label, "confidence": float(confidence)}  # fmt: skip
 
 
 class Images:

@@ -1,4 +1,4 @@
-"""Where a step's time goes: waiting for data, forward and backward, update, evaluation, saving.
+"""Where a step's time goes: waiting for data and its transfer, forward and backward, update, evaluation, saving.
 
 >>> clock = Clock(device)
 >>> for batch in loader:
@@ -20,8 +20,8 @@ from itertools import pairwise
 
 import torch
 
-PHASES = ("data", "compute", "update", "evaluate", "save", "other")
-"""waiting for data; forward and backward (with the reduction of gradients); norm, clipping, optimizer and averages;
+PHASES = ("data", "transfer", "compute", "update", "evaluate", "save", "other")
+"""waiting for data; waiting for its copy to the device; forward and backward (with the reduction of gradients); norm, clipping, optimizer and averages;
 evaluation; the copy that a checkpoint waits for; the rest"""
 
 
@@ -74,7 +74,7 @@ class Clock:
         """
         spent = dict(self._spent)
         if self._on_device:
-            spent |= self._of_device(sum(spent.get(phase, 0.0) for phase in ("data", "compute", "update")))
+            spent |= self._of_device(sum(spent.get(phase, 0.0) for phase in ("data", "transfer", "compute", "update")))
         for phase, seconds in spent.items():
             self._total[phase] += seconds
         whole = sum(spent.values()) or 1.0

@@ -1,9 +1,14 @@
-"""What the shares of the time mean, in a sentence that says what to change."""
+"""What the shares of the time mean, in a sentence that says what to change.
+
+>>> Advice(workers=2, cores=8)({"share/data": 0.31, "share/compute": 0.6})
+['31 % of the time the device waits for data: raise machine.workers from 2 to 4']
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 SIGNIFICANT = 0.15
 """share of the time from which something is worth a sentence"""
@@ -23,7 +28,8 @@ def diagnosis(
     """
     data, update = shares.get("share/data", 0.0), shares.get("share/update", 0.0)
     evaluate, save = shares.get("share/evaluate", 0.0), shares.get("share/save", 0.0)
-    largest = max(data, update, evaluate, save)
+    transfer = shares.get("share/transfer", 0.0)
+    largest = max(data, transfer, update, evaluate, save)
     if largest < SIGNIFICANT:
         return (
             f"{100 * shares.get('share/compute', 0.0):.0f} % of the time goes into forward and backward, as it should"
@@ -31,6 +37,9 @@ def diagnosis(
     percent = f"{100 * largest:.0f} % of the time"
     if largest == data:
         return f"{percent} the device waits for data: {_more_workers(data, workers, cores)}"
+    if largest == transfer:
+        return (f"{percent} the device waits for batches on their way to it: send smaller types (pixels as uint8, tokens as"
+                " int32) and convert them in the model")  # fmt: skip
     if largest == evaluate:
         every = f" from {eval_every} steps to {_rounder(eval_every * largest / 0.05)}" if eval_every else ""
         return f"{percent} goes into evaluation: raise eval.every{every}, or eval.micro"
@@ -39,6 +48,32 @@ def diagnosis(
         return f"{percent} training waits for checkpoints: raise save.every{every}"
     return (f"{percent} goes into the optimizer's update: take a fused optimizer (adamw, sgd), or a larger batch.size, so that"
             " there are fewer updates")  # fmt: skip
+
+
+class Advice:
+    """:func:`diagnosis`, said again only where it names another part of the time.
+
+    Args:
+        after: calls that are left out at the start: the first steps are slower than the rest.
+        about: as :func:`diagnosis` takes it.
+    """
+
+    def __init__(self, *, after: int = 0, **about: Any) -> None:
+        self._after, self._about = after, about
+        self._said = ""
+
+    def sentence(self, shares: Mapping[str, float]) -> str:
+        return diagnosis(shares, **self._about)
+
+    def __call__(self, shares: Mapping[str, float]) -> list[str]:
+        """What is to be said now, if anything."""
+        self._after -= 1
+        sentence = self.sentence(shares)
+        kind = sentence.partition("%")[2].partition(":")[0]
+        if self._after >= 0 or kind == self._said:
+            return []
+        self._said = kind
+        return [sentence]
 
 
 def _more_workers(share: float, workers: int, cores: int) -> str:

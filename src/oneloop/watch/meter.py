@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from oneloop.memory.batch_size import peak_memory
 from oneloop.optim.local import local
 from oneloop.watch.clock import Clock
+from oneloop.watch.utilisation import utilisation
 
 _SAMPLED = 1 << 20
 """weights at most whose update is measured; of larger models every n-th"""
@@ -65,12 +67,13 @@ class Meter:
         """The figures since the last read; one all-gather and one host sync. Every rank must get here."""
         ranks = self._accelerator.num_processes
         moved, size = self._update.squares(self._loss)
+        host = [float(peak_memory()), utilisation(self._loss.device)]
         told = torch.stack([self._loss, self._norm.to(self._wide), moved, size,
-                            torch.tensor(float(peak_memory()), dtype=self._wide, device=self._loss.device)])  # fmt: skip
+                            *torch.tensor(host, dtype=self._wide, device=self._loss.device)])  # fmt: skip
         everyone = self._accelerator.gather(told[None]).tolist()  # host sync
         times = self.clock.read()
         seconds = times.pop("seconds")
-        losses, norms, moves, sizes, memory = (list(column) for column in zip(*everyone, strict=True))
+        losses, norms, moves, sizes, memory, busy = (list(column) for column in zip(*everyone, strict=True))
         figures = {
             "train/loss": sum(losses) / self._weight,
             "train/grad_norm": statistics.fmean(norms),
@@ -82,6 +85,8 @@ class Meter:
             figures["speed/tokens_per_second"] = self._weight / seconds
         if self._flops and self._peak:
             figures["speed/mfu"] = self._flops * self._samples / seconds / (self._peak * ranks)
+        if not math.isnan(sum(busy)):
+            figures["device/utilisation"] = statistics.fmean(busy)
         figures |= {"memory/peak_gib": max(memory) / 2**30, **times}
         self._loss.zero_()
         self._weight, self._samples = 0.0, 0

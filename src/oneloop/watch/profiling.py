@@ -35,11 +35,12 @@ class Profiling:
         profile: steps of the trace, ``10-15`` or ``10``, counted from 1.
         memory: steps of the memory snapshot; needs a GPU, and says the peak without one.
         say: how a person is told what was written.
+        log: takes the share of exposed communication, as a figure.
     """
 
     def __init__(self, folder: Path, device: torch.device, *, profile: str | None = None, memory: str | None = None,
-                 say: Callable[[str], object] = print) -> None:  # fmt: skip
-        self._folder, self._device, self._say = folder, device, say
+                 say: Callable[[str], object] = print, log: Callable[[dict[str, float]], object] = dict) -> None:  # fmt: skip
+        self._folder, self._device, self._say, self._log = folder, device, say, log
         self._trace = span(profile, "watch.profile") if profile else None
         self._memory = span(memory, "watch.memory") if memory else None
         self._profiler: Any = None
@@ -82,6 +83,8 @@ class Profiling:
         alone, whole = exposed(self._profiler.events() or ())
         share = f"communication that nothing else overlaps: {100 * alone / whole:.1f} % of the span\n" if whole else ""
         (self._folder / "operators.txt").write_text(share + table)
+        if whole:
+            self._log({"profile/exposed_communication": alone / whole})
         self._say(f"watch.profile: {self._folder}/trace.json.gz (ui.perfetto.dev) and operators.txt")
         self._profiler, self._trace = None, None
 

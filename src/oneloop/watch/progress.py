@@ -1,70 +1,81 @@
-"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere; nothing on other ranks."""
+"""What a person sees while a run goes on: bars on a terminal, plain lines elsewhere; nothing on other ranks.
+
+>>> with Display() as display:
+...     display.begin(0, total=1000)
+...     for batch in tracked(loader, "evaluating", total=len(loader)):   # a bar of its own, from any depth
+...         ...
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar, Token
 from types import TracebackType
+from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+Item = TypeVar("Item")
 
 
 class Display:
-    """Shows steps and figures; ``with Display(...) as display``.
+    """Shows steps, figures and whatever else takes its time; ``with Display(...) as display``.
 
     Args:
-        total: steps of the run.
         shown: False on all ranks but one.
         quiet: only what :meth:`say` says.
         as_json: figures and messages as JSON lines, for other programs.
-        console: where to; a terminal gets a bar.
+        console: where to; a terminal gets bars.
         interval: seconds between two plain lines, at least.
     """
 
-    def __init__(
-        self, total: int, *, shown: bool = True, quiet: bool = False, as_json: bool = False,
-        console: Console | None = None, interval: float = 1.0,
-    ) -> None:  # fmt: skip
+    def __init__(self, *, shown: bool = True, quiet: bool = False, as_json: bool = False,
+                 console: Console | None = None, interval: float = 1.0) -> None:  # fmt: skip
         self._quiet, self._as_json = quiet, as_json
-        self._total, self._start, self._began = total, 0, time.monotonic()
+        self._total, self._start, self._began = 0, 0, time.monotonic()
         self._console = console or Console(quiet=not shown)
-        self._bar: Progress | None = None
         self._interval, self._last = interval, float("-inf")
+        self.bars: Progress | None = None
+        self._steps: Any = None
+        self._outer: Token[Display | None] | None = None
         if shown and self._console.is_terminal and not quiet and not as_json:
-            self._bar = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"),
-                                 TextColumn("left"), TimeRemainingColumn(), console=self._console)  # fmt: skip
-            self._task = self._bar.add_task("train", total=total, text="")
+            self.bars = Progress(TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(),
+                                 TextColumn("{task.fields[text]}"), TimeElapsedColumn(), TextColumn("left"),
+                                 TimeRemainingColumn(), console=self._console, transient=True)  # fmt: skip
 
-    def begin(self, start: int) -> None:
-        """From which step the run goes on."""
-        self._start, self._began = start, time.monotonic()
-        if self._bar:
-            self._bar.update(self._task, completed=start)
+    def begin(self, start: int, *, total: int) -> None:
+        """From which step the run goes on, and to which."""
+        self._start, self._total, self._began = start, total, time.monotonic()
+        if self.bars:
+            self._steps = self.bars.add_task("step", total=total, completed=start, text="")
 
     def __enter__(self) -> Display:
-        if self._bar:
-            self._bar.start()
+        self._outer = _current.set(self)
+        if self.bars:
+            self.bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar:
-            self._bar.stop()
+        if self._outer is not None:
+            _current.reset(self._outer)
+        if self.bars:
+            self.bars.stop()
 
     def figures(self, step: int, figures: Mapping[str, float]) -> None:
         """Shows the training figures of a log step."""
-        if self._quiet:
-            return
         if self._as_json:
             self._json({"step": step, **figures})
             return
         text = f"loss {figures['train/loss']:.4f}  {figures['train/samples_per_second']:,.0f} samples/s"
         now = time.monotonic()
-        if self._bar:
-            self._bar.update(self._task, completed=step, text=text)
+        if self.bars:
+            self.bars.update(self._steps, completed=step, text=text)
         elif now - self._last >= self._interval or step == self._total:
             self._last = now
             left = (now - self._began) / max(1, step - self._start) * (self._total - step)
@@ -78,6 +89,11 @@ class Display:
         figures = "  ".join(f"{name} {value:.4f}" for name, value in results.items())
         figures += "" if weights == "raw" else f"  ({weights})"
         self.lines([f"step {step}  {figures}"])
+
+    def summary(self, summary: Mapping[str, Any]) -> None:
+        """Shows what came of the run, as a table."""
+        if not self._quiet and not self._as_json and "samples" in summary:
+            self._console.print(summary_table(summary))
 
     def say(self, text: str) -> None:
         """Shows one line that stays, also when all else is quiet."""
@@ -98,3 +114,61 @@ class Display:
     def _json(self, content: Mapping[str, object]) -> None:
         if not self._quiet:
             self._console.print(json.dumps(content), highlight=False, markup=False, soft_wrap=True)
+
+
+_current: ContextVar[Display | None] = ContextVar("display", default=None)
+
+
+class Working:
+    """A bar without an end, for what is under way: until :meth:`done`, or as a context. Nothing outside a :class:`Display`."""
+
+    def __init__(self, what: str, *, total: int | None = None) -> None:
+        display = _current.get()
+        self._bars = display.bars if display else None
+        self._task: Any = self._bars.add_task(what, total=total, text="") if self._bars else None
+
+    def advance(self) -> None:
+        """One more of them is done."""
+        if self._bars and self._task is not None:
+            self._bars.advance(self._task)
+
+    def done(self) -> None:
+        """It has ended."""
+        if self._bars and self._task is not None:
+            self._bars.remove_task(self._task)
+            self._task = None
+
+    def __enter__(self) -> Working:
+        return self
+
+    def __exit__(self, *of: object) -> None:
+        self.done()
+
+
+def tracked(items: Iterable[Item], what: str, *, total: int | None = None) -> Iterator[Item]:
+    """The items, with a bar while they are gone through, where a :class:`Display` is open on a terminal."""
+    with Working(what, total=total) as bar:
+        for item in items:
+            yield item
+            bar.advance()
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """Results by weights (raw, averages), then what the run took; of summary.json."""
+    best = summary.get("best") or {}
+    names = [name for name, value in summary.items() if "/" in name and isinstance(value, float)]
+    kinds = dict.fromkeys(name.rpartition("/")[0].rpartition("/")[0] or "weights" for name in names)
+    table = Table("", *kinds, title=None, show_edge=False, pad_edge=False)
+    for row in dict.fromkeys("/".join(name.split("/")[-2:]) for name in names):
+        found = [summary.get(row if kind == "weights" else f"{kind}/{row}") for kind in kinds]
+        table.add_row(row, *("" if value is None else f"{value:.4f}" for value in found))
+    table.add_section()
+    if best.get("value") is not None:
+        table.add_row(f"best {best['metric']}", f"{best['value']:.4f} at step {best['step']:,}")
+    for name in ("step", "samples", "tokens"):
+        if name in summary:
+            table.add_row(name, f"{summary[name]:,}")
+    if summary.get("seconds"):
+        pace = f"{summary['samples'] / summary['seconds']:,.0f} samples/s in all" if summary.get("samples") else ""
+        table.add_row("time", f"{summary['seconds']:,.1f} s, {pace}")
+    return table

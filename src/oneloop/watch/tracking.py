@@ -10,10 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from numpy.typing import NDArray
 
 from oneloop.errors import BadInput
+from oneloop.watch.examples import Examples
+from oneloop.watch.pictures import matrix, tiles
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -45,13 +49,14 @@ class Tracking:
         config: the resolved recipe, for the trackers.
         resumed: state of an earlier start; what was written after it is cut off, or all where there is none.
         step: of that state.
+        graph: draws the model, as a TensorBoard ``GraphDef``; asked where there is a TensorBoard, at the first start.
         say: how a person is told of trouble.
     """
 
     def __init__(self, accelerator: Accelerator, folder: Path, *, project: str, config: Mapping[str, Any],
-                 resumed: Mapping[str, Any] | None = None, step: int = 0,
+                 resumed: Mapping[str, Any] | None = None, step: int = 0, graph: Callable[[], Any] | None = None,
                  say: Callable[[str], object] = print) -> None:  # fmt: skip
-        self._accelerator, self._say = accelerator, say
+        self._accelerator, self._say, self._folder = accelerator, say, folder
         self._told: set[str] = set()
         self._good = int(resumed["bytes"]) if resumed else 0
         """bytes of whole lines in metrics.jsonl"""
@@ -68,7 +73,13 @@ class Tracking:
             # TensorBoard hides what an earlier start wrote beyond this step.
             purge = {"tensorboard": {"purge_step": step + 1 if resumed else 0}}
             with self._bearing("the trackers"):
-                accelerator.init_trackers(project, config=flat, init_kwargs=purge)
+                accelerator.init_trackers(project, config=None if resumed else flat, init_kwargs=purge)
+        for tracker in accelerator.trackers:
+            if tracker.name == "tensorboard" and graph is not None and not resumed and accelerator.is_main_process:
+                with self._bearing("the model's graph"):
+                    from tensorboard.compat.proto.config_pb2 import RunMetadata
+
+                    tracker.tracker.file_writer.add_graph((graph(), RunMetadata()))
 
     @contextmanager
     def _bearing(self, what: str) -> Iterator[None]:
@@ -111,6 +122,27 @@ class Tracking:
             with self._bearing(f"tracker {tracker.name}"):
                 tracker.log(numbers, step=figures["step"])
 
+    def show(self, step: int, examples: Examples) -> None:
+        """Keeps what is to be looked at in examples.json, and gives it to the trackers that take pictures or texts."""
+        if self._file is None or not (examples.samples or examples.confusion):
+            return
+        with self._bearing("examples.json"):
+            draft = self._folder / "examples.json.draft"
+            draft.write_text(json.dumps({"step": step, **examples.plain()}))
+            draft.replace(self._folder / "examples.json")
+        pictures, texts = _pictures(examples), _texts(examples)
+        for tracker in self._accelerator.trackers:
+            with self._bearing(f"tracker {tracker.name}"):
+                if hasattr(tracker, "log_images"):
+                    layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+                    for name, picture in pictures.items():
+                        tracker.log_images({name: picture[None]}, step=step, **layout)
+                if texts and tracker.name == "tensorboard":
+                    tracker.log(texts, step=step)
+                elif texts and hasattr(tracker, "log_table"):
+                    rows = [[name, text] for name, text in texts.items()]
+                    tracker.log_table("examples", columns=["which", "text"], data=rows, step=step)
+
     def _append(self, lines: bytes) -> None:
         """After the last whole line: of what a full disk takes only a part of, nothing stays."""
         assert self._file is not None
@@ -127,6 +159,31 @@ class Tracking:
                 tracker.finish()
         if self._file is not None:
             self._file.close()
+
+
+def _pictures(examples: Examples) -> dict[str, NDArray[np.uint8]]:
+    found = {}
+    for name, worst in (("examples/fixed", False), ("examples/worst", True)):
+        if chosen := [one for one in examples.samples if "image" in one and one["worst"] == worst]:
+            found[name] = tiles(chosen)
+    return found | ({"examples/confusion": matrix(examples.confusion)} if examples.confusion else {})
+
+
+def _texts(examples: Examples) -> dict[str, str]:
+    """Texts by name, in Markdown; code blocks keep their lines."""
+    found = {}
+    for one in examples.samples:
+        name = f"{'worst' if one['worst'] else 'fixed'}/{one['index']}"
+        text = one.get("text") or "".join(piece for piece, _ in one.get("tokens", ()))
+        said = f"is {one['target']}, said {one['prediction']}" if "prediction" in one else ""
+        if "continuation" in one:
+            text, said = (
+                one["prompt"] + "\N{RIGHTWARDS ARROW}" + one["continuation"],
+                "what the model writes after the arrow",
+            )
+        if text:
+            found[name] = f"{said}\n\n" + "\n".join(f"    {line}" for line in text.splitlines())
+    return found
 
 
 def _plain(value: Any) -> Any:

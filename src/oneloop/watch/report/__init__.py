@@ -1,0 +1,1 @@
+"""One page about a run, or about several: self-contained HTML, from what the run folders hold."""

@@ -1,0 +1,15 @@
+const charts = JSON.parse(document.getElementById("charts").textContent);
+const dark = matchMedia("(prefers-color-scheme: dark)");
+function colours() {
+  const ink = dark.matches ? "#e6eaf0" : "#1c2430", line = dark.matches ? "#2f3842" : "#d9dee5";
+  const hover = dark.matches ? "#1d232a" : "#ffffff";
+  return {paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", "font.color": ink, "hoverlabel.bgcolor": hover,
+    "xaxis.gridcolor": line, "yaxis.gridcolor": line, "xaxis.zerolinecolor": line, "yaxis.zerolinecolor": line};
+}
+function paint(chart) {
+  if (chart.data[0].type === "heatmap") Plotly.restyle(chart, {"textfont.color": colours()["font.color"]});
+  return Plotly.relayout(chart, colours());
+}
+charts.forEach((chart, n) => Plotly.newPlot("chart-" + n, chart.data, chart.layout,
+  {responsive: true, displaylogo: false, displayModeBar: false}).then(paint));
+dark.addEventListener("change", () => document.querySelectorAll(".chart").forEach(paint));
