@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +29,33 @@ DIGITS = ["digits", "--duration", "30", "--batch.micro", "32", "--task.width", "
 COMMON = ["--log.every", "5", "--eval.every", "10", "--save.every", "10", "--ema.half_life", "10", "--track", "none"]
 
 
+def killed(words: list[str], step: int) -> None:
+    """Trains until metrics.jsonl has come to this step, and is killed there."""
+
+    def wait() -> None:
+        while True:
+            with suppress(OSError, ValueError, IndexError):
+                line = Path("other/metrics.jsonl").read_text().splitlines()[-1]
+                if json.loads(line)["step"] >= step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.001)
+
+    threading.Thread(target=wait, daemon=True).start()
+    train(words)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Runs of gpt and of digits, and one of digits that was stopped and went on."""
+    """Runs of gpt and of digits, one of digits that was left alone, and the same killed five times."""
     folder = tmp_path_factory.mktemp("runs")
     run(train, [*GPT, *COMMON, "--run.dir", "gpt"], folder=folder).ok()
     run(train, [*DIGITS, *COMMON, "--run.dir", "digits"], folder=folder).ok()
-    words = [*DIGITS, *COMMON, "--optimizer.lr", "1e-3", "--run.dir", "other", "--save.keep", "9"]
-    run(train, words, folder=folder).ok()
-    from test_resume import back_to
-
-    for step in (10, 20, 10):
-        back_to(folder / "other", step)
-        run(train, words, folder=folder).ok()
+    words = [*DIGITS, *COMMON, "--optimizer.lr", "1e-3", "--duration", "60", "--save.every", "5"]
+    run(train, [*words, "--run.dir", "whole"], folder=folder).ok()
+    for step in (15, 25, 35, 45, 55):
+        world = run(killed, [*words, "--run.dir", "other"], step, folder=folder)
+        assert world.codes == [-signal.SIGKILL], world.output
+    run(train, [*words, "--run.dir", "other"], folder=folder).ok()
     return folder
 
 
@@ -72,7 +91,7 @@ def opened(browser, page: Path) -> list[dict]:
     assert [url for url in asked if not url.startswith(("data:", "chrome://"))] == [page.as_uri()]
     return browser.execute_script(
         "return [...document.querySelectorAll('figure')].map(f => ({title: f.querySelector('h2').textContent, data:"
-        " f.querySelector('.chart').data.map(t => ({name: t.name, x: [...t.x], y: [...t.y]}))}))")  # fmt: skip
+        " f.querySelector('.chart').data.map(t => ({name: t.name, x: [...t.x], y: [...t.y], counts: t.customdata}))}))")  # fmt: skip
 
 
 def logged(folder: Path, figure: str, weights: str | None = None) -> tuple[list, list]:
@@ -108,12 +127,49 @@ def test_every_chart_has_its_data(folder, browser):
 
 
 @needs_chromium
-def test_a_run_that_went_on_is_one_curve_with_its_marks(folder, browser):
+def test_a_run_that_was_killed_five_times_is_one_curve_with_five_marks(folder, browser):
     charts = opened(browser, folder / "other" / "report.html")
     traces = {trace["name"]: trace for trace in charts[0]["data"]}
-    assert traces["loss"]["x"] == [5, 10, 15, 20, 25, 30] == sorted(set(traces["loss"]["x"]))
-    assert sorted(traces["resume"]["x"]) == [10, 10, 20]
-    assert traces["save"]["x"] == [10, 20, 30]
+    steps, losses = logged(folder / "whole", "train/loss")
+    assert traces["loss"]["x"] == steps == list(range(5, 65, 5))
+    assert traces["loss"]["y"] == losses, "the curve is not that of the run left alone"
+    assert len(traces["resume"]["x"]) == 5 and max(traces["resume"]["x"]) >= 45
+    assert traces["save"]["x"][-1] == 60 and len(set(traces["save"]["x"])) == len(traces["save"]["x"])
+
+
+@needs_chromium
+def test_samples_mistakes_and_confusion_are_on_the_page(folder, browser):
+    charts = {chart["title"]: chart["data"] for chart in opened(browser, folder / "digits" / "report.html")}
+    examples = json.loads((folder / "digits" / "examples.json").read_text())
+    (matrix,) = charts["Confusion: rows are the true classes"]
+    assert matrix["counts"] == examples["confusion"]["counts"] and matrix["x"] == examples["confusion"]["classes"]
+    pictures = browser.execute_script(
+        "return [...document.querySelectorAll('.samples img')].map(i => [i.alt, i.naturalWidth])"
+    )
+    assert len(pictures) == 16 and all(width == 80 for _, width in pictures)
+    worst = next(one for one in examples["samples"] if one["worst"])
+    assert f"sample {worst['index']}: is {worst['target']}, predicted {worst['prediction']}" in [
+        alt for alt, _ in pictures
+    ]
+    opened(browser, folder / "gpt" / "report.html")
+    text = browser.execute_script("return document.body.innerText")
+    assert "What the model writes, at step 30" in text and "The largest losses, at step 30" in text
+    shaded = browser.execute_script("return [...document.querySelectorAll('.samples pre span[style]')].length")
+    assert shaded > 50 and len(browser.find_elements("css selector", ".samples mark")) == 8
+
+
+@needs_chromium
+def test_it_can_be_used_with_the_keyboard_alone(folder, browser):
+    from selenium.webdriver.common.keys import Keys
+
+    opened(browser, folder / "digits" / "report.html")
+    browser.find_element("css selector", "body").send_keys(Keys.TAB)
+    assert browser.switch_to.active_element.get_attribute("class") == "skip"
+    browser.switch_to.active_element.send_keys(Keys.TAB)
+    first = browser.switch_to.active_element
+    assert first.tag_name == "summary"
+    first.send_keys(Keys.ENTER)
+    assert browser.execute_script("return document.querySelector('figure details').open")
 
 
 @needs_chromium

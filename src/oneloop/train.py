@@ -91,9 +91,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                      workers=workers, dtype=job.dtype, seed=recipe.seed, interrupted=run.stop_wanted)  # fmt: skip
     validation = {name: dataset for name, dataset in job.eval_sets.items() if name != "test"}
     bad = BadSteps(job.policy, recipe.guard.patience)
-    advice = Advice(
-        after=3, workers=workers, cores=run.cores, eval_every=job.rhythm["eval"], save_every=job.rhythm["save"]
-    )
+    advice = Advice(after=3, workers=workers, cores=run.cores, eval_every=job.rhythm["eval"],
+                    save_every=job.rhythm["save"])  # fmt: skip
     drawn: tuple[float, Tensor, Tensor] | None = None  # weight, norm and loss of a step whose verdict is not known yet
 
     def evaluated(sets: dict[str, Any], examples: Examples | None = None) -> bool:
@@ -175,11 +174,6 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         if action == "stop":
             raise Diverged(f"step {event['step']}: {why}; the weights are those from before it")
 
-    def log_is_near() -> bool:
-        """Whether the coming step may log: its number depends on the one before, where its verdict is awaited."""
-        near = [count.step + 1, count.step + 2] if drawn else [count.step + 1]
-        return any(is_time(number, job.rhythm["log"], job.steps) for number in near)
-
     def batches() -> Iterator[Group]:
         return groups(job.train_set, job.collate, job.order, split, rank=run.rank, seed=recipe.seed,
                       start=count.position, device=run.device, workers=workers)  # fmt: skip
@@ -199,7 +193,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             if weight == 0:
                 raise ValueError(f"step {count.step}: the global batch weighs nothing, so its mean loss is undefined")
             total: Any = 0.0
-            near = log_is_near()
+            # Whether this step may log: its number depends on the one before, where that one's verdict is awaited.
+            near = any(is_time(count.step + n, job.rhythm["log"], job.steps) for n in ([1, 2] if drawn else [1]))
             meter.clock.mark("data")
             profiling.step(count.step + 1)
             with sensor.measuring(job.noise_scale and near):

@@ -30,7 +30,8 @@ class Examples:
 
     def __init__(self, *, fixed: int = 8, worst: int = 8) -> None:
         self._fixed, self._most = fixed, worst
-        self._worst: Tensor | None = None
+        self._losses: Tensor | None = None
+        self._indices: Tensor | None = None
         self.samples: list[dict[str, Any]] = []
         self.confusion: dict[str, Any] | None = None
 
@@ -39,11 +40,14 @@ class Examples:
         each = outputs.get("loss")
         if each is None:
             return
-        each = each.reshape(len(batch["index"]), -1).double()
-        mean = each.sum(1) / (each != 0).sum(1).clamp(min=1)  # padding's loss is zero
-        found = torch.stack([mean, batch["index"].to(mean)], 1)
-        found = found if self._worst is None else torch.cat([self._worst, found])
-        self._worst = found[found[:, 0].topk(min(self._most, len(found))).indices]
+        indices = batch["index"]
+        each = each.reshape(len(indices), -1).float()
+        losses = each.sum(1) / (each != 0).sum(1).clamp(min=1)  # padding's loss is zero
+        losses = losses.nan_to_num(nan=torch.inf)  # worse than all others
+        if self._losses is not None and self._indices is not None:
+            losses, indices = torch.cat([self._losses, losses]), torch.cat([self._indices, indices])
+        self._losses, places = losses.topk(min(self._most, len(losses)))
+        self._indices = indices[places]
 
     def look(self, task: Any, model: nn.Module, number: int, load: Callable[[list[int]], Any], *,
              accelerator: Accelerator) -> None:  # fmt: skip
@@ -56,14 +60,15 @@ class Examples:
             load: of indices: (sample, …) and their batch on the device.
             accelerator: whose ranks shared the set.
         """
-        mine = torch.full((self._most, 2), -torch.inf, dtype=torch.float64, device=accelerator.device)
-        if self._worst is not None:
-            mine[: len(self._worst)] = self._worst
-        everyone = accelerator.gather(mine)
-        chosen = everyone[everyone[:, 0].topk(self._most).indices].tolist()
-        worst = {int(index): loss for loss, index in chosen if loss > -torch.inf}
+        losses = torch.full((self._most,), -torch.inf, device=accelerator.device)
+        indices_of = torch.zeros(self._most, dtype=torch.int64, device=accelerator.device)
+        if self._losses is not None and self._indices is not None:
+            losses[: len(self._losses)], indices_of[: len(self._losses)] = self._losses, self._indices
+        found, places = accelerator.gather(losses).topk(self._most)
+        chosen = accelerator.gather(indices_of)[places]
+        worst = {index: loss for index, loss in zip(chosen.tolist(), found.tolist(), strict=True) if loss > -torch.inf}
         fixed = sorted({place * number // self._fixed for place in range(self._fixed)}) if self._fixed else []
-        for indices, losses in ((list(worst), worst), (fixed, {})):
+        for indices, known in ((list(worst), worst), (fixed, {})):
             if not indices:
                 continue
             samples, batch = load(indices)
@@ -72,9 +77,10 @@ class Examples:
                 outputs = {**outputs, **task.generate(model, batch)}
             outputs = {name: value.cpu() for name, value in outputs.items()}
             for row, (index, sample) in enumerate(zip(indices, samples, strict=True)):
-                said = {name: value[row] for name, value in outputs.items() if len(value) == len(indices)}
+                said = {name: value[row] for name, value in outputs.items()
+                        if value.ndim and len(value) == len(indices)}  # fmt: skip
                 shown = task.show(sample, said)
-                self.samples.append({"index": index, "worst": bool(losses), "loss": losses.get(index), **shown})
+                self.samples.append({"index": index, "worst": bool(known), "loss": known.get(index), **shown})
 
     def plain(self) -> dict[str, Any]:
         """All of it as JSON can hold it; images as PNG in data URLs."""

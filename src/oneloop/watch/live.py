@@ -63,13 +63,15 @@ def view(runs: Sequence[Follower], figures: Sequence[str], *, width: int, height
     each = width // across - 1
     rows = math.ceil(len(runs) / across)
     room = height // rows if height else 0
-    panels = [_panel(run, figures, width=each, height=room) for run in runs]
+    names = [run.folder.resolve().name for run in runs]
+    titles = [name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)]
+    panels = [_panel(run, title, figures, width=each, height=room) for run, title in zip(runs, titles, strict=True)]
     return Columns(panels, width=each, padding=(0, 1, 0, 0)) if across > 1 else Group(*panels)
 
 
-def _panel(run: Follower, figures: Sequence[str], *, width: int, height: int) -> RenderableType:
+def _panel(run: Follower, title: str, figures: Sequence[str], *, width: int, height: int) -> RenderableType:
     if not run.lines:
-        return Panel("nothing yet", title=str(run.folder), width=width)
+        return Panel("nothing yet", title=title, width=width)
     head = _head(run)
     groups = [[name] for name in figures] or _usual(run)
     beside = 2 if width >= 2 * _NARROWEST else 1
@@ -78,7 +80,7 @@ def _panel(run: Follower, figures: Sequence[str], *, width: int, height: int) ->
     grid = Table.grid(*([""] * beside), padding=(0, 1, 0, 0))
     for at in range(0, len(charts), beside):
         grid.add_row(*charts[at : at + beside])
-    return Panel(Group(head, grid), title=str(run.folder), width=width)
+    return Panel(Group(head, grid), title=title, width=width)
 
 
 def _usual(run: Follower) -> list[list[str]]:

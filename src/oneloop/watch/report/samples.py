@@ -62,7 +62,7 @@ def _verdict(one: Mapping[str, Any]) -> str:
 def _body(one: Mapping[str, Any]) -> str:
     if "image" in one:
         said = f"sample {one['index']}: is {one.get('target', 'unknown')}, predicted {one.get('prediction', 'nothing')}"
-        return f'<img src="{_safe(one["image"])}" alt="{_safe(said)}" loading="lazy">'
+        return f'<img src="{_safe(one["image"])}" alt="{_safe(said)}">'
     if "tokens" in one:
         return f'<pre tabindex="0">{"".join(_token(text, loss) for text, loss in one["tokens"])}</pre>'
     return f'<pre tabindex="0">{_safe(one.get("text", ""))}</pre>'
