@@ -30,9 +30,16 @@ def test_the_trace_holds_the_steps_that_were_asked_for(folder, ranks, config):
     names = [event.get("name") for event in trace["traceEvents"]]
     assert names.count("aten::_fused_adamw_") == 3 or names.count("aten::_fused_adamw_") == 6  # one or two groups each
     table = (folder / "a" / "profile" / "operators.txt").read_text()
-    assert "aten::addmm" in table and "communication that nothing else overlaps" in table
-    share = float(table.split("overlaps: ")[1].split(" %")[0])
-    assert (share > 0) == (ranks > 1) and share < 100
+    assert "aten::addmm" in table and ("communication that nothing else overlaps" in table) == (ranks > 1)
+    lines = [json.loads(line) for line in (folder / "a" / "metrics.jsonl").read_text().splitlines()]
+    exposed = [line for line in lines if "profile/exposed_communication" in line]
+    if ranks > 1:
+        share = float(table.split("overlaps: ")[1].split(" %")[0])
+        assert 0 < share < 100 and exposed[0]["step"] == 6
+        assert 100 * exposed[0]["profile/exposed_communication"] == pytest.approx(share, abs=0.06)
+        assert f"{share:.1f} % was communication" in (folder / "a" / "report.html").read_text()
+    else:
+        assert not exposed
     assert "watch.memory: a snapshot needs a GPU; the peak of this process is" in world.output
 
 

@@ -66,9 +66,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     count, best, results, noise = Counters(), Best(), Results(), NoiseScale()
     meter = Meter(accelerator, parameters, flops=job.flops, peak=run.peak_flops(), tokens=job.unit == "tokens")
     parts: dict[str, Any] = {"counters": count, "best": best, "meter": meter, "results": results, "noise": noise,
-                             "guard": guard, **{ema.name: ema for ema in emas}}  # fmt: skip
-    if accelerator.scaler is not None:
-        parts["scaler"] = accelerator.scaler
+                             "guard": guard, **{ema.name: ema for ema in emas},
+                             **({"scaler": accelerator.scaler} if accelerator.scaler else {})}  # fmt: skip
     checkpoints = Checkpoints(folder.path / "checkpoints", accelerator, sync=recipe.save.sync,
                               max_failures=recipe.save.max_failures, say=display.say)  # fmt: skip
 
@@ -186,6 +185,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     profiling = Profiling(folder.path / "profile", run.device, profile=recipe.watch.profile if run.main else None,
                           memory=recipe.watch.memory if run.main else None, say=display.say,
                           log=lambda figures: tracking.log(count.figures(job.unit) | figures))  # fmt: skip
+    meter.clock.restart()
     with profiling, scheduled_garbage("collect" in job.rhythm) as collect:
         for group, weight, stopped, trouble in to_do:
             if trouble:
@@ -197,6 +197,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             near = any(is_time(count.step + n, job.rhythm["log"], job.steps) for n in ([1, 2] if drawn else [1]))
             meter.clock.mark("data")
             profiling.step(count.step + 1)
+            meter.clock.mark("other")
             with sensor.measuring(job.noise_scale and near):
                 for micro, batch in enumerate(group.batches):
                     meter.clock.mark("transfer")

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from oneloop.duration import span
@@ -81,9 +82,12 @@ class Profiling:
         by = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
         table = self._profiler.key_averages().table(sort_by=by, row_limit=30)
         alone, whole = exposed(self._profiler.events() or ())
-        share = f"communication that nothing else overlaps: {100 * alone / whole:.1f} % of the span\n" if whole else ""
+        several = bool(whole) and dist.is_initialized()
+        share = (
+            f"communication that nothing else overlaps: {100 * alone / whole:.1f} % of the span\n" if several else ""
+        )
         (self._folder / "operators.txt").write_text(share + table)
-        if whole:
+        if several:
             self._log({"profile/exposed_communication": alone / whole})
         self._say(f"watch.profile: {self._folder}/trace.json.gz (ui.perfetto.dev) and operators.txt")
         self._profiler, self._trace = None, None

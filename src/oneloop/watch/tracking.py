@@ -118,7 +118,7 @@ class Tracking:
         head = f"{figures['weights']}/" if figures.get("weights", "raw") != "raw" else ""  # an average's own curve
         numbers = {f"{head}{name}": value for name, value in figures.items()
                    if "/" in name and isinstance(value, int | float)}  # fmt: skip
-        for tracker in self._accelerator.trackers:
+        for tracker in self._accelerator.trackers if numbers else ():
             with self._bearing(f"tracker {tracker.name}"):
                 tracker.log(numbers, step=figures["step"])
 
@@ -136,7 +136,10 @@ class Tracking:
                 if hasattr(tracker, "log_images"):
                     layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
                     for name, picture in pictures.items():
-                        tracker.log_images({name: picture[None]}, step=step, **layout)
+                        several = (
+                            picture if tracker.name == "aim" else picture[None]
+                        )  # aim takes one, the others a list
+                        tracker.log_images({name: several}, step=step, **layout)
                 if texts and tracker.name == "tensorboard":
                     tracker.log(texts, step=step)
                 elif texts and hasattr(tracker, "log_table"):
