@@ -1,80 +1,113 @@
-"""What all watching costs of a step of about 5 ms: marks of the clock, sums of the meter, a log line every ten steps.
+"""What all watching costs of a step of about 5 ms: marks of the clock, sums of the meter, update ratio, guard of the figures,
+and at every tenth step the read, a line in metrics.jsonl, TensorBoard and the terminal's line.
 
     python benchmarks/watching_cost.py
 
-One process on a CPU. Rounds alternate: a bare step, the same watched, the bare one again (control).
+One process on a CPU. Machines are noisier than 1 %, so cycles of ten steps alternate: bare, watched, bare (control), each
+starting with another one in turn; what is compared are the medians over all cycles.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import platform
+import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from rich.console import Console
 from torch import nn
 
+from oneloop.watch.diagnosis import Advice
 from oneloop.watch.meter import Meter
+from oneloop.watch.progress import Display
+from oneloop.watch.tracking import Tracking
+
+CYCLE = 10
 
 
 def main() -> None:
     asked = argparse.ArgumentParser()
-    asked.add_argument("--steps", type=int, default=200)
-    asked.add_argument("--pairs", type=int, default=8)
+    asked.add_argument("--cycles", type=int, default=400)
+    asked.add_argument("--rows", type=int, default=192, help="of a batch: how long a step takes")
     given = asked.parse_args()
     torch.set_num_threads(1)
-    accelerator = Accelerator(cpu=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        measure(given.cycles, given.rows, Path(scratch))
+
+
+def measure(cycles: int, rows: int, folder: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(folder))
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    x = torch.randn(192, 256)
+    x = torch.randn(rows, 256)
     meter = Meter(accelerator, list(model.parameters()), flops=1e6, peak=1e11)
+    tracking = Tracking(accelerator, folder, project="cost", config={})
+    display = Display(console=Console(file=io.StringIO()), interval=0.0)
+    display.begin(0, total=10**9)
+    advice = Advice(workers=0, cores=2)
+    norm = torch.tensor(1.0)
+    done = 0
 
-    def bare(step: int) -> None:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def bare() -> None:
+        for _ in range(CYCLE):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    def watched(step: int) -> None:
-        meter.clock.mark("data")
-        loss = model(x).square().mean()
-        loss.backward()
-        meter.clock.mark("compute")
-        if step % 10 == 0:
-            meter.before_update()
-        optimizer.step()
-        optimizer.zero_grad()
-        meter.clock.mark("update")
-        meter.clock.step()
-        meter.step(loss=loss.detach(), weight=192.0, samples=192, norm=loss.detach())
-        if step % 10 == 0:
-            meter.read()
+    def watched() -> None:
+        nonlocal done
+        meter.clock.restart()  # the cycles between were not its own
+        for step in range(1, CYCLE + 1):
+            meter.clock.mark("data")
+            meter.clock.mark("other")
+            meter.clock.mark("transfer")
+            loss = model(x).square().mean()
+            loss.backward()
+            meter.clock.mark("compute")
+            if step == CYCLE:
+                meter.before_update()
+            optimizer.step()
+            optimizer.zero_grad()
+            meter.step(loss=loss.detach(), weight=192.0, samples=192, norm=norm)
+            meter.clock.mark("update")
+            meter.clock.step()
+        done += CYCLE
+        figures = meter.read()
+        tracking.log({"step": done, "samples": 192 * done, "time": 1.0, "train/lr": 1e-4, **figures})
+        display.figures(done, figures)
+        advice(meter.clock.overall())
 
-    def timed(act: Callable[[int], None]) -> float:
+    def timed(act: Callable[[], None]) -> float:
         began = time.perf_counter()
-        for step in range(1, given.steps + 1):
-            act(step)
-        return (time.perf_counter() - began) / given.steps * 1e6
+        act()
+        return (time.perf_counter() - began) / CYCLE * 1e6
 
-    found: dict[str, list[float]] = {"bare": [], "watched": [], "bare again (control)": []}
-    for turn in range(given.pairs + 1):
-        for name, act in zip(found, (bare, watched, bare), strict=True):
-            took = timed(act)
-            if turn:
+    kinds = {"bare": bare, "watched": watched, "bare again (control)": bare}
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+    for turn in range(cycles + 10):
+        for name in random.Random(turn).sample(list(kinds), len(kinds)):
+            took = timed(kinds[name])
+            if turn >= 10:
                 found[name].append(took)
     print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
-    print(f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, 1 thread, {given.steps} steps,"
-          f" {given.pairs} rounds; microseconds per step")  # fmt: skip
+    print(f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, 1 thread, {cycles} cycles of"
+          f" {CYCLE} steps; microseconds per step")  # fmt: skip
+    middle = statistics.median(found["bare"])
     for name, times in found.items():
-        ratio = statistics.median(a / b for a, b in zip(times, found["bare"], strict=True))
-        print(
-            f"{name:22} median {statistics.median(times):8.1f}   min {min(times):8.1f}   max {max(times):8.1f}   {ratio:.4f}x"
-        )
+        quarters = statistics.quantiles(times, n=4)
+        print(f"{name:22} median {statistics.median(times):8.1f}   quartiles {quarters[0]:8.1f} {quarters[2]:8.1f}"
+              f"   {statistics.median(times) / middle:.4f}x")  # fmt: skip
+    tracking.close()
 
 
 if __name__ == "__main__":

@@ -164,6 +164,17 @@ def test_a_task_that_cannot_show_leaves_nothing(tmp_path):
     assert not (tmp_path / "run" / "examples.json").exists()
 
 
+def test_none_are_shown_where_none_are_asked_for_and_few_at_once(tmp_path):
+    words = ["digits", "--duration", "2", "--task.width", "8", "--track", "none", "--log.every", "1"]
+    run(train, [*words, "--eval.samples", "0", "--run.dir", "none"], folder=tmp_path).ok()
+    found = json.loads((tmp_path / "none" / "examples.json").read_text())
+    assert found["samples"] == [] and found["confusion"]
+    run(train, [*words, "--eval.samples", "4", "--eval.micro", "3", "--run.dir", "few"], folder=tmp_path).ok()
+    found = json.loads((tmp_path / "few" / "examples.json").read_text())["samples"]
+    assert [one["worst"] for one in found] == [True] * 4 + [False] * 4
+    assert [one["loss"] for one in found[:4]] == sorted((one["loss"] for one in found[:4]), reverse=True)
+
+
 def test_a_matrix_is_no_figure_to_go_by(tmp_path):
     assert metric_names(ImageClassification()) == {"loss", "accuracy", "macro_f1"}
 

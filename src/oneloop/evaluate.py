@@ -105,7 +105,7 @@ def evaluate(
             if examples is not None:
                 examples.take(batch, outputs)
         if examples is not None and hasattr(task, "show"):
-            examples.look(task, model, len(dataset), chosen, accelerator=accelerator)
+            examples.look(task, model, len(dataset), chosen, micro=micro, accelerator=accelerator)
     sums = torch.stack([total, torch.tensor(weight, dtype=wide, device=device)])
     summed = accelerator.reduce(sums, "sum").tolist()
     results = {"loss": summed[0] / summed[1]}

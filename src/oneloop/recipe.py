@@ -137,11 +137,14 @@ class Eval:
     """duration between two evaluations (0: at the end only)"""
     micro: int | None = None
     """samples that one process evaluates at once (null: as in training)"""
+    samples: int = 8
+    """held-out samples to show after each evaluation, and as many with the largest loss (0: none)"""
     best: str = "eval/loss"
     """the metric that the best result, early stopping and the plateau schedule go by"""
 
     def __post_init__(self) -> None:
         _at_least(1, eval__micro=1 if self.micro is None else self.micro)
+        _at_least(0, eval__samples=self.samples)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     def validated() -> bool:
         """Evaluates on the validation sets and judges the result; False where a stop came first."""
         count.evaluation_due = True
-        if not evaluated(validation, Examples()):
+        if not evaluated(validation, Examples(fixed=recipe.eval.samples, worst=recipe.eval.samples)):
             return False
         count.evaluation_due = False
         better = best.update(results[recipe.eval.best], count.step, higher_is_better=job.upward)

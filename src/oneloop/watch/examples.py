@@ -38,7 +38,7 @@ class Examples:
     def take(self, batch: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
         """Remembers the worst samples of a micro-batch, on the device, by their mean loss; no host sync."""
         each = outputs.get("loss")
-        if each is None:
+        if each is None or not self._most:
             return
         indices = batch["index"]
         each = each.reshape(len(indices), -1).float()
@@ -49,7 +49,7 @@ class Examples:
         self._losses, places = losses.topk(min(self._most, len(losses)))
         self._indices = indices[places]
 
-    def look(self, task: Any, model: nn.Module, number: int, load: Callable[[list[int]], Any], *,
+    def look(self, task: Any, model: nn.Module, number: int, load: Callable[[list[int]], Any], *, micro: int,
              accelerator: Accelerator) -> None:  # fmt: skip
         """Looks at the chosen samples once more, for what is to be seen of them. Every rank must get here.
 
@@ -58,29 +58,35 @@ class Examples:
             model: as prepared, in eval mode.
             number: of samples in the set.
             load: of indices: (sample, …) and their batch on the device.
+            micro: samples at once.
             accelerator: whose ranks shared the set.
         """
-        losses = torch.full((self._most,), -torch.inf, device=accelerator.device)
-        indices_of = torch.zeros(self._most, dtype=torch.int64, device=accelerator.device)
-        if self._losses is not None and self._indices is not None:
-            losses[: len(self._losses)], indices_of[: len(self._losses)] = self._losses, self._indices
-        found, places = accelerator.gather(losses).topk(self._most)
-        chosen = accelerator.gather(indices_of)[places]
-        worst = {index: loss for index, loss in zip(chosen.tolist(), found.tolist(), strict=True) if loss > -torch.inf}
-        fixed = sorted({place * number // self._fixed for place in range(self._fixed)}) if self._fixed else []
+        worst = self._gathered(accelerator) if self._most else {}
+        fixed = sorted({place * number // self._fixed for place in range(self._fixed)})
         for indices, known in ((list(worst), worst), (fixed, {})):
-            if not indices:
-                continue
-            samples, batch = load(indices)
-            _, outputs = task.loss(model, batch)
-            if indices is fixed and hasattr(task, "generate"):
-                outputs = {**outputs, **task.generate(model, batch)}
-            outputs = {name: value.cpu() for name, value in outputs.items()}
-            for row, (index, sample) in enumerate(zip(indices, samples, strict=True)):
-                said = {name: value[row] for name, value in outputs.items()
-                        if value.ndim and len(value) == len(indices)}  # fmt: skip
-                shown = task.show(sample, said)
-                self.samples.append({"index": index, "worst": bool(known), "loss": known.get(index), **shown})
+            for start in range(0, len(indices), micro):
+                self._show(task, model, indices[start : start + micro], known, load)
+
+    def _gathered(self, accelerator: Accelerator) -> dict[int, float]:
+        """The worst of all ranks, with their losses, the worst first."""
+        losses = torch.full((self._most,), -torch.inf, device=accelerator.device)
+        indices = torch.zeros(self._most, dtype=torch.int64, device=accelerator.device)
+        if self._losses is not None and self._indices is not None:
+            losses[: len(self._losses)], indices[: len(self._losses)] = self._losses, self._indices
+        found, places = accelerator.gather(losses).topk(self._most)
+        chosen = accelerator.gather(indices)[places]
+        return {index: loss for index, loss in zip(chosen.tolist(), found.tolist(), strict=True) if loss > -torch.inf}
+
+    def _show(self, task: Any, model: nn.Module, indices: list[int], known: Mapping[int, float],
+              load: Callable[[list[int]], Any]) -> None:  # fmt: skip
+        samples, batch = load(indices)
+        _, outputs = task.loss(model, batch)
+        if not known and hasattr(task, "generate"):
+            outputs = {**outputs, **task.generate(model, batch)}
+        outputs = {name: value.cpu() for name, value in outputs.items() if value.ndim and len(value) == len(indices)}
+        for row, (index, sample) in enumerate(zip(indices, samples, strict=True)):
+            shown = task.show(sample, {name: value[row] for name, value in outputs.items()})
+            self.samples.append({"index": index, "worst": bool(known), "loss": known.get(index), **shown})
 
     def plain(self) -> dict[str, Any]:
         """All of it as JSON can hold it; images as PNG in data URLs."""

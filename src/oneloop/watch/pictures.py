@@ -21,9 +21,9 @@ _GOOD, _BAD, _INK = (24, 110, 60), (180, 35, 45), (30, 36, 48)
 
 
 def picture(image: Tensor) -> Image.Image:
-    """An image of (channels, height, width), whatever the range of its values; small ones are enlarged by whole factors."""
+    """An image of (channels, height, width) or (height, width), whatever the range of its values; small ones are enlarged by whole factors."""
     values = image.detach().float().cpu()
-    values = values[:3] if len(values) >= 3 else values[:1]
+    values = values[None] if values.ndim == 2 else values[:3] if len(values) >= 3 else values[:1]
     low, high = values.amin(), values.amax()
     levels = ((values - low) / (high - low).clamp(min=1e-12) * 255).round().byte()
     drawn = Image.fromarray(levels[0].numpy() if len(levels) == 1 else levels.permute(1, 2, 0).contiguous().numpy())

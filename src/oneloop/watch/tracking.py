@@ -130,21 +130,9 @@ class Tracking:
             draft = self._folder / "examples.json.draft"
             draft.write_text(json.dumps({"step": step, **examples.plain()}))
             draft.replace(self._folder / "examples.json")
-        pictures, texts = _pictures(examples), _texts(examples)
         for tracker in self._accelerator.trackers:
             with self._bearing(f"tracker {tracker.name}"):
-                if hasattr(tracker, "log_images"):
-                    layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-                    for name, picture in pictures.items():
-                        several = (
-                            picture if tracker.name == "aim" else picture[None]
-                        )  # aim takes one, the others a list
-                        tracker.log_images({name: several}, step=step, **layout)
-                if texts and tracker.name == "tensorboard":
-                    tracker.log(texts, step=step)
-                elif texts and hasattr(tracker, "log_table"):
-                    rows = [[name, text] for name, text in texts.items()]
-                    tracker.log_table("examples", columns=["which", "text"], data=rows, step=step)
+                _give(tracker, step, examples)
 
     def _append(self, lines: bytes) -> None:
         """After the last whole line: of what a full disk takes only a part of, nothing stays."""
@@ -162,6 +150,20 @@ class Tracking:
                 tracker.finish()
         if self._file is not None:
             self._file.close()
+
+
+def _give(tracker: Any, step: int, examples: Examples) -> None:
+    """Pictures to trackers that take pictures, texts to those that take texts or tables."""
+    if hasattr(tracker, "log_images"):
+        layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+        for name, picture in _pictures(examples).items():
+            several = picture if tracker.name == "aim" else picture[None]  # aim takes one, the others a list
+            tracker.log_images({name: several}, step=step, **layout)
+    texts = _texts(examples)
+    if texts and tracker.name == "tensorboard":
+        tracker.log(texts, step=step)
+    elif texts and hasattr(tracker, "log_table"):
+        tracker.log_table("examples", columns=["which", "text"], data=[[*row] for row in texts.items()], step=step)
 
 
 def _pictures(examples: Examples) -> dict[str, NDArray[np.uint8]]:
