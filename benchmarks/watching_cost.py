@@ -1,16 +1,18 @@
 """What all watching costs of a step of about 5 ms: marks of the clock, sums of the meter, update ratio, guard of the figures,
-and at every tenth step the read, a line in metrics.jsonl, TensorBoard and the terminal's line.
+and at every twentieth step (the default of log.every) the read, a line in metrics.jsonl, TensorBoard and the terminal's line.
 
     python benchmarks/watching_cost.py
 
-One process on a CPU. Machines are noisier than 1 %, so cycles of ten steps alternate: bare, watched, bare (control), each
-starting with another one in turn; what is compared are the medians over all cycles.
+One process on a CPU. Machines are noisier than 1 %, so cycles of twenty steps alternate: bare, watched, bare (control), each
+starting with another one in turn; the difference to the bare cycle beside it is taken, and of all differences the median,
+with the 95 % interval of that median.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import math
 import platform
 import random
 import statistics
@@ -31,12 +33,12 @@ from oneloop.watch.meter import Meter
 from oneloop.watch.progress import Display
 from oneloop.watch.tracking import Tracking
 
-CYCLE = 10
+CYCLE = 20  # the default of log.every
 
 
 def main() -> None:
     asked = argparse.ArgumentParser()
-    asked.add_argument("--cycles", type=int, default=400)
+    asked.add_argument("--cycles", type=int, default=300)
     asked.add_argument("--rows", type=int, default=192, help="of a batch: how long a step takes")
     given = asked.parse_args()
     torch.set_num_threads(1)
@@ -46,12 +48,12 @@ def main() -> None:
 
 def measure(cycles: int, rows: int, folder: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(folder))
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     x = torch.randn(rows, 256)
     meter = Meter(accelerator, list(model.parameters()), flops=1e6, peak=1e11)
     tracking = Tracking(accelerator, folder, project="cost", config={})
-    display = Display(console=Console(file=io.StringIO()), interval=0.0)
+    display = Display(console=Console(file=io.StringIO()))
     display.begin(0, total=10**9)
     advice = Advice(workers=0, cores=2)
     norm = torch.tensor(1.0)
@@ -104,9 +106,11 @@ def measure(cycles: int, rows: int, folder: Path) -> None:
           f" {CYCLE} steps; microseconds per step")  # fmt: skip
     middle = statistics.median(found["bare"])
     for name, times in found.items():
-        quarters = statistics.quantiles(times, n=4)
-        print(f"{name:22} median {statistics.median(times):8.1f}   quartiles {quarters[0]:8.1f} {quarters[2]:8.1f}"
-              f"   {statistics.median(times) / middle:.4f}x")  # fmt: skip
+        over = sorted(a - b for a, b in zip(times, found["bare"], strict=True))
+        reach = round(0.98 * math.sqrt(cycles))  # ranks of the median's 95 % interval
+        low, high = over[cycles // 2 - reach], over[cycles // 2 + reach]
+        print(f"{name:22} median {statistics.median(times):8.1f}   over bare {statistics.median(over):7.1f} ({low:7.1f} to {high:7.1f})"
+              f"   {100 * statistics.median(over) / middle:6.2f} % ({100 * low / middle:.2f} to {100 * high / middle:.2f})")  # fmt: skip
     tracking.close()
 
 

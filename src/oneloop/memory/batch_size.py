@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import statistics
 import time
 import traceback
@@ -180,8 +181,6 @@ def _serve(pipe: Connection, make: Callable[[], Steps], environment: dict[str, s
 
 def peak_memory() -> int:
     """Most bytes of device memory this process has held at once; of host memory where there is no device."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_reserved())
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

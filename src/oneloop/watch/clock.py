@@ -81,8 +81,8 @@ class Clock:
         figures = {f"share/{phase}": spent.get(phase, 0.0) / whole for phase in PHASES}
         figures["seconds"] = time.perf_counter() - self._since - spent.get("evaluate", 0.0) - spent.get("save", 0.0)
         if self._steps:
-            figures["speed/step_seconds"] = statistics.median(self._steps)
-            quarters = statistics.quantiles(self._steps, n=4) if len(self._steps) > 1 else [0.0, 0.0, 0.0]
+            quarters = statistics.quantiles(self._steps, n=4) if len(self._steps) > 1 else self._steps * 3
+            figures["speed/step_seconds"] = quarters[1]
             figures["speed/step_seconds_iqr"] = quarters[2] - quarters[0]
         self.restart()
         return figures

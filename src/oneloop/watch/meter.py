@@ -1,4 +1,4 @@
-"""What a run does, summed on the device between two log steps; reading it is the one visible host sync."""
+"""What a run does between two log steps, kept on the device; reading it is the one visible host sync."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from oneloop.optim.local import local
 from oneloop.watch.clock import Clock
 from oneloop.watch.utilisation import utilisation
 
-_SAMPLED = 1 << 20
-"""weights at most whose update is measured; of larger models every n-th"""
+_SAMPLED = 1 << 14
+"""weights at most whose update is measured; of larger models every n-th: enough for two digits"""
+_RUN = 64
+"""weights that lie side by side are taken together: memory is read by lines"""
 
 
 class Meter:
@@ -38,11 +40,12 @@ class Meter:
         device = accelerator.device
         self.clock = Clock(device)
         self._wide = torch.float32 if device.type == "mps" else torch.float64
-        self._loss = torch.zeros((), dtype=self._wide, device=device)
+        self._losses = Losses()
+        self._loss = 0.0
+        """this rank's sum up to the last save, where that was after the last read"""
         self._norm = torch.zeros((), device=device)
         self._weight = 0.0
         self._samples = 0
-        self._seconds = 0.0
         self._update = UpdateRatio(parameters)
 
     def before_update(self) -> None:
@@ -50,60 +53,99 @@ class Meter:
         self._update.before()
 
     def step(self, *, loss: Tensor, weight: float, samples: int, norm: Tensor) -> None:
-        """Takes in one step; no host sync.
+        """Takes in one step; no host sync, and no work for the device.
 
         Args:
-            loss: this rank's summed loss, 0-dim.
+            loss: this rank's summed loss, 0-dim; is kept as it is.
             weight: of the global batch.
             samples: of the global batch.
             norm: global gradient norm before clipping.
         """
-        self._loss += loss
+        self._losses.append(loss)
         self._weight += weight
         self._samples += samples
         self._norm = norm
 
     def read(self) -> dict[str, float]:
         """The figures since the last read; one all-gather and one host sync. Every rank must get here."""
-        ranks = self._accelerator.num_processes
-        moved, size = self._update.squares(self._loss)
-        host = [float(peak_memory()), utilisation(self._loss.device)]
-        told = torch.stack([self._loss, self._norm.to(self._wide), moved, size,
-                            *torch.tensor(host, dtype=self._wide, device=self._loss.device)])  # fmt: skip
-        everyone = self._accelerator.gather(told[None]).tolist()  # host sync
+        told = [self._norm, *self._update.squares()]
+        losses, others = self._gathered(told, [float(peak_memory()), utilisation(self._norm.device)])
         times = self.clock.read()
         seconds = times.pop("seconds")
-        losses, norms, moves, sizes, memory, busy = (list(column) for column in zip(*everyone, strict=True))
+        norms, *moves, memory, busy = zip(*others, strict=True)
         figures = {
             "train/loss": sum(losses) / self._weight,
             "train/grad_norm": statistics.fmean(norms),
             "train/samples_per_second": self._samples / seconds,
         }
-        if sum(sizes):
-            figures["train/update_ratio"] = (sum(moves) / sum(sizes)) ** 0.5
+        if moves and sum(moves[1]):
+            figures["train/update_ratio"] = (sum(moves[0]) / sum(moves[1])) ** 0.5
         if self._tokens:
             figures["speed/tokens_per_second"] = self._weight / seconds
         if self._flops and self._peak:
-            figures["speed/mfu"] = self._flops * self._samples / seconds / (self._peak * ranks)
+            figures["speed/mfu"] = self._flops * self._samples / seconds / (self._peak * len(losses))
         if not math.isnan(sum(busy)):
             figures["device/utilisation"] = statistics.fmean(busy)
         figures |= {"memory/peak_gib": max(memory) / 2**30, **times}
-        self._loss.zero_()
-        self._weight, self._samples = 0.0, 0
+        self._loss, self._weight, self._samples = 0.0, 0.0, 0
         return figures
+
+    def _gathered(self, told: list[Tensor], host: list[float]) -> tuple[list[float], list[list[float]]]:
+        """Every rank's summed loss, and its other figures: 0-dim tensors, and what the host knows. The losses are added one by
+        one, on the host: so their sum does not depend on where a save came between."""
+        chunks, single = self._losses.taken()
+        mine = torch.cat([*chunks, torch.stack([*single, *told])]) if chunks else torch.stack([*single, *told])
+        if self._accelerator.num_processes > 1:
+            known = torch.tensor([self._loss, *host], dtype=self._wide, device=mine.device)
+            rows = self._accelerator.gather(torch.cat([known, mine])[None]).tolist()  # host sync
+        else:
+            rows = [[self._loss, *host, *mine.tolist()]]  # host sync
+        first, last = 1 + len(host), len(rows[0]) - len(told)
+        return ([_in_order([row[0], *row[first:last]]) for row in rows], [[*row[last:], *row[1:first]] for row in rows])
 
     def state_dict(self) -> dict[str, Any]:
         """What was summed since the last read, each rank's loss by itself. Host sync; every rank must get here."""
-        losses = self._accelerator.gather(self._loss.reshape(1)).tolist()
+        losses, _ = self._gathered([self._norm], [])
+        self._loss = losses[self._accelerator.process_index]
         return {"losses": losses, "weight": self._weight, "samples": self._samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on with those sums: to the bit where the number of ranks is the same, else rank 0 takes all."""
         losses, rank = state["losses"], self._accelerator.process_index
-        mine = losses[rank] if len(losses) == self._accelerator.num_processes else sum(losses) if rank == 0 else 0.0
-        self._loss.fill_(mine)
+        self._losses.taken()
+        self._loss = (
+            losses[rank] if len(losses) == self._accelerator.num_processes else sum(losses) if rank == 0 else 0.0
+        )
         self._weight, self._samples = state["weight"], state["samples"]
         self.clock.restart()
+
+
+class Losses:
+    """Device scalars, kept until they are wanted; of many, a thousand at a time are put together."""
+
+    def __init__(self) -> None:
+        self._single: list[Tensor] = []
+        self._chunks: list[Tensor] = []
+
+    def append(self, value: Tensor) -> None:
+        self._single.append(value)
+        if len(self._single) == 1024:
+            self._chunks.append(torch.stack(self._single))
+            self._single = []
+
+    def taken(self) -> tuple[list[Tensor], list[Tensor]]:
+        """All of them, in order: vectors, and after them scalars; none is kept."""
+        found = self._chunks, self._single
+        self._single, self._chunks = [], []
+        return found
+
+
+def _in_order(values: list[float]) -> float:
+    """Their sum, added from the left: the built-in ``sum`` compensates since Python 3.12, and would add otherwise."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
 
 
 class UpdateRatio:
@@ -115,18 +157,30 @@ class UpdateRatio:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         mine = [local(parameter.detach()) for parameter in parameters]
         stride = max(1, sum(one.numel() for one in mine) // _SAMPLED)
-        self._views = [one.view(-1)[::stride] for one in mine if one.numel() and one.is_contiguous()]
+        self._views: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        """by type and width, so that each list is joined at once"""
+        for one in mine:
+            if one.numel() and one.is_contiguous():
+                run = min(_RUN, one.numel())
+                runs = one.view(-1)[: one.numel() // run * run].view(-1, run)
+                self._views.setdefault((one.dtype, run), []).append(runs[::stride])
         self._before: list[Tensor] = []
 
     def before(self) -> None:
         """Remembers the weights."""
-        self._before = [view.clone() for view in self._views]
+        self._before = [torch.cat(views).view(-1) for views in self._views.values()]
 
-    def squares(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared norms of the change since :meth:`before` and of the weights then, 0-dim, of the type of ``like``."""
-        if not self._before:
-            return torch.zeros_like(like), torch.zeros_like(like)
-        change = torch._foreach_sub(self._views, self._before)
-        found = [torch.stack(torch._foreach_norm(one)).to(like.dtype).square().sum() for one in (change, self._before)]
+    def squares(self) -> list[Tensor]:
+        """Squared norms of the change since :meth:`before` and of the weights then, 0-dim; nothing where that was not called."""
+        found = []
+        for before, views in zip(self._before, self._views.values(), strict=False):
+            change = torch.cat(views).view(-1).sub_(before)
+            if change.dtype.itemsize < 4:
+                change, before = change.float(), before.float()
+            found.append((change.dot(change), before.dot(before)))
         self._before = []
-        return found[0], found[1]
+        return [
+            total
+            for several in zip(*found, strict=True)
+            for total in [several[0] if len(several) == 1 else torch.stack(several).sum()]
+        ]

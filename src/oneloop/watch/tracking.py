@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -18,6 +19,9 @@ from numpy.typing import NDArray
 from oneloop.errors import BadInput
 from oneloop.watch.examples import Examples
 from oneloop.watch.pictures import matrix, tiles
+
+_FLUSH = 5.0
+"""seconds between two waits for TensorBoard's file"""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -61,6 +65,9 @@ class Tracking:
         self._good = int(resumed["bytes"]) if resumed else 0
         """bytes of whole lines in metrics.jsonl"""
         self._file: IO[bytes] | None = None
+        self._broken = True
+        """whether a part of a line may stand after the last whole one"""
+        self._flushed = time.monotonic()
         if accelerator.is_main_process:
             self._file = (folder / "metrics.jsonl").open(
                 "r+b" if (folder / "metrics.jsonl").exists() else "w+b", buffering=0
@@ -106,7 +113,7 @@ class Tracking:
         assert self._file is not None
         self._file.seek(good)
         rest = self._file.read() if good else b""
-        self._good = good
+        self._good, self._broken = good, True
         self._append(b"".join(line for line in rest.splitlines(keepends=True) if kept in line and line.endswith(b"\n")))
 
     def log(self, figures: Mapping[str, Any]) -> None:
@@ -120,7 +127,10 @@ class Tracking:
                    if "/" in name and isinstance(value, int | float)}  # fmt: skip
         for tracker in self._accelerator.trackers if numbers else ():
             with self._bearing(f"tracker {tracker.name}"):
-                tracker.log(numbers, step=figures["step"])
+                if tracker.name == "tensorboard":
+                    self._to_tensorboard(tracker.tracker, numbers, figures["step"])
+                else:
+                    tracker.log(numbers, step=figures["step"])
 
     def show(self, step: int, examples: Examples) -> None:
         """Keeps what is to be looked at in examples.json, and gives it to the trackers that take pictures or texts."""
@@ -137,12 +147,26 @@ class Tracking:
     def _append(self, lines: bytes) -> None:
         """After the last whole line: of what a full disk takes only a part of, nothing stays."""
         assert self._file is not None
-        self._file.truncate(self._good)
-        self._file.seek(self._good)
+        if self._broken:
+            self._file.truncate(self._good)
+            self._file.seek(self._good)
+        self._broken = True
         rest = memoryview(lines)
         while rest:
             rest = rest[self._file.write(rest) :]
         self._good += len(lines)
+        self._broken = False
+
+    def _to_tensorboard(self, writer: Any, numbers: Mapping[str, float], step: int) -> None:
+        """One event for all figures: accelerate makes one for each, and waits for the disk, which takes thirty times as long."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        writer.file_writer.add_summary(Summary(value=values), step)
+        now = time.monotonic()
+        if now - self._flushed > _FLUSH:
+            self._flushed = now
+            writer.flush()
 
     def close(self) -> None:
         for tracker in self._accelerator.trackers:  # not end_training(), which also ends the process group
