@@ -1,11 +1,13 @@
-"""What all watching costs of a step of about 5 ms: marks of the clock, sums of the meter, update ratio, guard of the figures,
-and at every twentieth step (the default of log.every) the read, a line in metrics.jsonl, TensorBoard and the terminal's line.
+"""What all watching costs of a step of about 5 ms, in three stages: marks of the clock and sums of the meter at every step;
+at every twentieth (the default of log.every) the update ratio and the read; a line in metrics.jsonl, TensorBoard, the
+terminal, and advice.
 
     python benchmarks/watching_cost.py
 
-One process on a CPU. Machines are noisier than 1 %, so cycles of twenty steps alternate: bare, watched, bare (control), each
-starting with another one in turn; the difference to the bare cycle beside it is taken, and of all differences the median,
-with the 95 % interval of that median.
+One process on a CPU. Machines are noisier than 1 %, so cycles of twenty steps alternate, bare, watched, bare (control), each
+turn in another order; the difference to the bare cycle of the same turn is taken, and of all differences the median, with
+the 95 % interval of that median. glibc is told to keep freed memory: else it gives it back and takes it again in turns that
+any small allocation moves about (500 page faults a cycle or 240), by more than what is to be measured.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import io
 import math
+import os
 import platform
 import random
 import statistics
@@ -41,6 +44,9 @@ def main() -> None:
     asked.add_argument("--cycles", type=int, default=300)
     asked.add_argument("--rows", type=int, default=192, help="of a batch: how long a step takes")
     given = asked.parse_args()
+    if "MALLOC_TRIM_THRESHOLD_" not in os.environ:
+        kept = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | kept)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         measure(given.cycles, given.rows, Path(scratch))
@@ -66,7 +72,7 @@ def measure(cycles: int, rows: int, folder: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    def watched() -> None:
+    def watched(read: bool = True, write: bool = True) -> None:
         nonlocal done
         meter.clock.restart()  # the cycles between were not its own
         for step in range(1, CYCLE + 1):
@@ -76,7 +82,7 @@ def measure(cycles: int, rows: int, folder: Path) -> None:
             loss = model(x).square().mean()
             loss.backward()
             meter.clock.mark("compute")
-            if step == CYCLE:
+            if read and step == CYCLE:
                 meter.before_update()
             optimizer.step()
             optimizer.zero_grad()
@@ -84,17 +90,28 @@ def measure(cycles: int, rows: int, folder: Path) -> None:
             meter.clock.mark("update")
             meter.clock.step()
         done += CYCLE
+        if not read:
+            meter._losses.clear()
+            return
         figures = meter.read()
+        if not write:
+            return
         tracking.log({"step": done, "samples": 192 * done, "time": 1.0, "train/lr": 1e-4, **figures})
         display.figures(done, figures)
-        advice(meter.clock.overall())
+        advice(meter.clock.overall)
 
     def timed(act: Callable[[], None]) -> float:
         began = time.perf_counter()
         act()
         return (time.perf_counter() - began) / CYCLE * 1e6
 
-    kinds = {"bare": bare, "watched": watched, "bare again (control)": bare}
+    kinds: dict[str, Callable[[], None]] = {
+        "bare": bare,
+        "marks and sums": lambda: watched(read=False),
+        "read at the 20th": lambda: watched(write=False),
+        "written too: all of it": watched,
+        "bare again (control)": bare,
+    }
     found: dict[str, list[float]] = {name: [] for name in kinds}
     for turn in range(cycles + 10):
         for name in random.Random(turn).sample(list(kinds), len(kinds)):

@@ -6,6 +6,7 @@ import json
 import math
 import resource
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -165,8 +166,11 @@ def test_what_the_shares_mean(shares, workers, says):
     assert says in diagnosis(shares, workers=workers, cores=8, eval_every=100, save_every=50)
 
 
+@dataclass
 class Raising:
-    """Makes TensorBoard's tracker raise at every call."""
+    """Makes TensorBoard's tracker raise at every call, or at every one after its start."""
+
+    start: bool
 
     def __call__(self, argv: list[str]) -> None:
         from accelerate.tracking import TensorBoardTracker
@@ -176,7 +180,9 @@ class Raising:
             raise ConnectionError("no tracker today")
 
         TensorBoardTracker.log = TensorBoardTracker.store_init_configuration = TensorBoardTracker.finish = fail
-        FileWriter.add_summary = FileWriter.add_graph = FileWriter.add_event = fail
+        TensorBoardTracker.log_images = FileWriter.add_summary = FileWriter.add_graph = fail
+        if self.start:
+            TensorBoardTracker.start = fail
         train(argv)
 
 
@@ -201,13 +207,14 @@ class FullDisk:
 
 
 @pytest.mark.parametrize(("how", "track", "says"), [
-    (Raising(), "tensorboard", "tracker tensorboard cannot be written (ConnectionError: no tracker today)"),
+    (Raising(start=False), "tensorboard", "tracker tensorboard cannot be written (ConnectionError: no tracker today)"),
+    (Raising(start=True), "tensorboard", "tracker tensorboard cannot be written (ConnectionError: no tracker today)"),
     (FullDisk(), "none", "metrics.jsonl cannot be written (OSError"),
 ])  # fmt: skip
 def test_trouble_with_what_is_written_is_told_once(tmp_path, how, track, says):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
     world = run(how, ["r.yaml", *COMMON[:-4], "--track", track, "--run.dir", "a", "--log.every", "10"], folder=tmp_path)
     world.ok()
-    assert world.output.count(says) == 1
+    assert world.output.count(says) == world.output.count("cannot be written") == 1
     assert json.loads((tmp_path / "a" / "summary.json").read_text())["step"] == 60
     assert all(isinstance(line, dict) for line in lines(tmp_path / "a"))  # no half line

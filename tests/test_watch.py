@@ -122,13 +122,15 @@ def test_a_run_on_a_terminal_shows_all_that_takes_time(tmp_path):
 
 
 def test_advice_is_given_once_for_each_cause():
-    advice = Advice(after=1, workers=0, cores=4)
+    advice = Advice(after=1, interval=0.0, workers=0, cores=4)
     slow_data, fine = {"share/data": 0.5, "share/compute": 0.5}, {"share/compute": 0.97}
-    assert advice(slow_data) == []  # the first steps tell nothing
-    assert advice(slow_data) == ["50 % of the time the device waits for data: raise machine.workers from 0 to 1"]
-    assert advice({"share/data": 0.6, "share/compute": 0.4}) == []
-    assert advice(fine)[0].startswith("97 % of the time goes into forward and backward")
-    assert "smaller types" in advice({"share/transfer": 0.4})[0]
+    assert advice(lambda: slow_data) == []  # the first steps tell nothing
+    assert advice(lambda: slow_data) == [
+        "50 % of the time the device waits for data: raise machine.workers from 0 to 1"
+    ]
+    assert advice(lambda: {"share/data": 0.6, "share/compute": 0.4}) == []
+    assert advice(lambda: fine)[0].startswith("97 % of the time goes into forward and backward")
+    assert "smaller types" in advice(lambda: {"share/transfer": 0.4})[0]
 
 
 # --- oneloop watch --------------------------------------------------------------------------------------------------

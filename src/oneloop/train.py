@@ -241,7 +241,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                 results["train/loss"] = figures["train/loss"]
                 tracking.log({**count.figures(job.unit), "time": time.perf_counter() - began, **figures})
                 display.figures(count.step, figures)
-                display.lines(advice(meter.clock.overall()))
+                display.lines(advice(meter.clock.overall))
             if "check" in due:
                 check_replicas(model, optimizer, step=count.step)
             if "collect" in due:

@@ -13,7 +13,6 @@ without a wait, and :meth:`read` asks them; a device that has nothing to do betw
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import defaultdict, deque
 from itertools import pairwise
@@ -23,6 +22,10 @@ import torch
 PHASES = ("data", "transfer", "compute", "update", "evaluate", "save", "other")
 """waiting for data; waiting for its copy to the device; forward and backward (with the reduction of gradients); norm, clipping, optimizer and averages;
 evaluation; the copy that a checkpoint waits for; the rest"""
+
+_STEP = "step"
+_MANY = 8192
+"""marks that are kept before they are summed"""
 
 
 class Clock:
@@ -35,7 +38,7 @@ class Clock:
 
     def __init__(self, device: torch.device, *, events: int = 8) -> None:
         self._device = device
-        self._marks: deque[list[tuple[str, torch.Event]]] = deque(maxlen=events)
+        self._events: deque[list[tuple[str, torch.Event]]] = deque(maxlen=events)
         self._on_device = device.type == "cuda"
         self._total: dict[str, float] = defaultdict(float)
         self.restart()
@@ -44,27 +47,38 @@ class Clock:
         """Begins anew, from now on."""
         self._spent: dict[str, float] = defaultdict(float)
         self._steps: list[float] = []
-        self._marks.clear()
+        self._marks: list[tuple[str, float]] = []
+        """not yet summed: at every step there is time for no more than to write them down"""
+        self._events.clear()
         self._last = self._began = self._since = time.perf_counter()
 
     def mark(self, phase: str) -> None:
         """The time since the last mark was spent on ``phase``. Host only; about a microsecond (a GPU: three)."""
-        now = time.perf_counter()
-        self._spent[phase] += now - self._last
-        self._last = now
+        self._marks.append((phase, time.perf_counter()))
         if self._on_device:
             event = torch.Event(self._device, enable_timing=True)
             event.record()
-            if not self._marks:
-                self._marks.append([])
-            self._marks[-1].append((phase, event))
+            if not self._events:
+                self._events.append([])
+            self._events[-1].append((phase, event))
 
     def step(self) -> None:
         """A step is done."""
-        self._steps.append(self._last - self._began)
-        self._began = self._last
+        self._marks.append((_STEP, 0.0))
+        if len(self._marks) > _MANY:
+            self._sum()
         if self._on_device:
-            self._marks.append(self._marks[-1][-1:] if self._marks else [])
+            self._events.append(self._events[-1][-1:] if self._events else [])
+
+    def _sum(self) -> None:
+        for phase, now in self._marks:
+            if phase is _STEP:
+                self._steps.append(self._last - self._began)
+                self._began = self._last
+            else:
+                self._spent[phase] += now - self._last
+                self._last = now
+        self._marks = []
 
     def read(self) -> dict[str, float]:
         """Since the last read: shares of the time, which sum to 1; median and spread (between the quartiles) of a step's
@@ -72,6 +86,7 @@ class Clock:
 
         On a GPU: to be called after a wait for the device.
         """
+        self._sum()
         spent = dict(self._spent)
         if self._on_device:
             spent |= self._of_device(sum(spent.get(phase, 0.0) for phase in ("data", "transfer", "compute", "update")))
@@ -81,9 +96,8 @@ class Clock:
         figures = {f"share/{phase}": spent.get(phase, 0.0) / whole for phase in PHASES}
         figures["seconds"] = time.perf_counter() - self._since - spent.get("evaluate", 0.0) - spent.get("save", 0.0)
         if self._steps:
-            quarters = statistics.quantiles(self._steps, n=4) if len(self._steps) > 1 else self._steps * 3
-            figures["speed/step_seconds"] = quarters[1]
-            figures["speed/step_seconds_iqr"] = quarters[2] - quarters[0]
+            low, middle, high = _quartiles(self._steps)
+            figures["speed/step_seconds"], figures["speed/step_seconds_iqr"] = middle, high - low
         self.restart()
         return figures
 
@@ -95,8 +109,21 @@ class Clock:
     def _of_device(self, seconds: float) -> dict[str, float]:
         """The host's seconds of these phases, divided as the device spent them."""
         spent: dict[str, float] = defaultdict(float)
-        for marks in self._marks:
+        for marks in self._events:
             for (_, before), (phase, event) in pairwise(marks):
                 spent[phase] += before.elapsed_time(event)
         whole = sum(spent.values())
         return {phase: value / whole * seconds for phase, value in spent.items()} if whole else {}
+
+
+def _quartiles(values: list[float]) -> tuple[float, float, float]:
+    """The first, the second and the third, between the nearest two values (as numpy.quantile has them)."""
+    ordered = sorted(values)
+
+    def at(share: float) -> float:
+        place = share * (len(ordered) - 1)
+        below = int(place)
+        above = min(below + 1, len(ordered) - 1)
+        return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+    return at(0.25), at(0.5), at(0.75)

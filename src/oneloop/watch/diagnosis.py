@@ -1,13 +1,14 @@
 """What the shares of the time mean, in a sentence that says what to change.
 
->>> Advice(workers=2, cores=8)({"share/data": 0.31, "share/compute": 0.6})
+>>> Advice(workers=2, cores=8)(lambda: {"share/data": 0.31, "share/compute": 0.6})
 ['31 % of the time the device waits for data: raise machine.workers from 2 to 4']
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 SIGNIFICANT = 0.15
@@ -55,22 +56,28 @@ class Advice:
 
     Args:
         after: calls that are left out at the start: the first steps are slower than the rest.
+        interval: seconds between two looks, at least.
         about: as :func:`diagnosis` takes it.
     """
 
-    def __init__(self, *, after: int = 0, **about: Any) -> None:
-        self._after, self._about = after, about
+    def __init__(self, *, after: int = 0, interval: float = 1.0, **about: Any) -> None:
+        self._after, self._interval, self._about = after, interval, about
+        self._looked = float("-inf")
         self._said = ""
 
     def sentence(self, shares: Mapping[str, float]) -> str:
         return diagnosis(shares, **self._about)
 
-    def __call__(self, shares: Mapping[str, float]) -> list[str]:
+    def __call__(self, shares: Callable[[], Mapping[str, float]]) -> list[str]:
         """What is to be said now, if anything."""
         self._after -= 1
-        sentence = self.sentence(shares)
+        now = time.monotonic()
+        if self._after >= 0 or now - self._looked < self._interval:
+            return []
+        self._looked = now
+        sentence = self.sentence(shares())
         kind = sentence.partition("%")[2].partition(":")[0]
-        if self._after >= 0 or kind == self._said:
+        if kind == self._said:
             return []
         self._said = kind
         return [sentence]

@@ -40,7 +40,9 @@ class Meter:
         device = accelerator.device
         self.clock = Clock(device)
         self._wide = torch.float32 if device.type == "mps" else torch.float64
-        self._losses = Losses()
+        self._losses: list[Tensor] = []
+        self._chunks: list[Tensor] = []
+        """of very many losses a thousand at a time are put together"""
         self._loss = 0.0
         """this rank's sum up to the last save, where that was after the last read"""
         self._norm = torch.zeros((), device=device)
@@ -62,6 +64,9 @@ class Meter:
             norm: global gradient norm before clipping.
         """
         self._losses.append(loss)
+        if len(self._losses) == 1024:
+            self._chunks.append(torch.stack(self._losses))
+            self._losses = []
         self._weight += weight
         self._samples += samples
         self._norm = norm
@@ -93,8 +98,9 @@ class Meter:
     def _gathered(self, told: list[Tensor], host: list[float]) -> tuple[list[float], list[list[float]]]:
         """Every rank's summed loss, and its other figures: 0-dim tensors, and what the host knows. The losses are added one by
         one, on the host: so their sum does not depend on where a save came between."""
-        chunks, single = self._losses.taken()
-        mine = torch.cat([*chunks, torch.stack([*single, *told])]) if chunks else torch.stack([*single, *told])
+        single = torch.stack([*self._losses, *told])
+        mine = torch.cat([*self._chunks, single]) if self._chunks else single
+        self._losses, self._chunks = [], []
         if self._accelerator.num_processes > 1:
             known = torch.tensor([self._loss, *host], dtype=self._wide, device=mine.device)
             rows = self._accelerator.gather(torch.cat([known, mine])[None]).tolist()  # host sync
@@ -112,32 +118,12 @@ class Meter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on with those sums: to the bit where the number of ranks is the same, else rank 0 takes all."""
         losses, rank = state["losses"], self._accelerator.process_index
-        self._losses.taken()
+        self._losses, self._chunks = [], []
         self._loss = (
             losses[rank] if len(losses) == self._accelerator.num_processes else sum(losses) if rank == 0 else 0.0
         )
         self._weight, self._samples = state["weight"], state["samples"]
         self.clock.restart()
-
-
-class Losses:
-    """Device scalars, kept until they are wanted; of many, a thousand at a time are put together."""
-
-    def __init__(self) -> None:
-        self._single: list[Tensor] = []
-        self._chunks: list[Tensor] = []
-
-    def append(self, value: Tensor) -> None:
-        self._single.append(value)
-        if len(self._single) == 1024:
-            self._chunks.append(torch.stack(self._single))
-            self._single = []
-
-    def taken(self) -> tuple[list[Tensor], list[Tensor]]:
-        """All of them, in order: vectors, and after them scalars; none is kept."""
-        found = self._chunks, self._single
-        self._single, self._chunks = [], []
-        return found
 
 
 def _in_order(values: list[float]) -> float:

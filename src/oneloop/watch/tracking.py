@@ -74,19 +74,31 @@ class Tracking:
             )
             with self._bearing("metrics.jsonl"):
                 self._cut(self._good, b'"event": "resume"')
-        if accelerator.log_with:
-            flat = {f"{group}.{key}": str(value) for group, inside in config.items()
-                    for key, value in (inside.items() if isinstance(inside, Mapping) else (("", inside),))}  # fmt: skip
-            # TensorBoard hides what an earlier start wrote beyond this step.
-            purge = {"tensorboard": {"purge_step": step + 1 if resumed else 0}}
-            with self._bearing("the trackers"):
-                accelerator.init_trackers(project, config=None if resumed else flat, init_kwargs=purge)
-        for tracker in accelerator.trackers:
-            if tracker.name == "tensorboard" and graph is not None and not resumed and accelerator.is_main_process:
-                with self._bearing("the model's graph"):
-                    from tensorboard.compat.proto.config_pb2 import RunMetadata
+        flat = {f"{group}.{key}": str(value) for group, inside in config.items()
+                for key, value in (inside.items() if isinstance(inside, Mapping) else (("", inside),))}  # fmt: skip
+        for name in map(str, accelerator.log_with):
+            with self._bearing(f"tracker {name}"):
+                tracker = self._started(name, project, step + 1 if resumed else 0)
+                if not resumed:
+                    tracker.store_init_configuration(flat)
+                    if name == "tensorboard" and graph is not None and self._file is not None:
+                        self._draw(tracker.tracker, graph)
 
-                    tracker.tracker.file_writer.add_graph((graph(), RunMetadata()))
+    def _started(self, name: str, project: str, first: int) -> Any:
+        """One of accelerate's trackers. Not by ``init_trackers``: there one that fails keeps the next from starting."""
+        kind = LOGGER_TYPE_TO_CLASS[name]
+        where = [self._accelerator.logging_dir] if kind.requires_logging_directory else []
+        # TensorBoard hides what an earlier start wrote from this step on.
+        tracker = kind(project, *where, **({"purge_step": first} if name == "tensorboard" else {}))
+        tracker.start()
+        self._accelerator.trackers.append(tracker)
+        return tracker
+
+    def _draw(self, writer: Any, graph: Callable[[], Any]) -> None:
+        from tensorboard.compat.proto.config_pb2 import RunMetadata
+
+        with self._bearing("the model's graph"):
+            writer.file_writer.add_graph((graph(), RunMetadata()))
 
     @contextmanager
     def _bearing(self, what: str) -> Iterator[None]:
@@ -121,7 +133,7 @@ class Tracking:
         if self._file is None:
             return
         with self._bearing("metrics.jsonl"):
-            self._append(json.dumps({name: _plain(value) for name, value in figures.items()}).encode() + b"\n")
+            self._append(_line(figures))
         head = f"{figures['weights']}/" if figures.get("weights", "raw") != "raw" else ""  # an average's own curve
         numbers = {f"{head}{name}": value for name, value in figures.items()
                    if "/" in name and isinstance(value, int | float)}  # fmt: skip
@@ -215,5 +227,11 @@ def _texts(examples: Examples) -> dict[str, str]:
     return found
 
 
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def _line(figures: Mapping[str, Any]) -> bytes:
+    try:
+        text = json.dumps(figures, allow_nan=False)
+    except ValueError:  # NaN and Inf are written as text: JSON has none
+        finite = {name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+                  for name, value in figures.items()}  # fmt: skip
+        text = json.dumps(finite)
+    return text.encode() + b"\n"
