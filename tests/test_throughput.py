@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from oneloop.runtime import start
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.watch.diagnosis import diagnosis
+from oneloop.watch.meter import Meter
 from oneloop.watch.throughput import measured_peak, training_flops
 from oneloop.watch.utilisation import utilisation
 from tiny import Ragged, Sequences
@@ -138,6 +140,30 @@ class SlowStart:
 
         TensorBoardTracker.start = start
         train(argv)
+
+
+def measured() -> dict[str, float]:
+    """The figures of one step whose update is a tenth of the weights, with the weights of which only rank 0 holds any."""
+    world = start()
+    torch.manual_seed(0)
+    model = world.prepare(torch.nn.Linear(4, 1, bias=False))
+    meter = Meter(world.accelerator, list(model.parameters()))
+    for number in range(3):
+        meter.step(loss=torch.tensor(1.0 + number + 10 * world.rank), weight=2.0, samples=2, norm=torch.tensor(0.5))
+    meter.before_update()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    kept = meter.state_dict()
+    meter.load_state_dict(kept)
+    return meter.read()
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
+def test_the_update_is_measured_where_a_rank_holds_no_weights(ranks, config):
+    for figures in run(measured, ranks=ranks, config=config).ok():
+        assert figures["train/update_ratio"] == pytest.approx(0.1, rel=1e-5)
+        assert figures["train/loss"] == (6.0 if ranks == 1 else 6.0 + 36.0) / 6.0 and figures["train/grad_norm"] == 0.5
 
 
 def test_a_cpu_has_no_driver_to_ask(tmp_path):

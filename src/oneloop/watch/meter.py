@@ -73,18 +73,18 @@ class Meter:
 
     def read(self) -> dict[str, float]:
         """The figures since the last read; one all-gather and one host sync. Every rank must get here."""
-        told = [self._norm, *self._update.squares()]
+        told = [self._norm, *self._update.squares(self._norm)]
         losses, others = self._gathered(told, [float(peak_memory()), utilisation(self._norm.device)])
         times = self.clock.read()
         seconds = times.pop("seconds")
-        norms, *moves, memory, busy = zip(*others, strict=True)
+        norms, moves, sizes, memory, busy = zip(*others, strict=True)
         figures = {
             "train/loss": sum(losses) / self._weight,
             "train/grad_norm": statistics.fmean(norms),
             "train/samples_per_second": self._samples / seconds,
         }
-        if moves and sum(moves[1]):
-            figures["train/update_ratio"] = (sum(moves[0]) / sum(moves[1])) ** 0.5
+        if sum(sizes):
+            figures["train/update_ratio"] = (sum(moves) / sum(sizes)) ** 0.5
         if self._tokens:
             figures["speed/tokens_per_second"] = self._weight / seconds
         if self._flops and self._peak:
@@ -156,17 +156,15 @@ class UpdateRatio:
         """Remembers the weights."""
         self._before = [torch.cat(views).view(-1) for views in self._views.values()]
 
-    def squares(self) -> list[Tensor]:
-        """Squared norms of the change since :meth:`before` and of the weights then, 0-dim; nothing where that was not called."""
-        found = []
-        for before, views in zip(self._before, self._views.values(), strict=False):
+    def squares(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Squared norms of the change since :meth:`before` and of the weights then, 0-dim; 0 where that was not called, and on
+        a rank that holds no weights."""
+        moved = size = like.new_zeros(())
+        for number, (before, views) in enumerate(zip(self._before, self._views.values(), strict=False)):
             change = torch.cat(views).view(-1).sub_(before)
             if change.dtype.itemsize < 4:
                 change, before = change.float(), before.float()
-            found.append((change.dot(change), before.dot(before)))
+            squares = change.dot(change), before.dot(before)
+            moved, size = squares if not number else (moved + squares[0], size + squares[1])
         self._before = []
-        return [
-            total
-            for several in zip(*found, strict=True)
-            for total in [several[0] if len(several) == 1 else torch.stack(several).sum()]
-        ]
+        return moved, size
