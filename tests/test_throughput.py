@@ -174,6 +174,7 @@ def test_tokens_per_second_by_hand(tmp_path):
     (tmp_path / "r.yaml").write_text("task: {name: test_throughput.SlowToLoad}\n")
     run(train, ["r.yaml", *COMMON], folder=tmp_path).ok()
     first, second = lines(tmp_path / "a")[:2]
+    assert first["train/epoch"] == 160 / 37 and second["train/epoch"] == 320 / 37
     by_hand = (second["tokens"] - first["tokens"]) / (second["time"] - first["time"])
     assert (
         abs(second["speed/tokens_per_second"] / by_hand - 1) < 0.05

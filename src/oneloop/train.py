@@ -235,13 +235,13 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                 continue
             if "log" in due:
                 figures = {"train/lr": lr, **meter.read()}  # host sync
+                figures["train/epoch"] = count.position / len(job.train_set)
                 if job.noise_scale:
                     noise.add(*sensor.read(weight, split.size), norm=figures["train/grad_norm"])
                     figures |= noise.figures()
                 results["train/loss"] = figures["train/loss"]
                 tracking.log({**count.figures(job.unit), "time": time.perf_counter() - began, **figures})
-                display.figures(count.step, figures)
-                display.lines(advice(meter.clock.overall))
+                display.figures(count.step, figures, advice(meter.clock.overall))
             if "check" in due:
                 check_replicas(model, optimizer, step=count.step)
             if "collect" in due:

@@ -67,8 +67,9 @@ class Display:
         if self.bars:
             self.bars.stop()
 
-    def figures(self, step: int, figures: Mapping[str, float]) -> None:
-        """Shows the training figures of a log step."""
+    def figures(self, step: int, figures: Mapping[str, float], remarks: Iterable[str] = ()) -> None:
+        """Shows the training figures of a log step, and what there is to say of them."""
+        self.lines(remarks)
         if self._as_json:
             self._json({"step": step, **figures})
             return

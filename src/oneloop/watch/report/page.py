@@ -65,7 +65,7 @@ def _figure(number: int, chart: dict[str, Any]) -> str:
     title = _safe(chart["title"])
     return (f'<figure><figcaption><h2>{title}</h2></figcaption><div id="chart-{number}" class="chart" role="img"'
             f' aria-label="Chart: {title}. Its figures follow as a table."></div><details><summary>Figures{more}</summary>'
-            f'<div class="wide" tabindex="0">{_table(head, found[:: max(1, every)])}</div></details></figure>')  # fmt: skip
+            f'{_region(title, _table(head, found[:: max(1, every)]))}</details></figure>')  # fmt: skip
 
 
 def _headline(run: Record, *, several: bool) -> str:
@@ -95,7 +95,7 @@ def _differences(runs: Sequence[Record]) -> str:
             if len({json.dumps(one.get(key)) for one in flat}) > 1 and key != "run.dir"]  # fmt: skip
     found = [(key, *(one.get(key) for one in flat)) for key in keys]
     table = _table(["key", *(run.name for run in runs)], found) if found else "<p>nothing</p>"
-    return f'<section><h2>What differs in their recipes</h2><div class="wide" tabindex="0">{table}</div></section>'
+    return f"<section><h2>What differs in their recipes</h2>{_region('What differs', table)}</section>"
 
 
 def _events(run: Record) -> str:
@@ -106,7 +106,7 @@ def _events(run: Record) -> str:
              for event in events]  # fmt: skip
     table = _table(["step", "event", "why", "samples"], found)
     return (f"<section><details><summary>Events of {_safe(run.name)} ({len(events)})</summary>"
-            f'<div class="wide" tabindex="0">{table}</div></details></section>')  # fmt: skip
+            f'{_region("Events", table)}</details></section>')  # fmt: skip
 
 
 def _about(run: Record, *, several: bool) -> str:
@@ -131,6 +131,11 @@ def _command(environment: Mapping[str, Any]) -> str:
 def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{group}.{key}" if key else group: value for group, inside in recipe.items()
             for key, value in (inside.items() if isinstance(inside, Mapping) else (("", inside),))}  # fmt: skip
+
+
+def _region(name: str, table: str) -> str:
+    """A table that scrolls by itself, also with the keyboard."""
+    return f'<div class="wide" role="region" aria-label="{name}" tabindex="0">{table}</div>'
 
 
 def _table(head: Sequence[str], found: Sequence[Sequence[Any]]) -> str:
