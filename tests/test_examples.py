@@ -175,6 +175,62 @@ def test_none_are_shown_where_none_are_asked_for_and_few_at_once(tmp_path):
     assert [one["loss"] for one in found[:4]] == sorted((one["loss"] for one in found[:4]), reverse=True)
 
 
+class Odd(ImageClassification):
+    """Shows nothing that can be shown, one way or another."""
+
+    how = ""
+
+    def loss(self, model, batch):
+        loss, outputs = super().loss(model, batch)
+        odd = {"scalar": {"loss": loss.detach()}, "number": {**outputs, "more": 3}, "none": None}
+        return loss, odd.get(self.how, outputs)
+
+    def metrics(self):
+        from torchmetrics import MeanMetric, MetricCollection
+
+        return MetricCollection({"mean": MeanMetric()})
+
+    def update(self, metrics, batch, outputs):
+        metrics.update(torch.tensor(1.0))
+
+    def show(self, sample, outputs):
+        if self.how == "raises":
+            raise KeyError("no such thing")
+        return None if self.how == "nothing" else {"prediction": torch.tensor(3)}
+
+
+@pytest.mark.parametrize(
+    ("how", "worst", "fixed"), [("scalar", 0, 8), ("number", 8, 8), ("none", 0, 8), ("raises", 0, 0), ("nothing", 0, 0)]
+)
+def test_what_cannot_be_shown_stops_nothing(how, worst, fixed):
+    world, task, examples = start(), Odd(width=8), Examples()
+    task.how = how
+    found = evaluate(
+        task, task.model(), task.eval_sets()["validation"], accelerator=world.accelerator, micro=64, examples=examples
+    )
+    assert found["mean"] == 1.0
+    shown = json.loads(json.dumps(examples.plain()))["samples"]
+    assert [one["worst"] for one in shown] == [True] * worst + [False] * fixed
+    assert all(one["prediction"] == "3" for one in shown)
+    assert ("cannot be shown (Odd.show" in examples.trouble) == (how in ("raises", "nothing"))
+
+
+def test_a_model_gone_bad_still_writes():
+    world, task, examples = (
+        start(),
+        CausalLM(data=str(ROOT / "src/oneloop"), layers=1, width=16, heads=2, block=32),
+        Examples(),
+    )
+    model = task.model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    found = evaluate(
+        task, model, task.eval_sets()["validation"], accelerator=world.accelerator, micro=64, examples=examples
+    )
+    assert found["loss"] != found["loss"] and len(examples.samples) == 16
+
+
 def test_a_matrix_is_no_figure_to_go_by(tmp_path):
     assert metric_names(ImageClassification()) == {"loss", "accuracy", "macro_f1"}
 
@@ -201,9 +257,14 @@ def test_the_page_shows_them(tmp_path):
     (folder / "metrics.jsonl").write_text('{"step": 4, "train/loss": 1.0}\n')
     samples = [{"index": 3, "worst": True, "loss": 2.0, "image": "data:image/png;base64,AAAA", "target": "cat", "prediction": "dog"},
                {"index": 4, "worst": False, "loss": None, "tokens": [["<b>", 8.0], ["x", 0.0]], "prompt": "say ", "continuation": "</pre>"}]  # fmt: skip
-    (folder / "examples.json").write_text(json.dumps({"step": 4, "samples": samples, "confusion": None}))
+    (folder / "examples.json").write_text(
+        json.dumps(
+            {"step": 4, "samples": samples, "confusion": {"classes": ["<!--<script>", "b"], "counts": [[1, 0], [0, 1]]}}
+        )
+    )
     page = report([folder])
     assert 'alt="sample 3: is cat, predicted dog"' in page and "✗ dog" in page and "is cat" in page
     assert "say </span><mark>&lt;/pre&gt;</mark>" in page and "<b>" not in page.split("</style>")[1].split("<script>")[
         0
     ].replace("<b class", "")
+    assert "<!--<script>" not in page.split('id="charts">')[1].split("</script>")[0]

@@ -15,7 +15,7 @@ import torch
 from oneloop.runtime import start
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.watch.diagnosis import diagnosis
-from oneloop.watch.meter import Meter
+from oneloop.watch.meter import Meter, UpdateRatio
 from oneloop.watch.throughput import measured_peak, training_flops
 from oneloop.watch.utilisation import utilisation
 from tiny import Ragged, Sequences
@@ -164,6 +164,42 @@ def test_the_update_is_measured_where_a_rank_holds_no_weights(ranks, config):
     for figures in run(measured, ranks=ranks, config=config).ok():
         assert figures["train/update_ratio"] == pytest.approx(0.1, rel=1e-5)
         assert figures["train/loss"] == (6.0 if ranks == 1 else 6.0 + 36.0) / 6.0 and figures["train/grad_norm"] == 0.5
+
+
+def test_the_update_of_a_large_model_is_that_of_all_its_weights():
+    torch.manual_seed(0)
+    large = [
+        torch.randn(400, 300) * 0.02,
+        torch.ones(300),
+        torch.zeros(300),
+        torch.randn(50, 50) * 0.02,
+        torch.ones(50),
+    ] * 4
+    parameters = [one.clone() for one in large]
+    ratio = UpdateRatio(parameters)
+    ratio.before()
+    before = torch.cat([one.flatten() for one in parameters])
+    for one in parameters:
+        one += 1e-3 * torch.randn_like(one)
+    moved, size = ratio.squares(torch.zeros(()))
+    change = torch.cat([one.flatten() for one in parameters]) - before
+    assert float((moved / size).sqrt()) == pytest.approx(float(change.norm() / before.norm()), rel=0.05)
+
+
+def test_a_resume_in_mid_window_counts_its_own_samples_only():
+    """The loss is of the whole window, the speed of the time since the resume."""
+    accelerator = start().accelerator
+    first, second = Meter(accelerator), Meter(accelerator)
+    for _ in range(90):
+        first.step(loss=torch.tensor(2.0), weight=1.0, samples=10, norm=torch.tensor(1.0))
+    second.load_state_dict(first.state_dict())
+    began = time.perf_counter()
+    for _ in range(10):
+        second.step(loss=torch.tensor(1.0), weight=1.0, samples=10, norm=torch.tensor(1.0))
+    time.sleep(0.2)
+    figures = second.read()
+    assert figures["train/loss"] == 1.9
+    assert figures["train/samples_per_second"] == pytest.approx(100 / (time.perf_counter() - began), rel=0.1)
 
 
 def test_a_cpu_has_no_driver_to_ask(tmp_path):

@@ -74,6 +74,17 @@ def test_json_lines():
     assert {"message": "a line that stays [not markup]"} in lines
 
 
+def test_json_is_json_whatever_the_figures_are():
+    text = io.StringIO()
+    display = Display(as_json=True, quiet=True, console=Console(file=text))
+    display.figures(1, FIGURES)
+    display.say("a :x: b")
+    display = Display(as_json=True, console=Console(file=text))
+    display.results(1, {"eval/loss": float("nan")})
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in text.getvalue().splitlines()]
+    assert lines == [{"message": "a :x: b"}, {"step": 1, "eval/loss": "nan", "weights": "raw"}]
+
+
 def on_a_terminal(words: list[str]) -> str:
     """What ``python -m oneloop.train`` writes to a terminal."""
     master, slave = os.openpty()
@@ -162,6 +173,20 @@ def test_a_run_is_drawn_from_its_metrics_alone(tmp_path):
     assert "train/loss" in text and "eval/accuracy" in text and "0.2000" not in text.split("eval/accuracy")[0]
     assert "75 % compute, 25 % data" in text and any("⠀" < letter <= "⣿" for letter in text)
     assert "no figures" in drawn(tmp_path / "digits", figures=("nothing/here",))
+
+
+def test_odd_names_and_narrow_terminals(tmp_path):
+    folder = written(tmp_path / "lr[bold]x", range(1, 9))
+    for width in (12, 20, 40, 300):
+        assert "lr[bold]x" in drawn(folder, width=width).replace("\n", "") or width < 20
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / "metrics.jsonl").write_text('{"step": 6, "event": "save"}\n')
+    assert "nothing yet" in drawn(begun)
+    with (folder / "metrics.jsonl").open("a") as file:
+        for number in range(9):
+            file.write(json.dumps({"step": 9, "eval/loss": 1.0, "weights": f"ema-{number}"}) + "\n")
+    assert all(f"ema-{number}" in drawn(folder, width=300) for number in range(9))
 
 
 def test_runs_stand_side_by_side_where_they_fit(tmp_path):

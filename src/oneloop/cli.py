@@ -100,6 +100,7 @@ def watch(words: Sequence[str]) -> int:
         every = 0.0
     if not every > 0:
         raise BadInput(f"oneloop watch: --every {given['--every']} is no number of seconds above 0")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the terminal is put right on the way out
     with suppress(KeyboardInterrupt):
         live(
             folders, figures=[name for name in given["--figures"].split(",") if name], every=every, once=given["--once"]

@@ -64,6 +64,11 @@ class Results(dict[str, float]):
         """Takes in the evaluation of these weights (``raw``, or an average's name)."""
         self.update(figures if weights == "raw" else {f"{weights}/{name}": value for name, value in figures.items()})
 
+    def __missing__(self, name: str) -> float:
+        raise ValueError(
+            f"eval.best {name!r}: the evaluation has no single figure of that name; it has {', '.join(self)}"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         return dict(self)
 

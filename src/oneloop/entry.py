@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
@@ -16,6 +15,7 @@ from oneloop.job import Job, build_job
 from oneloop.memory.batch_size import is_out_of_memory
 from oneloop.memory.switches import float32_products
 from oneloop.parse import read
+from oneloop.plain import dumps
 from oneloop.probe import explained, find_micro
 from oneloop.recipe import Recipe
 from oneloop.runtime import Run, leave, start
@@ -71,7 +71,7 @@ def main(train: Callable[[Job, Run, Folder], dict[str, Any]], argv: Sequence[str
         run.display.summary(summary)
         run.display.lines(summary[about] for about in ("noise_scale", "time") if about in summary)
         ended = f"{summary['exit_reason']}; results in {folder.path}"
-        print(json.dumps({**summary, "folder": str(folder.path)}) if recipe.watch.json else ended, flush=True)
+        print(dumps({**summary, "folder": str(folder.path)}) if recipe.watch.json else ended, flush=True)
     run.end(summary["exit_code"])
 
 

@@ -116,8 +116,11 @@ def evaluate(
         for name in _matrices(metrics):
             if examples is None:
                 break
+            if computed[name].ndim != 2:
+                continue  # one matrix for each label: no single picture
             counts = computed[name].tolist()
             classes = [str(one) for one in getattr(task, "classes", range(len(counts)))]
+            classes = classes if len(classes) == len(counts) else [str(one) for one in range(len(counts))]
             examples.confusion = {"classes": classes, "counts": counts}
     return results
 

@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 
 from oneloop.duration import Duration
 from oneloop.errors import BadInput
+from oneloop.plain import dumps
 
 _MATHEMATICS = ("task", "seed", "duration", "init", "optimizer", "schedule", "ema", "guard")
 
@@ -142,7 +143,7 @@ class Folder:
         draft.replace(self.path / name)
 
     def write_json(self, name: str, content: Any) -> None:
-        self.write(name, json.dumps(content, indent=2) + "\n")
+        self.write(name, dumps(content, indent=2) + "\n")
 
 
 _PACKAGES = ("accelerate", "datasets", "numpy", "oneloop", "safetensors", "tokenizers", "torch", "torchmetrics",

@@ -155,7 +155,8 @@ class CausalLM:
         written = torch.zeros_like(text)
         for number in range(max(1, min(_WRITTEN, self.block // 2))):
             logits = model(input_ids=text, use_cache=False).logits
-            likely = (logits[rows, at - 1].float() / _TEMPERATURE).softmax(-1).cpu()
+            said = (logits[rows, at - 1].float() / _TEMPERATURE).nan_to_num(nan=0.0, posinf=1e9, neginf=-1e9)
+            likely = said.softmax(-1).cpu()
             token = torch.multinomial(likely, 1, generator=draw)[:, 0].to(text.device)
             text[rows, at] = written[:, number] = token
             at = (at + 1).clamp(max=self.block - 1)

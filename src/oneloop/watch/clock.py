@@ -23,6 +23,7 @@ PHASES = ("data", "transfer", "compute", "update", "evaluate", "save", "other")
 """waiting for data; waiting for its copy to the device; forward and backward (with the reduction of gradients); norm, clipping, optimizer and averages;
 evaluation; the copy that a checkpoint waits for; the rest"""
 
+_ON_DEVICE = ("data", "transfer", "compute", "update")
 _STEP = "step"
 _MANY = 8192
 """marks that are kept before they are summed"""
@@ -89,7 +90,7 @@ class Clock:
         self._sum()
         spent = dict(self._spent)
         if self._on_device:
-            spent |= self._of_device(sum(spent.get(phase, 0.0) for phase in ("data", "transfer", "compute", "update")))
+            spent |= self._of_device(sum(spent.get(phase, 0.0) for phase in _ON_DEVICE))
         for phase, seconds in spent.items():
             self._total[phase] += seconds
         whole = sum(spent.values()) or 1.0
@@ -111,7 +112,8 @@ class Clock:
         spent: dict[str, float] = defaultdict(float)
         for marks in self._events:
             for (_, before), (phase, event) in pairwise(marks):
-                spent[phase] += before.elapsed_time(event)
+                if phase in _ON_DEVICE:
+                    spent[phase] += before.elapsed_time(event)
         whole = sum(spent.values())
         return {phase: value / whole * seconds for phase, value in spent.items()} if whole else {}
 

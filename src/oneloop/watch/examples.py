@@ -34,16 +34,18 @@ class Examples:
         self._indices: Tensor | None = None
         self.samples: list[dict[str, Any]] = []
         self.confusion: dict[str, Any] | None = None
+        self.trouble = ""
+        """why a sample is missing"""
 
     def take(self, batch: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
         """Remembers the worst samples of a micro-batch, on the device, by their mean loss; no host sync."""
-        each = outputs.get("loss")
-        if each is None or not self._most:
-            return
+        each = outputs.get("loss") if isinstance(outputs, Mapping) else None
         indices = batch["index"]
-        each = each.reshape(len(indices), -1).float()
+        if not self._most or not torch.is_tensor(each) or not each.ndim or len(each) != len(indices):
+            return  # not a loss per sample
+        each = each.detach().flatten(1).float() if each.ndim > 1 else each.detach().float()[:, None]
         losses = each.sum(1) / (each != 0).sum(1).clamp(min=1)  # padding's loss is zero
-        losses = losses.nan_to_num(nan=torch.inf)  # worse than all others
+        losses = losses.nan_to_num(nan=torch.inf, posinf=torch.inf)  # worse than all others
         if self._losses is not None and self._indices is not None:
             losses, indices = torch.cat([self._losses, losses]), torch.cat([self._indices, indices])
         self._losses, places = losses.topk(min(self._most, len(losses)))
@@ -81,14 +83,44 @@ class Examples:
               load: Callable[[list[int]], Any]) -> None:  # fmt: skip
         samples, batch = load(indices)
         _, outputs = task.loss(model, batch)
+        outputs = outputs if isinstance(outputs, Mapping) else {}
         if not known and hasattr(task, "generate"):
             outputs = {**outputs, **task.generate(model, batch)}
-        outputs = {name: value.cpu() for name, value in outputs.items() if value.ndim and len(value) == len(indices)}
+        rows = {name: value.detach().cpu() for name, value in outputs.items()
+                if torch.is_tensor(value) and value.ndim and len(value) == len(indices)}  # fmt: skip
         for row, (index, sample) in enumerate(zip(indices, samples, strict=True)):
-            shown = task.show(sample, {name: value[row] for name, value in outputs.items()})
-            self.samples.append({"index": index, "worst": bool(known), "loss": known.get(index), **shown})
+            about = {"index": index, "worst": bool(known), "loss": known.get(index)}
+            try:
+                shown = plain(task.show(sample, {name: value[row] for name, value in rows.items()}))
+            except Exception as error:  # what cannot be shown is no reason to stop a run
+                self.trouble = (
+                    f"sample {index} cannot be shown ({type(task).__name__}.show: {type(error).__name__}: {error})"
+                )
+                continue
+            self.samples.append(about | shown)
 
     def plain(self) -> dict[str, Any]:
         """All of it as JSON can hold it; images as PNG in data URLs."""
         samples = [{**one, "image": data_url(one["image"])} if "image" in one else one for one in self.samples]
         return {"samples": samples, "confusion": self.confusion}
+
+
+def plain(shown: Mapping[str, Any]) -> dict[str, Any]:
+    """What a task shows of a sample, as plain data but for the image.
+
+    Raises:
+        ValueError: it is nothing that can be shown.
+    """
+    if not isinstance(shown, Mapping):
+        raise ValueError(f"a dict is needed, not a {type(shown).__name__}")
+    found: dict[str, Any] = {
+        name: value.tolist() if torch.is_tensor(value) and name != "image" else value for name, value in shown.items()
+    }
+    for name in ("text", "target", "prediction", "prompt", "continuation"):
+        if name in found:
+            found[name] = str(found[name])
+    if "image" in found:
+        found["image"] = torch.as_tensor(found["image"])
+        if found["image"].ndim not in (2, 3) or not found["image"].numel():
+            raise ValueError(f"an image of shape {tuple(found['image'].shape)}; (channels, height, width) is needed")
+    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,19 @@ from oneloop.watch.runs import Follower
 
 _NARROWEST = 56
 """columns that a run needs"""
+_LEAST = 36
 _CHART = 12
 """lines of a chart"""
-_COLOURS = ("bright_blue", "bright_yellow", "bright_green", "bright_magenta")
+_COLOURS = (
+    "bright_blue",
+    "bright_yellow",
+    "bright_green",
+    "bright_magenta",
+    "bright_cyan",
+    "bright_red",
+    "blue",
+    "green",
+)
 
 
 def watch(folders: Sequence[Path], *, figures: Sequence[str] = (), every: float = 1.0, once: bool = False,
@@ -60,7 +71,7 @@ def watch(folders: Sequence[Path], *, figures: Sequence[str] = (), every: float 
 def view(runs: Sequence[Follower], figures: Sequence[str], *, width: int, height: int) -> RenderableType:
     """All runs, next to each other where the width suffices; at most ``height`` lines (0: as many as it takes)."""
     across = max(1, min(len(runs), width // _NARROWEST))
-    each = width // across - 1
+    each = max(_LEAST, width // across - 1)
     rows = math.ceil(len(runs) / across)
     room = height // rows if height else 0
     names = [run.folder.resolve().name for run in runs]
@@ -70,8 +81,8 @@ def view(runs: Sequence[Follower], figures: Sequence[str], *, width: int, height
 
 
 def _panel(run: Follower, title: str, figures: Sequence[str], *, width: int, height: int) -> RenderableType:
-    if not run.lines:
-        return Panel("nothing yet", title=title, width=width)
+    if not any("/" in name for line in run.lines for name in line):
+        return Panel("nothing yet", title=Text(title), width=width)
     head = _head(run)
     groups = [[name] for name in figures] or _usual(run)
     beside = 2 if width >= 2 * _NARROWEST else 1
@@ -80,7 +91,7 @@ def _panel(run: Follower, title: str, figures: Sequence[str], *, width: int, hei
     grid = Table.grid(*([""] * beside), padding=(0, 1, 0, 0))
     for at in range(0, len(charts), beside):
         grid.add_row(*charts[at : at + beside])
-    return Panel(Group(head, grid), title=title, width=width)
+    return Panel(Group(head, grid), title=Text(title), width=width)
 
 
 def _usual(run: Follower) -> list[list[str]]:
@@ -122,7 +133,7 @@ def _chart(run: Follower, names: Sequence[str], *, width: int) -> RenderableType
     figure.y_ticks_fkt = lambda low, _: f"{low:.4g}"
     title, lows, highs, ends = Text(), list[float](), list[float](), [0]
     kinds = [(name, weights) for name in names for weights in _weights(run, name)]
-    for (name, weights), colour in zip(kinds, _COLOURS, strict=False):
+    for (name, weights), colour in zip(kinds, cycle(_COLOURS), strict=False):
         points = [(line["step"], float(line[name])) for line in run.lines
                   if name in line and line.get("weights", "raw") == weights]  # fmt: skip
         points = [(step, value) for step, value in points if math.isfinite(value)]

@@ -47,7 +47,8 @@ class Meter:
         """this rank's sum up to the last save, where that was after the last read"""
         self._norm = torch.zeros((), device=device)
         self._weight = 0.0
-        self._samples = 0
+        self._timed_weight, self._timed_samples = 0.0, 0
+        """since the clock began: a resume brings no time with it"""
         self._update = UpdateRatio(parameters)
 
     def before_update(self) -> None:
@@ -68,7 +69,8 @@ class Meter:
             self._chunks.append(torch.stack(self._losses))
             self._losses = []
         self._weight += weight
-        self._samples += samples
+        self._timed_weight += weight
+        self._timed_samples += samples
         self._norm = norm
 
     def read(self) -> dict[str, float]:
@@ -81,18 +83,19 @@ class Meter:
         figures = {
             "train/loss": sum(losses) / self._weight,
             "train/grad_norm": statistics.fmean(norms),
-            "train/samples_per_second": self._samples / seconds,
+            "train/samples_per_second": self._timed_samples / seconds,
         }
         if sum(sizes):
             figures["train/update_ratio"] = (sum(moves) / sum(sizes)) ** 0.5
         if self._tokens:
-            figures["speed/tokens_per_second"] = self._weight / seconds
+            figures["speed/tokens_per_second"] = self._timed_weight / seconds
         if self._flops and self._peak:
-            figures["speed/mfu"] = self._flops * self._samples / seconds / (self._peak * len(losses))
+            figures["speed/mfu"] = self._flops * self._timed_samples / seconds / (self._peak * len(losses))
         if not math.isnan(sum(busy)):
             figures["device/utilisation"] = statistics.fmean(busy)
         figures |= {"memory/peak_gib": max(memory) / 2**30, **times}
-        self._loss, self._weight, self._samples = 0.0, 0.0, 0
+        self._loss = self._weight = self._timed_weight = 0.0
+        self._timed_samples = 0
         return figures
 
     def _gathered(self, told: list[Tensor], host: list[float]) -> tuple[list[float], list[list[float]]]:
@@ -113,7 +116,7 @@ class Meter:
         """What was summed since the last read, each rank's loss by itself. Host sync; every rank must get here."""
         losses, _ = self._gathered([self._norm], [])
         self._loss = losses[self._accelerator.process_index]
-        return {"losses": losses, "weight": self._weight, "samples": self._samples}
+        return {"losses": losses, "weight": self._weight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on with those sums: to the bit where the number of ranks is the same, else rank 0 takes all."""
@@ -122,7 +125,7 @@ class Meter:
         self._loss = (
             losses[rank] if len(losses) == self._accelerator.num_processes else sum(losses) if rank == 0 else 0.0
         )
-        self._weight, self._samples = state["weight"], state["samples"]
+        self._weight, self._timed_weight, self._timed_samples = state["weight"], 0.0, 0
         self.clock.restart()
 
 
@@ -137,7 +140,8 @@ def _in_order(values: list[float]) -> float:
 class UpdateRatio:
     """How large an update is against the weights: |change| / |weights|; about 1e-3 is usual.
 
-    Of models of more than a million weights a fixed sample of them is taken, so that nothing large is copied.
+    Of models of more than some ten thousand weights a fixed sample is taken, the same share of each parameter as far as that
+    goes: what is taken of one counts for all of it.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -145,11 +149,17 @@ class UpdateRatio:
         stride = max(1, sum(one.numel() for one in mine) // _SAMPLED)
         self._views: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         """by type and width, so that each list is joined at once"""
+        counted: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         for one in mine:
             if one.numel() and one.is_contiguous():
                 run = min(_RUN, one.numel())
                 runs = one.view(-1)[: one.numel() // run * run].view(-1, run)
-                self._views.setdefault((one.dtype, run), []).append(runs[::stride])
+                taken = runs[::stride]
+                self._views.setdefault((one.dtype, run), []).append(taken)
+                each = torch.full((taken.numel(),), one.numel() / taken.numel(), device=one.device)
+                counted.setdefault((one.dtype, run), []).append(each)
+        self._counts = [torch.cat(counts) for counts in counted.values()]
+        """for how many weights each one that was taken stands"""
         self._before: list[Tensor] = []
 
     def before(self) -> None:
@@ -160,11 +170,10 @@ class UpdateRatio:
         """Squared norms of the change since :meth:`before` and of the weights then, 0-dim; 0 where that was not called, and on
         a rank that holds no weights."""
         moved = size = like.new_zeros(())
-        for number, (before, views) in enumerate(zip(self._before, self._views.values(), strict=False)):
-            change = torch.cat(views).view(-1).sub_(before)
-            if change.dtype.itemsize < 4:
-                change, before = change.float(), before.float()
-            squares = change.dot(change), before.dot(before)
-            moved, size = squares if not number else (moved + squares[0], size + squares[1])
+        if self._before:
+            for before, views, counts in zip(self._before, self._views.values(), self._counts, strict=True):
+                change = torch.cat(views).view(-1).sub_(before).float()
+                before = before.float()
+                moved, size = moved + counts.dot(change.square_()), size + counts.dot(before.square())
         self._before = []
         return moved, size

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar, Token
@@ -18,6 +17,8 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+from oneloop.plain import dumps
 
 Item = TypeVar("Item")
 
@@ -70,8 +71,9 @@ class Display:
     def figures(self, step: int, figures: Mapping[str, float], remarks: Iterable[str] = ()) -> None:
         """Shows the training figures of a log step, and what there is to say of them."""
         self.lines(remarks)
-        if self._as_json:
+        if self._as_json and not self._quiet:
             self._json({"step": step, **figures})
+        if self._as_json:
             return
         text = f"loss {figures['train/loss']:.4f}  {figures['train/samples_per_second']:,.0f} samples/s"
         now = time.monotonic()
@@ -84,8 +86,9 @@ class Display:
 
     def results(self, step: int, results: Mapping[str, float], weights: str = "raw") -> None:
         """Shows an evaluation, of the weights or of an average of them."""
-        if self._as_json:
+        if self._as_json and not self._quiet:
             self._json({"step": step, **results, "weights": weights})
+        if self._as_json:
             return
         figures = "  ".join(f"{name} {value:.4f}" for name, value in results.items())
         figures += "" if weights == "raw" else f"  ({weights})"
@@ -110,11 +113,10 @@ class Display:
         if self._as_json:
             self._json({"message": text})
         else:
-            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self._console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def _json(self, content: Mapping[str, object]) -> None:
-        if not self._quiet:
-            self._console.print(json.dumps(content), highlight=False, markup=False, soft_wrap=True)
+        self._console.print(dumps(content), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 _current: ContextVar[Display | None] = ContextVar("display", default=None)

@@ -31,7 +31,8 @@ class Record:
     def curve(self, figure: str, weights: str | None = None) -> tuple[list[int], list[float]]:
         """Steps and values of one figure; of an evaluation, with these weights."""
         found = [(line["step"], float(line[figure])) for line in self.lines  # NaN and Inf are written as text
-                 if figure in line and "event" not in line and (weights is None or line.get("weights") == weights)]  # fmt: skip
+                 if isinstance(line.get(figure), int | float | str) and "event" not in line
+                 and (weights is None or line.get("weights") == weights)]  # fmt: skip
         return [step for step, _ in found], [value for _, value in found]
 
     def figures(self) -> list[str]:

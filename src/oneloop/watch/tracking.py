@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from numpy.typing import NDArray
 
 from oneloop.errors import BadInput
+from oneloop.plain import dumps
 from oneloop.watch.examples import Examples
 from oneloop.watch.pictures import matrix, tiles
 
@@ -133,7 +132,7 @@ class Tracking:
         if self._file is None:
             return
         with self._bearing("metrics.jsonl"):
-            self._append(_line(figures))
+            self._append(dumps(figures).encode() + b"\n")
         head = f"{figures['weights']}/" if figures.get("weights", "raw") != "raw" else ""  # an average's own curve
         numbers = {f"{head}{name}": value for name, value in figures.items()
                    if "/" in name and isinstance(value, int | float)}  # fmt: skip
@@ -146,11 +145,14 @@ class Tracking:
 
     def show(self, step: int, examples: Examples) -> None:
         """Keeps what is to be looked at in examples.json, and gives it to the trackers that take pictures or texts."""
+        if examples.trouble and self._file is not None and "show" not in self._told:
+            self._told.add("show")
+            self._say(f"{examples.trouble}; training goes on, --eval.samples 0 shows none")
         if self._file is None or not (examples.samples or examples.confusion):
             return
         with self._bearing("examples.json"):
             draft = self._folder / "examples.json.draft"
-            draft.write_text(json.dumps({"step": step, **examples.plain()}))
+            draft.write_text(dumps({"step": step, **examples.plain()}))
             draft.replace(self._folder / "examples.json")
         for tracker in self._accelerator.trackers:
             with self._bearing(f"tracker {tracker.name}"):
@@ -216,7 +218,7 @@ def _texts(examples: Examples) -> dict[str, str]:
     for one in examples.samples:
         name = f"{'worst' if one['worst'] else 'fixed'}/{one['index']}"
         text = one.get("text") or "".join(piece for piece, _ in one.get("tokens", ()))
-        said = f"is {one['target']}, said {one['prediction']}" if "prediction" in one else ""
+        said = f"is {one.get('target', 'unknown')}, said {one['prediction']}" if "prediction" in one else ""
         if "continuation" in one:
             text, said = (
                 one["prompt"] + "\N{RIGHTWARDS ARROW}" + one["continuation"],
@@ -225,13 +227,3 @@ def _texts(examples: Examples) -> dict[str, str]:
         if text:
             found[name] = f"{said}\n\n" + "\n".join(f"    {line}" for line in text.splitlines())
     return found
-
-
-def _line(figures: Mapping[str, Any]) -> bytes:
-    try:
-        text = json.dumps(figures, allow_nan=False)
-    except ValueError:  # NaN and Inf are written as text: JSON has none
-        finite = {name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-                  for name, value in figures.items()}  # fmt: skip
-        text = json.dumps(finite)
-    return text.encode() + b"\n"

@@ -40,6 +40,9 @@ def _all(runs: Sequence[Record]) -> Iterable[dict[str, Any]]:
     for name in evaluated:
         if name != "eval/loss":
             yield _chart(name.removeprefix("eval/").replace("_", " ").capitalize(), some(name))
+    known = (*_TRAINING, "eval/", "test/", "profile/")
+    for name in dict.fromkeys(name for run in runs for name in run.figures() if not name.startswith(known)):
+        yield _chart(name.replace("/", ": ").replace("_", " ").capitalize(), some(name))
     for figure, title in _SINGLE.items():
         yield _chart(title, some(figure), log=_wide(runs, figure))
         if figure == "speed/mfu":
@@ -96,7 +99,7 @@ def _confusion(confusion: dict[str, Any], of: str) -> dict[str, Any]:
     shares = [[count / max(1, sum(row)) for count in row] for row in counts]
     trace = {"type": "heatmap", "x": classes, "y": classes, "z": shares, "name": "samples", "zmin": 0, "zmax": 1,
              "customdata": counts, "showscale": False, "xgap": 1, "ygap": 1,
-             "colorscale": [[0, "rgba(47,111,222,0)"], [0.02, "rgba(47,111,222,0.25)"], [1, "rgba(47,111,222,1)"]],
+             "colorscale": [[0, "rgba(47,111,222,0)"], [0.02, "rgba(47,111,222,0.15)"], [1, "rgba(47,111,222,0.55)"]],
              "hovertemplate": "is %{y}, said %{x}: %{customdata}<extra></extra>"}  # fmt: skip
     if len(classes) <= 20:
         trace |= {"text": [[count or "" for count in row] for row in counts], "texttemplate": "%{text}"}

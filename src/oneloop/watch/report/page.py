@@ -48,7 +48,7 @@ def report(folders: Sequence[Path]) -> str:
     here = Path(__file__).parent
     page, style, script = ((here / f"page.{kind}").read_text() for kind in ("html", "css", "js"))
     return page.format(title=_safe(title), style=style, body="\n".join(filter(None, body)), plotly=_plotly(),
-                       charts=data.replace("</", "<\\/"), script=script)  # fmt: skip
+                       charts=data.replace("<", "\\u003c"), script=script)  # fmt: skip
 
 
 def _plotly() -> str:
@@ -119,13 +119,23 @@ def _about(run: Record, *, several: bool) -> str:
 
 def _command(environment: Mapping[str, Any]) -> str:
     """What to type to repeat the run, on as many processes."""
-    words = (environment.get("command") or [""])[1:]
-    if environment.get("processes", 1) == 1:
+    words = [str(word) for word in (environment.get("command") or [""])[1:]]
+    if "--run.dir" in words[:-1]:  # a finished run's folder would not take another
+        at = words.index("--run.dir") + 1
+        words[at] = f"{words[at]}-again"
+    else:
+        words += ["--run.dir", "runs/again"]
+    settings, processes = environment.get("accelerate") or {}, environment.get("processes", 1)
+    precision = settings.get("ACCELERATE_MIXED_PRECISION", "no")
+    if processes == 1 and precision == "no":
         return shlex.join(["python", "-m", "oneloop.train", *words])
-    sharded = (environment.get("accelerate") or {}).get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    config = f"accelerate_configs/{'fsdp2' if sharded else 'ddp'}.yaml"
-    return shlex.join(["accelerate", "launch", "--config_file", config, "--num_processes", str(environment["processes"]),
-                       "-m", "oneloop.train", *words])  # fmt: skip
+    sharded = settings.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    config = f"accelerate_configs/{'fsdp2' if sharded else 'ddp' if processes > 1 else 'single'}.yaml"
+    several = ["--num_processes", str(processes)] if processes > 1 else []
+    precise = ["--mixed_precision", precision] if precision != "no" else []
+    return shlex.join(
+        ["accelerate", "launch", "--config_file", config, *several, *precise, "-m", "oneloop.train", *words]
+    )
 
 
 def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:

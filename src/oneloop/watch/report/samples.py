@@ -74,7 +74,7 @@ def _token(text: str, loss: float) -> str:
 
 
 def _written(one: Mapping[str, Any]) -> str:
-    return (f'<pre tabindex="0"><span class="soft">{_safe(one["prompt"])}</span><mark>{_safe(one["continuation"])}</mark></pre>'
+    return (f'<pre tabindex="0"><span class="soft">{_safe(one.get("prompt", ""))}</span><mark>{_safe(one["continuation"])}</mark></pre>'
             f'<p class="verdict"><span class="soft">given text, then the model\'s · sample {one["index"]}</span></p>')  # fmt: skip
 
 
