@@ -177,10 +177,20 @@ def test_two_runs_are_laid_over_one_another(folder, browser, capsys):
     page = folder / "both.html"
     assert main(["report", str(folder / "digits"), str(folder / "other"), "--to", str(page)]) == 0
     charts = {chart["title"]: chart["data"] for chart in opened(browser, page)}
+    expected = {"Loss": ("train/loss", "loss", None), "Learning rate": ("train/lr", "lr", None),
+                "Gradient norm": ("train/grad_norm", "grad_norm", None), "Accuracy": ("eval/accuracy", "eval/accuracy (ema)", "ema"),
+                "Macro f1": ("eval/macro_f1", "eval/macro_f1", "raw"),
+                "Samples per second": ("train/samples_per_second", "samples_per_second", None),
+                "Update against weights (about 1e-3 is usual)": ("train/update_ratio", "update_ratio", None),
+                "Gradient noise scale, in samples": ("train/noise_scale", "noise_scale", None),
+                "Share of the device's peak (MFU)": ("speed/mfu", "mfu", None),
+                "Peak memory of a process, in GiB": ("memory/peak_gib", "peak_gib", None)}  # fmt: skip
     for name in ("digits", "other"):
-        assert logged(folder / name, "train/loss")[0] == next(
-            t["x"] for t in charts["Loss"] if t["name"] == f"{name} loss"
-        )
+        for title, (figure, trace, weights) in expected.items():
+            drawn = next(one for one in charts[title] if one["name"] == f"{name} {trace}")
+            steps, values = logged(folder / name, figure, weights)
+            assert steps and drawn["x"] == steps and drawn["y"] == pytest.approx(values), (name, title)
+        assert f"Where the time goes: {name}" in charts and f"Confusion: rows are the true classes: {name}" in charts
     text = browser.execute_script("return document.body.innerText")
     assert "optimizer.lr" in text and "0.003" in text and "0.001" in text and "What differs in their recipes" in text
 
@@ -192,8 +202,12 @@ def test_it_reads_on_any_screen(folder, browser, width, dark):
                             {"features": [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]})  # fmt: skip
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
                             {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600})  # fmt: skip
-    opened(browser, folder / "digits" / "report.html")
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    assert main(["report", str(folder / "digits"), str(folder / "other"), "--to", str(folder / "both.html")]) == 0
+    for page in (folder / "both.html", folder / "gpt" / "report.html", folder / "digits" / "report.html"):
+        opened(browser, page)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        plots = "return [...document.querySelectorAll('.chart .cartesianlayer .plot')].map(p => p.getBoundingClientRect().height)"
+        assert min(browser.execute_script(plots)) > 120  # no legend has taken the room
     ground, ink = browser.execute_script("const s = getComputedStyle(document.body), rgb = t => t.match(/\\d+/g).slice(0, 3)"
                                          ".reduce((a, b) => a + +b, 0); return [rgb(s.backgroundColor), rgb(s.color)]")  # fmt: skip
     assert (ground < 150 and ink > 600) if dark else (ground > 700 and ink < 200)

@@ -10,6 +10,12 @@ function paint(chart) {
   if (chart.data[0].type === "heatmap") Plotly.restyle(chart, {"textfont.color": colours()["font.color"]});
   return Plotly.relayout(chart, colours());
 }
-charts.forEach((chart, n) => Plotly.newPlot("chart-" + n, chart.data, chart.layout,
+function fitted(chart) {  // on a phone a legend's names stand below one another: the chart makes room for them
+  const room = 20 * chart.data.length + 20;
+  if (!chart.layout.showlegend || innerWidth > 600 || room < 90) return chart.layout;
+  return {...chart.layout, height: 280 + room, margin: {...chart.layout.margin, t: room},
+    legend: {...chart.layout.legend, maxheight: room}};
+}
+charts.forEach((chart, n) => Plotly.newPlot("chart-" + n, chart.data, fitted(chart),
   {responsive: true, displaylogo: false, displayModeBar: false}).then(paint));
 dark.addEventListener("change", () => document.querySelectorAll(".chart").forEach(paint));
