@@ -206,7 +206,7 @@ def test_it_reads_on_any_screen(folder, browser, width, dark):
     for page in (folder / "both.html", folder / "gpt" / "report.html", folder / "digits" / "report.html"):
         opened(browser, page)
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-        plots = "return [...document.querySelectorAll('.chart .cartesianlayer .plot')].map(p => p.getBoundingClientRect().height)"
+        plots = "return [...document.querySelectorAll('.chart')].map(chart => chart._fullLayout._size.h)"
         assert min(browser.execute_script(plots)) > 120  # no legend has taken the room
     ground, ink = browser.execute_script("const s = getComputedStyle(document.body), rgb = t => t.match(/\\d+/g).slice(0, 3)"
                                          ".reduce((a, b) => a + +b, 0); return [rgb(s.backgroundColor), rgb(s.color)]")  # fmt: skip
