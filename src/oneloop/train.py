@@ -235,7 +235,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                 continue
             if "log" in due:
                 figures = {"train/lr": lr, **meter.read()}  # host sync
-                figures["train/epoch"] = count.position / len(job.train_set)
+                figures["train/epoch"] = count.samples / len(job.train_set)
                 if job.noise_scale:
                     noise.add(*sensor.read(weight, split.size), norm=figures["train/grad_norm"])
                     figures |= noise.figures()
