@@ -113,15 +113,8 @@ def evaluate(
         computed = metrics.compute()
         values = {name: float(value) for name, value in computed.items() if value.numel() == 1}
         results |= task.summarize(values) if hasattr(task, "summarize") else values
-        for name in _matrices(metrics):
-            if examples is None:
-                break
-            if computed[name].ndim != 2:
-                continue  # one matrix for each label: no single picture
-            counts = computed[name].tolist()
-            classes = [str(one) for one in getattr(task, "classes", range(len(counts)))]
-            classes = classes if len(classes) == len(counts) else [str(one) for one in range(len(counts))]
-            examples.confusion = {"classes": classes, "counts": counts}
+        if examples is not None:
+            examples.confusion = _confusion(task, [computed[name] for name in _matrices(metrics)])
     return results
 
 
@@ -162,6 +155,19 @@ def metric_names(task: Any) -> set[str]:
     if hasattr(task, "summarize"):
         names = set(task.summarize(dict.fromkeys(names, 1.0)))
     return names | {"loss"}
+
+
+def _confusion(task: Any, matrices: list[torch.Tensor]) -> dict[str, Any] | None:
+    """The confusion matrix with its classes' names; None where there is none, or one for each label."""
+    whole = [matrix.tolist() for matrix in matrices if matrix.ndim == 2]
+    if not whole:
+        return None
+    counts = whole[-1]
+    classes = [str(one) for one in getattr(task, "classes", range(len(counts)))]
+    return {
+        "classes": classes if len(classes) == len(counts) else [str(n) for n in range(len(counts))],
+        "counts": counts,
+    }
 
 
 def _matrices(metrics: Any) -> list[str]:
