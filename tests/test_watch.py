@@ -28,12 +28,14 @@ def shown(*, terminal: bool, on: bool = True, **how: bool) -> str:
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=120, quiet=not on)
     with Display(shown=on, console=console, interval=0.0, **how) as display:
-        display.begin(40, total=100)
+        step = 40
+        display.begin(lambda: step, total=100)
         display.figures(50, FIGURES)
         assert list(tracked(range(3), "evaluating", total=3)) == [0, 1, 2]
         display.results(50, {"eval/loss": 0.25})
         display.lines(["a line that quiet leaves out"])
         display.say("a line that stays [not markup]")
+        step = 100  # the bar asks for it: it is drawn once more at the end
         display.figures(100, FIGURES)
     display.summary(SUMMARY)
     return text.getvalue()

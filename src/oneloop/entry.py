@@ -37,7 +37,7 @@ def main(train: Callable[[Job, Run, Folder], dict[str, Any]], argv: Sequence[str
                     track=recipe.track, folder=recipe.folder)  # fmt: skip
         run.listen()
         run.display = Display(shown=run.main, quiet=recipe.watch.quiet, as_json=recipe.watch.json)
-        with run.display:
+        with run.display, run.closing:
             job = _prepared(recipe, run, folder, argv)
             if job is not None:
                 summary = train(job, run, folder)

@@ -7,11 +7,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+_plain = json.JSONEncoder(allow_nan=False).encode
+"""kept: json.dumps makes one at every call"""
+
 
 def dumps(content: Any, **how: Any) -> str:
     """As :func:`json.dumps`; ``float`` reads what is written for NaN and Inf."""
     try:
-        return json.dumps(content, allow_nan=False, **how)
+        return json.dumps(content, allow_nan=False, **how) if how else _plain(content)
     except ValueError:
         return json.dumps(_finite(content), **how)
 

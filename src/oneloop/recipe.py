@@ -191,7 +191,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Log:
-    every: Duration = Duration(20)
+    every: Duration = Duration(50)
     """duration between two lines of metrics"""
     noise_scale: bool = True
     """measure the gradient noise scale on those steps: how large a batch is still worth its samples"""

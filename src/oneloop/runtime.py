@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -48,6 +48,8 @@ class Run:
         self.cores = max(1, len(os.sched_getaffinity(0)) // self.local_ranks)
         self.main: bool = accelerator.is_main_process
         self.display = Display(shown=self.main)
+        self.closing = ExitStack()
+        """what has to be ended however the run ends"""
         self.signal: str | None = None
         self._stop_file: Path | None = None
         self._deadline = float("inf")

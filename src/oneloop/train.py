@@ -81,10 +81,11 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         saved = restore(recipe.run.resume)
     tracking = Tracking(accelerator, folder.path, project=recipe.name, config=recipe.resolved,
                         resumed=saved.get("tracking"), step=count.step, graph=job.graph, say=display.say)  # fmt: skip
+    run.closing.callback(tracking.close)
     if saved:
         tracking.log({**count.figures(job.unit), "event": "resume"})
     began = time.perf_counter() - count.seconds
-    display.begin(count.step, total=job.steps)
+    display.begin(lambda: count.step, total=job.steps)
 
     assess = partial(evaluate_all, task, model, averages=emas, accelerator=accelerator, micro=recipe.eval.micro or split.each,
                      workers=workers, dtype=job.dtype, seed=recipe.seed, interrupted=run.stop_wanted)  # fmt: skip
@@ -260,7 +261,6 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     if checkpoints.finish() and stopped:
         raise OSError("told to stop, but the last checkpoint could not be written")
     checkpoints.close()
-    tracking.close()
     write_final(folder.path / "final", model, task, emas)  # every rank must get here
     return conclusion(job, run, count, best, results, noise, time=advice.sentence(meter.clock.overall()), stopped=stopped,
                       seconds=time.perf_counter() - began)  # fmt: skip

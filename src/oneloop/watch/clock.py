@@ -13,9 +13,9 @@ without a wait, and :meth:`read` asks them; a device that has nothing to do betw
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, deque
 from itertools import pairwise
+from time import perf_counter
 
 import torch
 
@@ -51,11 +51,11 @@ class Clock:
         self._marks: list[tuple[str, float]] = []
         """not yet summed: at every step there is time for no more than to write them down"""
         self._events.clear()
-        self._last = self._began = self._since = time.perf_counter()
+        self._last = self._began = self._since = perf_counter()
 
     def mark(self, phase: str) -> None:
         """The time since the last mark was spent on ``phase``. Host only; about a microsecond (a GPU: three)."""
-        self._marks.append((phase, time.perf_counter()))
+        self._marks.append((phase, perf_counter()))
         if self._on_device:
             event = torch.Event(self._device, enable_timing=True)
             event.record()
@@ -95,7 +95,7 @@ class Clock:
             self._total[phase] += seconds
         whole = sum(spent.values()) or 1.0
         figures = {f"share/{phase}": spent.get(phase, 0.0) / whole for phase in PHASES}
-        figures["seconds"] = time.perf_counter() - self._since - spent.get("evaluate", 0.0) - spent.get("save", 0.0)
+        figures["seconds"] = perf_counter() - self._since - spent.get("evaluate", 0.0) - spent.get("save", 0.0)
         if self._steps:
             low, middle, high = _quartiles(self._steps)
             figures["speed/step_seconds"], figures["speed/step_seconds_iqr"] = middle, high - low

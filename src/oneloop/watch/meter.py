@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,8 +18,8 @@ from oneloop.optim.local import local
 from oneloop.watch.clock import Clock
 from oneloop.watch.utilisation import utilisation
 
-_SAMPLED = 1 << 14
-"""weights at most whose update is measured; of larger models every n-th: enough for two digits"""
+_SAMPLED = 1 << 13
+"""weights at most whose update is measured; of larger models a sample, which tells the ratio to about 1 %"""
 _RUN = 64
 """weights that lie side by side are taken together: memory is read by lines"""
 
@@ -140,40 +142,52 @@ def _in_order(values: list[float]) -> float:
 class UpdateRatio:
     """How large an update is against the weights: |change| / |weights|; about 1e-3 is usual.
 
-    Of models of more than some ten thousand weights a fixed sample is taken, the same share of each parameter as far as that
+    Of models of more than some thousand weights a fixed sample is taken, the same share of each parameter as far as that
     goes: what is taken of one counts for all of it.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         mine = [local(parameter.detach()) for parameter in parameters]
         stride = max(1, sum(one.numel() for one in mine) // _SAMPLED)
-        self._views: dict[tuple[torch.dtype, int], list[Tensor]] = {}
-        """by type and width, so that each list is joined at once"""
-        counted: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        by_width: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for one in mine:
             if one.numel() and one.is_contiguous():
-                run = min(_RUN, one.numel())
-                runs = one.view(-1)[: one.numel() // run * run].view(-1, run)
-                taken = runs[::stride]
-                self._views.setdefault((one.dtype, run), []).append(taken)
-                each = torch.full((taken.numel(),), one.numel() / taken.numel(), device=one.device)
-                counted.setdefault((one.dtype, run), []).append(each)
-        self._counts = [torch.cat(counts) for counts in counted.values()]
-        """for how many weights each one that was taken stands"""
-        self._before: list[Tensor] = []
+                width = min(_RUN, one.numel())
+                runs = one.view(-1)[: one.numel() // width * width].view(-1, width)[::stride]
+                counts = torch.full((runs.numel(),), one.numel() / runs.numel(), device=one.device)
+                by_width[width].append((runs, counts))
+        self._samples = [_Sample(*map(list, zip(*each, strict=True))) for each in by_width.values()]
+        self._begun = False
 
     def before(self) -> None:
         """Remembers the weights."""
-        self._before = [torch.cat(views).view(-1) for views in self._views.values()]
+        for sample in self._samples:
+            sample.take(1)
+        self._begun = True
 
     def squares(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Squared norms of the change since :meth:`before` and of the weights then, 0-dim; 0 where that was not called, and on
         a rank that holds no weights."""
-        moved = size = like.new_zeros(())
-        if self._before:
-            for before, views, counts in zip(self._before, self._views.values(), self._counts, strict=True):
-                change = torch.cat(views).view(-1).sub_(before).float()
-                before = before.float()
-                moved, size = moved + counts.dot(change.square_()), size + counts.dot(before.square())
-        self._before = []
+        each = [sample.squares() for sample in self._samples] if self._begun else []
+        self._begun = False
+        moved, size = reduce(torch.add, each) if each else like.new_zeros(2)
         return moved, size
+
+
+class _Sample:
+    """Runs of one width, out of several parameters, and for how many weights each element stands."""
+
+    def __init__(self, runs: list[Tensor], counts: list[Tensor]) -> None:
+        self._runs, self._counts = runs, torch.cat(counts)
+        self._pair = self._counts.new_empty(2, self._counts.numel())
+        self._rows = [row.view(-1, runs[0].shape[1]) for row in self._pair]
+        """the weights afterwards, and those before"""
+
+    def take(self, row: int) -> None:
+        torch.cat(self._runs, out=self._rows[row])
+
+    def squares(self) -> Tensor:
+        """Squared norms of the change and of the weights before, of shape (2,)."""
+        self.take(0)
+        self._rows[0].sub_(self._rows[1])
+        return self._pair.square_().mv(self._counts)

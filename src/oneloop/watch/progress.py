@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: bars on a terminal, plain lines elsewhere; nothing on other ranks.
 
 >>> with Display() as display:
-...     display.begin(0, total=1000)
+...     display.begin(lambda: step, total=1000)
 ...     for batch in tracked(loader, "evaluating", total=len(loader)):   # a bar of its own, from any depth
 ...         ...
 """
@@ -9,18 +9,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from oneloop.plain import dumps
 
 Item = TypeVar("Item")
+
+
+class _Bars(Progress):
+    """Asks how far the run is when it draws itself: a step has nothing to do for it. A redraw holds the interpreter for about
+    2 ms, so there is one a second (rich: ten)."""
+
+    def __init__(self, *columns: Any, console: Console) -> None:
+        self.steps: tuple[TaskID, Callable[[], int]] | None = None
+        super().__init__(*columns, console=console, transient=True, refresh_per_second=1)
+
+    def get_renderable(self) -> RenderableType:
+        if self.steps:
+            task, now = self.steps
+            self.update(task, completed=now())
+        return super().get_renderable()
 
 
 class Display:
@@ -40,19 +63,18 @@ class Display:
         self._total, self._start, self._began = 0, 0, time.monotonic()
         self._console = console or Console(quiet=not shown)
         self._interval, self._last = interval, float("-inf")
-        self.bars: Progress | None = None
-        self._steps: Any = None
+        self.bars: _Bars | None = None
         self._outer: Token[Display | None] | None = None
         if shown and self._console.is_terminal and not quiet and not as_json:
-            self.bars = Progress(TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(),
-                                 TextColumn("{task.fields[text]}"), TimeElapsedColumn(), TextColumn("left"),
-                                 TimeRemainingColumn(), console=self._console, transient=True)  # fmt: skip
+            self.bars = _Bars(TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(),
+                              TextColumn("{task.fields[text]}"), TimeElapsedColumn(), TextColumn("left"),
+                              TimeRemainingColumn(), console=self._console)  # fmt: skip
 
-    def begin(self, start: int, *, total: int) -> None:
-        """From which step the run goes on, and to which."""
-        self._start, self._total, self._began = start, total, time.monotonic()
+    def begin(self, now: Callable[[], int], *, total: int) -> None:
+        """To which step the run goes on; ``now`` says at which one it is, also from another thread."""
+        self._start, self._total, self._began = now(), total, time.monotonic()
         if self.bars:
-            self._steps = self.bars.add_task("step", total=total, completed=start, text="")
+            self.bars.steps = self.bars.add_task("step", total=total, completed=self._start, text=""), now
 
     def __enter__(self) -> Display:
         self._outer = _current.set(self)
@@ -77,8 +99,8 @@ class Display:
             return
         text = f"loss {figures['train/loss']:.4f}  {figures['train/samples_per_second']:,.0f} samples/s"
         now = time.monotonic()
-        if self.bars:
-            self.bars.update(self._steps, completed=step, text=text)
+        if self.bars and self.bars.steps:
+            self.bars.update(self.bars.steps[0], text=text)
         elif now - self._last >= self._interval or step == self._total:
             self._last = now
             left = (now - self._began) / max(1, step - self._start) * (self._total - step)

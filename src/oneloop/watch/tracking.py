@@ -19,8 +19,8 @@ from oneloop.plain import dumps
 from oneloop.watch.examples import Examples
 from oneloop.watch.pictures import matrix, tiles
 
-_FLUSH = 5.0
-"""seconds between two waits for TensorBoard's file"""
+_HAND_OVER = 5.0
+"""seconds between two times that TensorBoard gets what was logged: together, and waited for"""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -66,7 +66,9 @@ class Tracking:
         self._file: IO[bytes] | None = None
         self._broken = True
         """whether a part of a line may stand after the last whole one"""
-        self._flushed = time.monotonic()
+        self._waiting: list[tuple[Mapping[str, float], int, float]] = []
+        """figures for TensorBoard, their steps and times (seconds since 1970)"""
+        self._handed_over = time.monotonic()
         if accelerator.is_main_process:
             self._file = (folder / "metrics.jsonl").open(
                 "r+b" if (folder / "metrics.jsonl").exists() else "w+b", buffering=0
@@ -139,7 +141,9 @@ class Tracking:
         for tracker in self._accelerator.trackers if numbers else ():
             with self._bearing(f"tracker {tracker.name}"):
                 if tracker.name == "tensorboard":
-                    self._to_tensorboard(tracker.tracker, numbers, figures["step"])
+                    self._waiting.append((numbers, figures["step"], time.time()))
+                    if time.monotonic() - self._handed_over > _HAND_OVER:
+                        self._hand_over(tracker.tracker)
                 else:
                     tracker.log(numbers, step=figures["step"])
 
@@ -171,20 +175,23 @@ class Tracking:
         self._good += len(lines)
         self._broken = False
 
-    def _to_tensorboard(self, writer: Any, numbers: Mapping[str, float], step: int) -> None:
-        """One event for all figures: accelerate makes one for each, and waits for the disk, which takes thirty times as long."""
+    def _hand_over(self, writer: Any) -> None:
+        """To TensorBoard, one event for all figures of a step: accelerate makes one for each, and waits for the disk, which
+        takes thirty times as long."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        writer.file_writer.add_summary(Summary(value=values), step)
-        now = time.monotonic()
-        if now - self._flushed > _FLUSH:
-            self._flushed = now
-            writer.flush()
+        waiting, self._waiting, self._handed_over = self._waiting, [], time.monotonic()
+        for numbers, step, when in waiting:
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+            writer.file_writer.add_summary(Summary(value=values), step, when)
+        writer.flush()
 
     def close(self) -> None:
+        """Ends the trackers, and the file."""
         for tracker in self._accelerator.trackers:  # not end_training(), which also ends the process group
             with self._bearing(f"tracker {tracker.name}"):
+                if tracker.name == "tensorboard" and self._file is not None:
+                    self._hand_over(tracker.tracker)
                 tracker.finish()
         if self._file is not None:
             self._file.close()
