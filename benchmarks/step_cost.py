@@ -31,7 +31,8 @@ from torch.utils.data import DataLoader, RandomSampler
 from oneloop.folder import Folder
 from oneloop.job import build_job
 from oneloop.parse import read
-from oneloop.runtime import Run, start
+from oneloop.processes import start
+from oneloop.runtime import Run
 from oneloop.train import train
 
 BATCH = 8

@@ -66,7 +66,7 @@ def test_what_is_a_lack_of_memory():
 WORDS = ["--batch.size", "16", "--duration", "6", "--track", "none", "--eval.every", "0", "--save.every", "0"]
 
 
-@pytest.mark.parametrize(("ranks", "config", "second", "found"), [(1, "single", 4, 4), (2, "ddp", 2, 2),
+@pytest.mark.parametrize(("ranks", "config", "second", "found"), [pytest.param(1, "single", 4, 4, marks=pytest.mark.slow), (2, "ddp", 2, 2),
                           pytest.param(2, "fsdp2", 2, 2, marks=pytest.mark.slow)])  # fmt: skip
 def test_the_run_is_that_of_a_fixed_micro_batch(tmp_path, ranks, config, second, found):
     (tmp_path / "r.yaml").write_text(f"task: {{name: test_batch_size.Heavy, fits: 4, fits_on_rank_1: {second}}}\n")

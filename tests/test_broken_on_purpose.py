@@ -101,7 +101,7 @@ def bf16_gradients(ids: list[int], ranks: int, accumulate: int) -> dict[str, Any
 def test_fsdp2_reduces_in_float32(tmp_path, reduce_in):
     function = train
     if reduce_in != "float32":
-        function = Broken("oneloop.runtime", "reduce_dtype=torch.float32", "reduce_dtype=torch.bfloat16")
+        function = Broken("oneloop.processes", "reduce_dtype=torch.float32", "reduce_dtype=torch.bfloat16")
     extra = ("--optimizer.clip", "0", "--schedule.name", "constant", "--schedule.warmup", "0",
              "--optimizer.momentum", "0", "--optimizer.weight_decay", "0", "--optimizer.lr", "1")  # fmt: skip
     weights, _, ids = trained(tmp_path / "a", ranks=2, accumulate=2, strategy="fsdp2", steps=1, optimizer="sgd",

@@ -37,7 +37,7 @@ class Odd(nn.Module):
 
 def build(make: str):
     from oneloop.optim.build import adamw, build, muon, sgd
-    from oneloop.runtime import start
+    from oneloop.processes import start
 
     world = start()
     torch.manual_seed(1)

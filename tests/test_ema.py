@@ -111,7 +111,7 @@ def on_given_weights() -> dict:
     from torch.distributed.tensor import DTensor, distribute_tensor
     from torch.profiler import profile
 
-    from oneloop.runtime import start
+    from oneloop.processes import start
 
     started = start()
     model = started.prepare(Uneven())

@@ -53,7 +53,7 @@ def results() -> dict:
     from torch.distributed.fsdp import FSDPModule
 
     from oneloop.evaluate import evaluate
-    from oneloop.runtime import start
+    from oneloop.processes import start
 
     world = start()
     model = world.prepare(Same())

@@ -14,7 +14,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from oneloop.evaluate import evaluate, metric_names
-from oneloop.runtime import start
+from oneloop.processes import start
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.watch.examples import Examples

@@ -84,7 +84,7 @@ def test_a_resumed_run_is_the_run_left_alone(tmp_path, recipe, ranks, config, op
         same(tmp_path / "alone", tmp_path / str(step))
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.slow)])
 def test_augmentation_and_dropout_come_back_at_every_kind_of_position(tmp_path, workers):
     # 48 samples in batches of 16: step 3 ends epoch 1 exactly, 4 is in mid-epoch, 10 in the fourth epoch.
     words = ["digits", "--debug.overfit", "48", "--batch.size", "16", "--duration", "12", "--save.every", "1",
@@ -301,6 +301,7 @@ def test_nothing_is_unpickled_in_save_and_resume(tmp_path, recipe):
     assert "going on from" in second.output and "UNPICKLED" not in first.output + second.output
 
 
+@pytest.mark.slow
 def test_the_launchers_death_ends_the_trainers(tmp_path):
     import psutil
 
@@ -323,7 +324,7 @@ def test_the_launchers_death_ends_the_trainers(tmp_path):
     assert not alive
 
 
-@pytest.mark.parametrize("config", ["single", "ddp"])
+@pytest.mark.parametrize("config", [pytest.param("single", marks=pytest.mark.slow), "ddp"])
 def test_chaos(config):
     from chaos import WORDS, chaos
 

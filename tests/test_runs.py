@@ -139,7 +139,7 @@ def _trainers(parent: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("config", "name"), [pytest.param("single", "SIGTERM", marks=pytest.mark.slow),
-                                             ("ddp", "SIGUSR1"), ("fsdp2", "SIGINT")])  # fmt: skip
+                         pytest.param("ddp", "SIGUSR1", marks=pytest.mark.slow), ("fsdp2", "SIGINT")])  # fmt: skip
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, config, name):
     command = [sys.executable, "-m", "oneloop.cli", "launch", "--config_file", str(CONFIGS / f"{config}.yaml"), "digits",
                "--duration", "100000", "--run.dir", str(tmp_path / "run"), "--track", "none", "--log.every", "5"]  # fmt: skip

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oneloop.runtime import start
+from oneloop.processes import start
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.watch.diagnosis import diagnosis
 from oneloop.watch.meter import Meter, UpdateRatio
@@ -247,6 +247,33 @@ class Raising:
         if self.start:
             TensorBoardTracker.start = fail
         train(argv)
+
+
+class Breaks(Ragged):
+    """Raises after so many losses."""
+
+    losses = 0
+
+    def loss(self, model, batch):
+        self.losses += 1
+        if self.losses > 45:
+            raise RuntimeError("no more of this")
+        return super().loss(model, batch)
+
+
+def test_what_was_logged_before_an_error_is_in_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tmp_path / "r.yaml").write_text("task: {name: test_throughput.Breaks}\n")
+    words = ["r.yaml", *COMMON[:-4], "--track", "tensorboard", "--run.dir", "a", "--log.every", "10"]
+    assert run(train, words, folder=tmp_path).codes == [1]
+    (folder,) = (tmp_path / "a" / "tensorboard").iterdir()
+    events = EventAccumulator(str(folder)).Reload()
+    told = [(line["step"], line["train/loss"]) for line in lines(tmp_path / "a") if "train/loss" in line]
+    assert len(told) >= 2
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
+        (step, pytest.approx(loss, rel=1e-6)) for step, loss in told
+    ]
 
 
 class FullDisk:

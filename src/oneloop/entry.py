@@ -17,8 +17,9 @@ from oneloop.memory.switches import float32_products
 from oneloop.parse import read
 from oneloop.plain import dumps
 from oneloop.probe import explained, find_micro
+from oneloop.processes import start
 from oneloop.recipe import Recipe
-from oneloop.runtime import Run, leave, start
+from oneloop.runtime import Run, leave
 from oneloop.watch.profiling import memory_snapshot
 from oneloop.watch.progress import Display
 from oneloop.watch.report.page import report

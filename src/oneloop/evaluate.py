@@ -64,15 +64,7 @@ def evaluate(
     Returns:
         ``{"loss": …, "accuracy": …}``, equal on all ranks; None where it was interrupted.
     """
-    ranks, rank = accelerator.num_processes, accelerator.process_index
-    count = math.ceil(len(dataset) / micro)
-    turns = math.ceil(count / ranks)
-    mine = [turn * ranks + rank for turn in range(turns)]
-    # FSDP2 needs equal forward counts: a rank that has none left takes the first micro-batch again, and drops it.
-    places = [
-        [(0, index) for index in range(at * micro, min((at + 1) * micro, len(dataset)))]
-        for at in (number if number < count else 0 for number in mine)
-    ]
+    places, kept = _share(len(dataset), micro, accelerator.num_processes, accelerator.process_index)
     keyed = Keyed(dataset, seed=seed)
     collate = Weighed(task.collate, task.weight, dtype=dtype)  # held-out samples may differ in weight
     device = accelerator.device
@@ -92,11 +84,11 @@ def evaluate(
         return [sample for _, sample in samples], next(transferred(iter([collate(samples)[0]]), device))
 
     with evaluating(model):
-        for turn, batch in enumerate(tracked(transferred(batches(), device), "evaluating", total=turns)):
+        for turn, batch in enumerate(tracked(transferred(batches(), device), "evaluating", total=len(places))):
             if interrupted():
                 return None
             loss, outputs = task.loss(model, batch)
-            if mine[turn] >= count:
+            if turn >= kept:
                 continue
             total += loss
             weight += weights[turn]
@@ -109,13 +101,25 @@ def evaluate(
     sums = torch.stack([total, torch.tensor(weight, dtype=wide, device=device)])
     summed = accelerator.reduce(sums, "sum").tolist()
     results = {"loss": summed[0] / summed[1]}
-    if metrics is not None:
-        computed = metrics.compute()
-        values = {name: float(value) for name, value in computed.items() if value.numel() == 1}
-        results |= task.summarize(values) if hasattr(task, "summarize") else values
-        if examples is not None:
-            examples.confusion = _confusion(task, [computed[name] for name in _matrices(metrics)])
-    return results
+    if metrics is None:
+        return results
+    computed = metrics.compute()
+    if examples is not None:
+        examples.confusion = _confusion(task, [computed[name] for name in _matrices(metrics)])
+    values = {name: float(value) for name, value in computed.items() if value.numel() == 1}
+    return results | (task.summarize(values) if hasattr(task, "summarize") else values)
+
+
+def _share(samples: int, micro: int, ranks: int, rank: int) -> tuple[list[list[tuple[int, int]]], int]:
+    """This rank's micro-batches, as (epoch, index) of their samples, and how many of them count: FSDP2 needs equal forward
+    counts, so a rank that has none left takes the first one again, and drops it."""
+    count = math.ceil(samples / micro)
+    mine = [turn * ranks + rank for turn in range(math.ceil(count / ranks))]
+    places = [
+        [(0, index) for index in range(at * micro, min((at + 1) * micro, samples))]
+        for at in (number if number < count else 0 for number in mine)
+    ]
+    return places, sum(number < count for number in mine)
 
 
 def evaluate_all(

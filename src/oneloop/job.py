@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,16 +110,11 @@ def build_job(recipe: Recipe, *, ranks: int, sharded: bool = False, device: str 
     check_sets(train_set, eval_sets)
     if recipe.debug.overfit:
         train_set = Subset(train_set, range(min(recipe.debug.overfit, len(train_set))))
-    metrics = sorted(
-        f"{prefix(name)}/{metric}" for name in eval_sets if name != "test" for metric in metric_names(task)
-    )
     unit, sample_weight = getattr(task, "unit", "samples"), getattr(task, "sample_weight", None)
     scale = Scale(split.size, len(train_set), sample_weight if unit == "tokens" else None)
     total = recipe.duration.steps(scale)
     averages = _averages(recipe, scale, total)
-    metrics += [f"{average['name']}/{metric}" for average in averages for metric in metrics]
-    if metrics and recipe.eval.best not in metrics:
-        raise ValueError(f"eval.best {recipe.eval.best!r} is none of this task's metrics: {', '.join(metrics)}")
+    _check_best(recipe.eval.best, task, eval_sets, [average["name"] for average in averages])
     if total < 1:
         raise ValueError(f"duration {recipe.duration} is no step at all; the shortest is 1")
     dtype = getattr(torch, recipe.machine.dtype)
@@ -129,23 +125,10 @@ def build_job(recipe: Recipe, *, ranks: int, sharded: bool = False, device: str 
     collate = Weighed(task.collate, task.weight, sample_weight=sample_weight, dtype=dtype)
     flops, unknown = _flops(task, train_set, collate)
     model_blocks, notes = _arranged(model, recipe, sharded=sharded, device=device)
-    skips = "skip" in (recipe.guard.nonfinite, recipe.guard.spike if recipe.guard.sigma else "")
-    if skips and has_batch_statistics(model):
-        raise ValueError("guard skip is asked for, and the model has BatchNorm, whose running statistics take in a bad batch"
-                         " before it is known to be bad; set guard.nonfinite and guard.spike to rewind or stop")  # fmt: skip
-    graphs = recipe.machine.compile != "none" and recipe.machine.compile_mode in ("reduce-overhead", "max-autotune")
-    if graphs and split.accumulate > 1:
-        raise ValueError(f"machine.compile_mode {recipe.machine.compile_mode} is asked for with {split.accumulate} micro-batches a"
-                         " step: CUDA graphs reuse memory in which gradients of the last one may lie; set max-autotune-no-cudagraphs"
-                         " or default, or batch.micro to the whole share of a process")  # fmt: skip
+    _check_model(recipe, model, split)
     if unknown:
         notes.append(f"MFU n/a: the model's operations cannot be counted without running it ({unknown})")
     schedule = recipe.schedule
-    durations = {"log": (recipe.log.every, "log.every"), "eval": (recipe.eval.every, "eval.every"),
-                 "save": (recipe.save.every, "save.every"), "check": (recipe.machine.check_every, "machine.check_every"),
-                 "collect": (recipe.machine.gc_every, "machine.gc_every")}  # fmt: skip
-    rhythm = {name: every.steps(scale, total=total, key=key) for name, (every, key) in durations.items()
-              if every.amount or name not in ("check", "collect")}  # fmt: skip
     no_noise_scale = Sensor.why_not(ranks, split.accumulate, sharded=sharded)
     return Job(
         recipe=recipe,
@@ -156,7 +139,7 @@ def build_job(recipe: Recipe, *, ranks: int, sharded: bool = False, device: str 
         order=Order(len(train_set), seed=recipe.seed),
         collate=collate,
         steps=1 if recipe.debug.dry_run else total,
-        rhythm=rhythm | {"log": max(1, rhythm["log"])},
+        rhythm=_rhythm(recipe, scale, total),
         policy=Policy(recipe.guard.nonfinite, recipe.guard.spike, recipe.guard.sigma, recipe.guard.window),
         noise_scale=recipe.log.noise_scale and no_noise_scale is None,
         no_noise_scale=no_noise_scale,
@@ -172,6 +155,39 @@ def build_job(recipe: Recipe, *, ranks: int, sharded: bool = False, device: str 
         upward=higher_is_better(task, recipe.eval.best),
         unit=unit,
     )  # fmt: skip
+
+
+def _check_best(best: str, task: Any, eval_sets: Iterable[str], averages: Iterable[str]) -> None:
+    """Refuses an ``eval.best`` that no evaluation finds."""
+    metrics = sorted(
+        f"{prefix(name)}/{metric}" for name in eval_sets if name != "test" for metric in metric_names(task)
+    )
+    metrics += [f"{average}/{metric}" for average in averages for metric in metrics]
+    if metrics and best not in metrics:
+        raise ValueError(f"eval.best {best!r} is none of this task's metrics: {', '.join(metrics)}")
+
+
+def _check_model(recipe: Recipe, model: nn.Module, split: Split) -> None:
+    """Refuses what would not be exact with this model and this split."""
+    skips = "skip" in (recipe.guard.nonfinite, recipe.guard.spike if recipe.guard.sigma else "")
+    if skips and has_batch_statistics(model):
+        raise ValueError("guard skip is asked for, and the model has BatchNorm, whose running statistics take in a bad batch"
+                         " before it is known to be bad; set guard.nonfinite and guard.spike to rewind or stop")  # fmt: skip
+    graphs = recipe.machine.compile != "none" and recipe.machine.compile_mode in ("reduce-overhead", "max-autotune")
+    if graphs and split.accumulate > 1:
+        raise ValueError(f"machine.compile_mode {recipe.machine.compile_mode} is asked for with {split.accumulate} micro-batches a"
+                         " step: CUDA graphs reuse memory in which gradients of the last one may lie; set max-autotune-no-cudagraphs"
+                         " or default, or batch.micro to the whole share of a process")  # fmt: skip
+
+
+def _rhythm(recipe: Recipe, scale: Scale, total: int) -> dict[str, int]:
+    """Steps between two of each kind of rare work."""
+    durations = {"log": (recipe.log.every, "log.every"), "eval": (recipe.eval.every, "eval.every"),
+                 "save": (recipe.save.every, "save.every"), "check": (recipe.machine.check_every, "machine.check_every"),
+                 "collect": (recipe.machine.gc_every, "machine.gc_every")}  # fmt: skip
+    rhythm = {name: every.steps(scale, total=total, key=key) for name, (every, key) in durations.items()
+              if every.amount or name not in ("check", "collect")}  # fmt: skip
+    return rhythm | {"log": max(1, rhythm["log"])}
 
 
 def peak(optimizer: recipes.Optimizer, batch: int) -> float:

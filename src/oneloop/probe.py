@@ -18,8 +18,9 @@ from oneloop.job import Job, build_job
 from oneloop.memory.batch_size import Attempt, Child, Steps, search
 from oneloop.memory.switches import float32_products
 from oneloop.optim.clip import clip_, global_norm
+from oneloop.processes import start
 from oneloop.recipe import Recipe
-from oneloop.runtime import Run, start
+from oneloop.runtime import Run
 from oneloop.watch.progress import Working
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",

@@ -69,10 +69,8 @@ class Tracking:
         self._waiting: list[tuple[Mapping[str, float], int, float]] = []
         """figures for TensorBoard, their steps and times (seconds since 1970)"""
         self._handed_over = time.monotonic()
-        if accelerator.is_main_process:
-            self._file = (folder / "metrics.jsonl").open(
-                "r+b" if (folder / "metrics.jsonl").exists() else "w+b", buffering=0
-            )
+        self._writes = accelerator.is_main_process
+        if self._writes:
             with self._bearing("metrics.jsonl"):
                 self._cut(self._good, b'"event": "resume"')
         flat = {f"{group}.{key}": str(value) for group, inside in config.items()
@@ -82,7 +80,7 @@ class Tracking:
                 tracker = self._started(name, project, step + 1 if resumed else 0)
                 if not resumed:
                     tracker.store_init_configuration(flat)
-                    if name == "tensorboard" and graph is not None and self._file is not None:
+                    if name == "tensorboard" and graph is not None and self._writes:
                         self._draw(tracker.tracker, graph)
 
     def _started(self, name: str, project: str, first: int) -> Any:
@@ -116,22 +114,22 @@ class Tracking:
 
     def go_back(self, state: Mapping[str, Any]) -> None:
         """Cuts back what was written after ``state``, but for events: a rewind is not forgotten by the next one."""
-        if self._file is None:
+        if not self._writes:
             return
         with self._bearing("metrics.jsonl"):
             self._cut(int(state["bytes"]), b'"event"')
 
     def _cut(self, good: int, kept: bytes) -> None:
         """Cuts back to ``good`` bytes, but for whole lines that hold ``kept``."""
-        assert self._file is not None
-        self._file.seek(good)
-        rest = self._file.read() if good else b""
+        file = self._opened()
+        file.seek(good)
+        rest = file.read() if good else b""
         self._good, self._broken = good, True
         self._append(b"".join(line for line in rest.splitlines(keepends=True) if kept in line and line.endswith(b"\n")))
 
     def log(self, figures: Mapping[str, Any]) -> None:
         """Writes one line; its numbers also go to the trackers. NaN and Inf are written as text: JSON has none."""
-        if self._file is None:
+        if not self._writes:
             return
         with self._bearing("metrics.jsonl"):
             self._append(dumps(figures).encode() + b"\n")
@@ -149,10 +147,10 @@ class Tracking:
 
     def show(self, step: int, examples: Examples) -> None:
         """Keeps what is to be looked at in examples.json, and gives it to the trackers that take pictures or texts."""
-        if examples.trouble and self._file is not None and "show" not in self._told:
+        if examples.trouble and self._writes and "show" not in self._told:
             self._told.add("show")
             self._say(f"{examples.trouble}; training goes on, --eval.samples 0 shows none")
-        if self._file is None or not (examples.samples or examples.confusion):
+        if not self._writes or not (examples.samples or examples.confusion):
             return
         with self._bearing("examples.json"):
             draft = self._folder / "examples.json.draft"
@@ -162,16 +160,23 @@ class Tracking:
             with self._bearing(f"tracker {tracker.name}"):
                 _give(tracker, step, examples)
 
+    def _opened(self) -> IO[bytes]:
+        """metrics.jsonl, to be read and written without a buffer."""
+        if self._file is None:
+            path = self._folder / "metrics.jsonl"
+            self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
+        return self._file
+
     def _append(self, lines: bytes) -> None:
         """After the last whole line: of what a full disk takes only a part of, nothing stays."""
-        assert self._file is not None
+        file = self._opened()
         if self._broken:
-            self._file.truncate(self._good)
-            self._file.seek(self._good)
+            file.truncate(self._good)
+            file.seek(self._good)
         self._broken = True
         rest = memoryview(lines)
         while rest:
-            rest = rest[self._file.write(rest) :]
+            rest = rest[file.write(rest) :]
         self._good += len(lines)
         self._broken = False
 
@@ -190,7 +195,7 @@ class Tracking:
         """Ends the trackers, and the file."""
         for tracker in self._accelerator.trackers:  # not end_training(), which also ends the process group
             with self._bearing(f"tracker {tracker.name}"):
-                if tracker.name == "tensorboard" and self._file is not None:
+                if tracker.name == "tensorboard" and self._writes:
                     self._hand_over(tracker.tracker)
                 tracker.finish()
         if self._file is not None:
