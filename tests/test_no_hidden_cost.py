@@ -72,18 +72,21 @@ def _reads_and_reduces() -> dict[str, bool]:
     return {"read": bool(names & set(READS)), "collective": any(name.startswith("c10d::allreduce") for name in names)}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+OPTIMIZERS = ["adamw", pytest.param("sgd", marks=pytest.mark.slow), "muon"]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_one_process_reads_and_sends_nothing(tmp_path, optimizer):
     assert per_step(tmp_path, ranks=1, strategy="single", optimizer=optimizer) == {}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_ddp_sends_its_bucket_and_one_small_sum(tmp_path, optimizer):
     # One bucket per step, whatever the accumulation, and the sum of weight and stop flag.
     assert per_step(tmp_path, ranks=2, strategy="ddp", optimizer=optimizer) == {"c10d::allreduce_": 20}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_fsdp2_sends_its_own_and_one_small_sum(tmp_path, optimizer):
     found = per_step(tmp_path, ranks=2, strategy="fsdp2", optimizer=optimizer)
     own = {
