@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,30 +252,52 @@ class Raising:
 
 
 class Breaks(Ragged):
-    """Raises after so many losses."""
+    """Raises, or is killed, after so many losses, at its first start."""
 
     losses = 0
 
     def loss(self, model, batch):
         self.losses += 1
-        if self.losses > 45:
+        if self.losses > 45 and not Path("broken").exists():
+            Path("broken").touch()
+            if Path("kill").exists():
+                os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("no more of this")
         return super().loss(model, batch)
 
 
-def test_what_was_logged_before_an_error_is_in_tensorboard(tmp_path):
+@pytest.mark.parametrize("end", ["error", "kill"])
+def test_what_was_logged_before_an_error_or_a_checkpoint_is_in_tensorboard(tmp_path, end):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (tmp_path / "r.yaml").write_text("task: {name: test_throughput.Breaks}\n")
-    words = ["r.yaml", *COMMON[:-4], "--track", "tensorboard", "--run.dir", "a", "--log.every", "10"]
-    assert run(train, words, folder=tmp_path).codes == [1]
-    (folder,) = (tmp_path / "a" / "tensorboard").iterdir()
-    events = EventAccumulator(str(folder)).Reload()
-    told = [(line["step"], line["train/loss"]) for line in lines(tmp_path / "a") if "train/loss" in line]
-    assert len(told) >= 2
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
-        (step, pytest.approx(loss, rel=1e-6)) for step, loss in told
+    (tmp_path / end).touch()
+    words = [
+        "r.yaml",
+        *COMMON[:-4],
+        "--track",
+        "tensorboard",
+        "--run.dir",
+        "a",
+        "--log.every",
+        "5",
+        "--save.every",
+        "20",
     ]
+
+    def in_tensorboard():
+        (folder,) = (tmp_path / "a" / "tensorboard").iterdir()
+        return [(one.step, one.value) for one in EventAccumulator(str(folder)).Reload().Scalars("train/loss")]
+
+    def in_metrics():
+        return [(line["step"], pytest.approx(line["train/loss"], rel=1e-6))
+                for line in lines(tmp_path / "a") if "train/loss" in line]  # fmt: skip
+
+    assert run(train, words, folder=tmp_path).codes == [1 if end == "error" else -signal.SIGKILL]
+    assert in_tensorboard() == (in_metrics() if end == "error" else in_metrics()[: len(in_tensorboard())])
+    assert len(in_tensorboard()) >= (8 if end == "error" else 4)
+    run(train, words, folder=tmp_path).ok()
+    assert in_tensorboard() == in_metrics() and len(in_metrics()) == 12
 
 
 class FullDisk:

@@ -178,7 +178,8 @@ class _Sample:
     """Runs of one width, out of several parameters, and for how many weights each element stands."""
 
     def __init__(self, runs: list[Tensor], counts: list[Tensor]) -> None:
-        self._runs, self._counts = runs, torch.cat(counts)
+        dtype = reduce(torch.promote_types, (run.dtype for run in runs), torch.float32)
+        self._runs, self._counts = runs, torch.cat(counts).to(dtype)
         self._pair = self._counts.new_empty(2, self._counts.numel())
         self._rows = [row.view(-1, runs[0].shape[1]) for row in self._pair]
         """the weights afterwards, and those before"""

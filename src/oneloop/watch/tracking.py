@@ -109,7 +109,8 @@ class Tracking:
                 self._say(f"{what} cannot be written ({type(error).__name__}: {error}); training goes on without")
 
     def state_dict(self) -> dict[str, int]:
-        """How far metrics.jsonl is written."""
+        """How far metrics.jsonl is written; what TensorBoard has not yet got is handed over, as nobody writes it again."""
+        self._hand_over()
         return {"bytes": self._good}
 
     def go_back(self, state: Mapping[str, Any]) -> None:
@@ -140,10 +141,10 @@ class Tracking:
             with self._bearing(f"tracker {tracker.name}"):
                 if tracker.name == "tensorboard":
                     self._waiting.append((numbers, figures["step"], time.time()))
-                    if time.monotonic() - self._handed_over > _HAND_OVER:
-                        self._hand_over(tracker.tracker)
                 else:
                     tracker.log(numbers, step=figures["step"])
+        if time.monotonic() - self._handed_over > _HAND_OVER:
+            self._hand_over()
 
     def show(self, step: int, examples: Examples) -> None:
         """Keeps what is to be looked at in examples.json, and gives it to the trackers that take pictures or texts."""
@@ -180,23 +181,26 @@ class Tracking:
         self._good += len(lines)
         self._broken = False
 
-    def _hand_over(self, writer: Any) -> None:
+    def _hand_over(self) -> None:
         """To TensorBoard, one event for all figures of a step: accelerate makes one for each, and waits for the disk, which
         takes thirty times as long."""
+        waiting, self._waiting, self._handed_over = self._waiting, [], time.monotonic()
+        if not waiting:
+            return
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        waiting, self._waiting, self._handed_over = self._waiting, [], time.monotonic()
-        for numbers, step, when in waiting:
-            values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-            writer.file_writer.add_summary(Summary(value=values), step, when)
-        writer.flush()
+        (writer,) = (tracker.tracker for tracker in self._accelerator.trackers if tracker.name == "tensorboard")
+        with self._bearing("tracker tensorboard"):
+            for numbers, step, when in waiting:
+                values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+                writer.file_writer.add_summary(Summary(value=values), step, when)
+            writer.flush()
 
     def close(self) -> None:
         """Ends the trackers, and the file."""
+        self._hand_over()
         for tracker in self._accelerator.trackers:  # not end_training(), which also ends the process group
             with self._bearing(f"tracker {tracker.name}"):
-                if tracker.name == "tensorboard" and self._writes:
-                    self._hand_over(tracker.tracker)
                 tracker.finish()
         if self._file is not None:
             self._file.close()
