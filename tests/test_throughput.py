@@ -188,6 +188,22 @@ def test_the_update_of_a_large_model_is_that_of_all_its_weights():
     assert float((moved / size).sqrt()) == pytest.approx(float(change.norm() / before.norm()), rel=0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_update_of_any_layout_and_type(dtype):
+    model = torch.nn.Sequential(torch.nn.Conv2d(8, 16, 3), torch.nn.Conv1d(4, 4, 1), torch.nn.Linear(7, 1)).to(dtype)
+    model[0].to(memory_format=torch.channels_last)
+    parameters = [one.detach() for one in model.parameters()]
+    ratio = UpdateRatio(parameters)
+    ratio.before()
+    before = torch.cat([one.flatten() for one in parameters]).double()
+    for one in parameters:
+        one *= 1 - 2**-7
+    moved, size = ratio.squares(torch.zeros(()))
+    change = torch.cat([one.flatten() for one in parameters]).double() - before
+    assert float(size) == pytest.approx(float(before.norm() ** 2), rel=1e-6)  # all of them: the model is small
+    assert float(moved) == pytest.approx(float(change.norm() ** 2), rel=1e-6 if dtype != torch.bfloat16 else 1e-5)
+
+
 def test_a_resume_in_mid_window_counts_its_own_samples_only():
     """The loss is of the whole window, the speed of the time since the resume."""
     accelerator = start().accelerator

@@ -147,7 +147,7 @@ class UpdateRatio:
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        mine = [local(parameter.detach()) for parameter in parameters]
+        mine = [_dense(local(parameter.detach())) for parameter in parameters]
         stride = max(1, sum(one.numel() for one in mine) // _SAMPLED)
         by_width: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for one in mine:
@@ -172,6 +172,11 @@ class UpdateRatio:
         self._begun = False
         moved, size = reduce(torch.add, each) if each else like.new_zeros(2)
         return moved, size
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The same elements with the dimensions in the order of memory, as channels-last weights are not."""
+    return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
 
 
 class _Sample:
