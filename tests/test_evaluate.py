@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from worlds import run
+from worlds import run, train
 
 SIZES = (1, 7, 16, 33)
 MICROS = (4, 16)
@@ -84,8 +86,51 @@ def test_every_sample_counts_once(ranks, config):
                 assert "each" not in found[size, micro] or size == 1
 
 
+def classwise(argv: list[str], *, named: bool) -> None:
+    """Trains digits with the recall of each class."""
+    from torchmetrics import MetricCollection
+    from torchmetrics.classification import MulticlassRecall
+    from torchmetrics.wrappers import ClasswiseWrapper
+
+    from oneloop.tasks.image_classification import ImageClassification
+
+    each = MulticlassRecall(10, average=None)
+    metrics = MetricCollection({"recall": ClasswiseWrapper(each, prefix="recall_") if named else each})
+    ImageClassification.metrics = lambda self: metrics.clone()
+    train(argv)
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp")])
+def test_a_metric_of_several_values_has_their_names_or_is_refused(tmp_path, ranks, config):
+    words = [
+        "digits",
+        "--duration",
+        "6",
+        "--task.width",
+        "8",
+        "--eval.best",
+        "eval/recall_3",
+        "--track",
+        "none",
+        "--run.dir",
+        "a",
+    ]
+    refused = run(partial(classwise, named=False), words, ranks=ranks, config=config, folder=tmp_path)
+    assert refused.codes == [2] * ranks and not (tmp_path / "a").exists()
+    assert (
+        "the metric 'recall' computes 10 values without names; wrap it in torchmetrics' ClasswiseWrapper"
+        in refused.output
+    )
+    run(partial(classwise, named=True), words, ranks=ranks, config=config, folder=tmp_path).ok()
+    found = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [line for line in found if "eval/recall_3" in line]
+    assert evaluations and all(f"eval/recall_{one}" in line for line in evaluations for one in range(10))
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert summary["best"]["value"] == max(line["eval/recall_3"] for line in evaluations)  # larger is better
+
+
 def test_directions_come_from_torchmetrics():
-    from oneloop.evaluate import higher_is_better, metric_names
+    from oneloop.metrics import higher_is_better, metric_names
     from oneloop.tasks.causal_lm import CausalLM
     from oneloop.tasks.image_classification import ImageClassification
 

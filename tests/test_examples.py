@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-from oneloop.evaluate import evaluate, metric_names
+from oneloop.evaluate import evaluate
+from oneloop.metrics import metric_names
 from oneloop.processes import start
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.image_classification import ImageClassification

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from oneloop.data.groups import Keyed, Weighed, loader, transferred
 from oneloop.ema import EMA
+from oneloop.metrics import confusion, prefix, single_values
 from oneloop.watch.examples import Examples
 from oneloop.watch.progress import tracked
 
@@ -105,9 +106,8 @@ def evaluate(
         return results
     computed = metrics.compute()
     if examples is not None:
-        examples.confusion = _confusion(task, [computed[name] for name in _matrices(metrics)])
-    values = {name: float(value) for name, value in computed.items() if value.numel() == 1}
-    return results | (task.summarize(values) if hasattr(task, "summarize") else values)
+        examples.confusion = confusion(task, metrics, computed)
+    return results | single_values(task, computed)
 
 
 def _share(samples: int, micro: int, ranks: int, rank: int) -> tuple[list[list[tuple[int, int]]], int]:
@@ -145,42 +145,3 @@ def evaluate_all(
                     return None
                 results[weights] |= {f"{prefix(name)}/{metric}": value for metric, value in found.items()}
     return results
-
-
-def prefix(name: str) -> str:
-    """How a set's figures are headed: the validation set's are the evaluation."""
-    return "eval" if name == "validation" else name
-
-
-def metric_names(task: Any) -> set[str]:
-    """Names of what :func:`evaluate` returns for this task."""
-    metrics = task.metrics() if hasattr(task, "metrics") else None
-    names = set(metrics.keys()) - set(_matrices(metrics)) if metrics is not None else set()
-    if hasattr(task, "summarize"):
-        names = set(task.summarize(dict.fromkeys(names, 1.0)))
-    return names | {"loss"}
-
-
-def _confusion(task: Any, matrices: list[torch.Tensor]) -> dict[str, Any] | None:
-    """The confusion matrix with its classes' names; None where there is none, or one for each label."""
-    whole = [matrix.tolist() for matrix in matrices if matrix.ndim == 2]
-    if not whole:
-        return None
-    counts = whole[-1]
-    classes = [str(one) for one in getattr(task, "classes", range(len(counts)))]
-    return {
-        "classes": classes if len(classes) == len(counts) else [str(n) for n in range(len(counts))],
-        "counts": counts,
-    }
-
-
-def _matrices(metrics: Any) -> list[str]:
-    """Names of the confusion matrices among the metrics: pictures, not figures."""
-    return [name for name, metric in metrics.items() if type(metric).__name__.endswith("ConfusionMatrix")]
-
-
-def higher_is_better(task: Any, metric: str) -> bool:
-    """Whether a larger value of ``eval/<metric>`` is the better one: as torchmetrics says, and False for a loss."""
-    known = dict(task.metrics().items()) if hasattr(task, "metrics") else {}
-    name = metric.rpartition("/")[2]
-    return bool(known[name].higher_is_better) if name in known else False

@@ -17,11 +17,11 @@ from oneloop.data.groups import Keyed, Split, Weighed
 from oneloop.data.order import Order, key
 from oneloop.duration import Scale
 from oneloop.ema import EMA, gamma
-from oneloop.evaluate import higher_is_better, metric_names, prefix
 from oneloop.memory.blocks import blocks, class_names
 from oneloop.memory.compile import compile_
 from oneloop.memory.recompute import parsed, recompute
 from oneloop.memory.switches import channels_last
+from oneloop.metrics import higher_is_better, metric_names, prefix
 from oneloop.optim.build import build, refuse_if_sharded
 from oneloop.optim.noise_scale import Sensor
 from oneloop.optim.policy import Policy
