@@ -114,7 +114,8 @@ def by_oneloop(run: Run, steps: int) -> float:
                        "--log.every", "50", "--run.dir", scratch])  # fmt: skip
         folder = Folder(Path(scratch) / "run")
         folder.open()
-        summary = train(build_job(recipe, ranks=1), run, folder)
+        with run.closing:
+            summary = train(build_job(recipe, ranks=1), run, folder)
         assert summary["exit_code"] == 0
         import json
 
