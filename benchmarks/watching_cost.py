@@ -1,15 +1,15 @@
-"""What all watching costs of a step of about 5 ms, in three stages: marks of the clock and sums of the meter at every step;
-at every fiftieth (the default of log.every) the update ratio and the read; a line in metrics.jsonl, TensorBoard, the
-terminal, and advice. TensorBoard gets each line at once and is waited for, which costs more than every five seconds; the
-redraws of the bars, one a second on a thread of their own, are timed apart and added as if nothing overlapped them.
+"""What all watching costs of a step of about 5 ms: marks of the clock and sums of the meter at every step; at every fiftieth
+(the default of log.every) the update ratio and the read, a line in metrics.jsonl, TensorBoard, the terminal, and advice.
 
     python benchmarks/watching_cost.py
 
-One process on a CPU. Machines are noisier than 1 %, so cycles of fifty steps alternate, bare, watched, bare (control), each
-turn in another order; the difference to the bare cycle of the same turn is taken, and of all differences the median, with
-the 95 % interval of that median. Python's garbage is left lying, as in train.py between two times of machine.gc_every.
-glibc is told to keep freed memory: else it gives it back and takes it again in turns that any small allocation moves about
-(500 page faults a cycle or 240), by more than what is to be measured.
+One process on a CPU. Machines are noisier than 1 %, so single steps alternate, bare, watched, bare (control), each turn in
+another order: of the differences to the bare step of the same turn the median, with the 95 % interval of that median. What
+comes at the fiftieth step is timed by itself, as it comes after a step, with cold caches; so is how much longer the step
+after it takes. What comes more rarely is timed and added as if nothing overlapped it: TensorBoard gets its lines every five
+seconds, here twenty of them together; the bars are redrawn once a second by a thread of their own.
+Python's garbage is left lying, as in train.py between two times of machine.gc_every. glibc is told to keep freed memory:
+else it gives it back and takes it again in turns that any small allocation moves about, by more than what is to be measured.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ from oneloop.watch.meter import Meter
 from oneloop.watch.progress import Display
 from oneloop.watch.tracking import Tracking
 
-CYCLE = int(Log().every.amount)  # steps
+EVERY = int(Log().every.amount)  # steps between two lines
+TOGETHER = 20  # lines: five seconds of steps of 5 ms
 
 
 def main() -> None:
     asked = argparse.ArgumentParser()
-    asked.add_argument("--cycles", type=int, default=400)
+    asked.add_argument("--turns", type=int, default=12000)
     asked.add_argument("--rows", type=int, default=160, help="of a batch: how long a step takes")
     given = asked.parse_args()
     if "MALLOC_TRIM_THRESHOLD_" not in os.environ:
@@ -54,109 +55,116 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | kept)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
-        measure(given.cycles, given.rows, Path(scratch))
+        measure(given.turns, given.rows, Path(scratch))
 
 
-def measure(cycles: int, rows: int, folder: Path) -> None:
+def measure(turns: int, rows: int, folder: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(folder))
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     x = torch.randn(rows, 256)
     meter = Meter(accelerator, list(model.parameters()), flops=1e6, peak=1e11)
-    tracking_module._HAND_OVER = 0.0
+    tracking_module._HAND_OVER = math.inf  # by hand, below
     tracking = Tracking(accelerator, folder, project="cost", config={})
     done = 0
     display = Display(console=Console(file=io.StringIO()))
     display.begin(lambda: done, total=10**9)
     advice = Advice(workers=0, cores=2)
     norm = torch.tensor(1.0)
+    logged: list[float] = []
 
     def bare() -> None:
-        for _ in range(CYCLE):
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            loss.detach()  # as train.py does for its guard
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.detach()  # as train.py does for its guard
 
-    def watched(read: bool = True, write: bool = True) -> None:
+    def watched(log: bool = False) -> None:
         nonlocal done
-        meter.clock.restart()  # the cycles between were not its own
-        for step in range(1, CYCLE + 1):
-            meter.clock.mark("data")
-            meter.clock.mark("other")
-            meter.clock.mark("transfer")
-            loss = model(x).square().mean()
-            loss.backward()
-            meter.clock.mark("compute")
-            if read and step == CYCLE:
-                meter.before_update()
-            optimizer.step()
-            optimizer.zero_grad()
-            value = loss.detach()
-            meter.step(loss=value, weight=160.0, samples=160, norm=norm)
-            meter.clock.mark("update")
-            meter.clock.step()
-        done += CYCLE
-        if not read:
-            meter._losses.clear()
-            return
+        meter.clock.mark("data")
+        meter.clock.mark("other")
+        meter.clock.mark("transfer")
+        loss = model(x).square().mean()
+        loss.backward()
+        meter.clock.mark("compute")
+        before = seconds(meter.before_update) if log else 0.0
+        optimizer.step()
+        optimizer.zero_grad()
+        value = loss.detach()
+        meter.step(loss=value, weight=160.0, samples=160, norm=norm)
+        meter.clock.mark("update")
+        meter.clock.step()
+        done += 1
+        if log:
+            logged.append(before + seconds(write))
+
+    def write() -> None:
         figures = meter.read()
-        if not write:
-            return
         tracking.log({"step": done, "samples": 160 * done, "time": 1.0, "train/lr": 1e-4, **figures})
         display.figures(done, figures)
         advice(meter.clock.overall)
 
-    def timed(act: Callable[[], None]) -> float:
-        began = time.perf_counter()
-        act()
-        return (time.perf_counter() - began) / CYCLE * 1e6
-
-    kinds: dict[str, Callable[[], None]] = {
-        "bare": bare,
-        "marks and sums": lambda: watched(read=False),
-        "read at the end": lambda: watched(write=False),
-        "written too: all of it": watched,
-        "bare again (control)": bare,
-    }
+    kinds = {"bare": bare, "watched": watched, "control": bare}
     found: dict[str, list[float]] = {name: [] for name in kinds}
+    after: list[float] = []
+    handed: list[float] = []
     with scheduled_garbage():  # as train.py has it
-        for turn in range(cycles + 10):
-            for name in random.Random(turn).sample(list(kinds), len(kinds)):
-                took = timed(kinds[name])
-                if turn >= 10:
-                    found[name].append(took)
-    print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
-    print(f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, 1 thread, {cycles} cycles of"
-          f" {CYCLE} steps; microseconds per step")  # fmt: skip
+        for turn in range(-100, turns):
+            took = {name: seconds(kinds[name]) for name in random.Random(turn).sample(list(kinds), len(kinds))}
+            for name, one in took.items() if turn >= 0 else ():
+                found[name].append(one)
+            if turn % EVERY == EVERY - 1:
+                watched(log=True)
+                after.append(seconds(bare) - seconds(bare))
+            if turn % (EVERY * TOGETHER) == EVERY * TOGETHER - 1:
+                handed.append(seconds(tracking._hand_over) / TOGETHER)
+    drawn, pause = redraw()
     middle = statistics.median(found["bare"])
-    for name, times in found.items():
-        over = sorted(a - b for a, b in zip(times, found["bare"], strict=True))
-        reach = round(0.98 * math.sqrt(cycles))  # ranks of the median's 95 % interval
-        low, high = over[cycles // 2 - reach], over[cycles // 2 + reach]
-        print(f"{name:22} median {statistics.median(times):8.1f}   over bare {statistics.median(over):7.1f} ({low:7.1f} to {high:7.1f})"
-              f"   {100 * statistics.median(over) / middle:6.2f} % ({100 * low / middle:.2f} to {100 * high / middle:.2f})")  # fmt: skip
-    drawn, every = redraw()
-    over = statistics.median(a - b for a, b in zip(found["written too: all of it"], found["bare"], strict=True))
-    whole = over + drawn / every * middle
-    print(f"a redraw of the bars takes {1e3 * drawn:.1f} ms, every {every:.0f} s: {100 * drawn / every:.2f} %;"
-          f" with the rest {whole:.1f} us a step, {100 * whole / middle:.2f} %")  # fmt: skip
+    print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
+    print(f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, 1 thread, {turns} turns of three"
+          f" steps, {len(logged)} lines, one every {EVERY} steps")  # fmt: skip
+    print(f"a bare step {middle:.0f} us; microseconds per step over it, with the 95 % interval of the median:")
+    parts = {
+        "marks and sums, every step": over(found["watched"], found["bare"], 1),
+        "update ratio, read, line, terminal": over(logged[2:], [0.0] * len(logged[2:]), EVERY),
+        "the step after these takes longer": over(after, [0.0] * len(after), EVERY),
+        f"TensorBoard's lines, {TOGETHER} together": over(handed[1:], [0.0] * len(handed[1:]), EVERY),
+        f"a redraw of the bars every {pause:.0f} s": [drawn / 1e6 / pause * middle] * 3,
+    }
+    for name, (value, low, high) in parts.items():
+        print(f"  {name:36} {value:6.1f} ({low:.1f} to {high:.1f})")
+    value, low, high = (sum(column) for column in zip(*parts.values(), strict=True))
+    print(
+        f"  {'all of it':36} {value:6.1f} ({low:.1f} to {high:.1f}), of 5 ms {value / 50:.2f} % ({low / 50:.2f} to {high / 50:.2f})"
+    )
+    value, low, high = over(found["control"], found["bare"], 1)
+    print(f"  {'control: bare over bare':36} {value:6.1f} ({low:.1f} to {high:.1f})")
     tracking.close()
 
 
+def seconds(act: Callable[[], object]) -> float:
+    """How long it takes; microseconds."""
+    began = time.perf_counter()
+    act()
+    return (time.perf_counter() - began) * 1e6
+
+
+def over(these: list[float], those: list[float], steps: int) -> list[float]:
+    """Median of the differences per step, and its 95 % interval by ranks."""
+    ordered = sorted((a - b) / steps for a, b in zip(these, those, strict=True))
+    middle, reach = len(ordered) // 2, round(0.98 * math.sqrt(len(ordered)))
+    return [statistics.median(ordered), ordered[max(0, middle - reach)], ordered[min(len(ordered) - 1, middle + reach)]]
+
+
 def redraw() -> tuple[float, float]:
-    """Seconds that one redraw of the bars takes, and between two of them."""
+    """Microseconds that one redraw of the bars takes, and seconds between two of them."""
     with Display(console=Console(file=io.StringIO(), force_terminal=True, width=100)) as display:
         assert display.bars
         display.begin(lambda: 100, total=1000)
         display.figures(100, {"train/loss": 1.0, "train/samples_per_second": 1e4})
-        took = []
-        for _ in range(50):
-            began = time.perf_counter()
-            display.bars.refresh()
-            took.append(time.perf_counter() - began)
-        return statistics.median(took), 1 / display.bars.live.refresh_per_second
+        took = statistics.median(seconds(display.bars.refresh) for _ in range(50))
+        return took, 1 / display.bars.live.refresh_per_second
 
 
 if __name__ == "__main__":
