@@ -33,8 +33,8 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import nn
 
+from oneloop.bookkeeping import Log
 from oneloop.memory.garbage import scheduled_garbage
-from oneloop.recipe import Log
 from oneloop.watch import tracking as tracking_module
 from oneloop.watch.diagnosis import Advice
 from oneloop.watch.meter import Meter

@@ -15,3 +15,14 @@ class BadInput(ValueError):
 
 class Diverged(RuntimeError):
     """Loss or gradient became NaN or Inf; the weights are those from before that step."""
+
+
+def at_least(bound: float, **values: float) -> None:
+    """Refuses values below ``bound``; their names are keys of the recipe, with two underscores for the dot.
+
+    Raises:
+        BadInput: one is smaller, or NaN.
+    """
+    for key, value in values.items():
+        if not value >= bound:
+            raise BadInput(f"{key.replace('__', '.')} must be at least {bound}, got {value}")

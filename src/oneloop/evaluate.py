@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,10 +81,6 @@ def evaluate(
             weights.append(its_weight)
             yield batch
 
-    def chosen(indices: list[int]) -> tuple[list[Any], dict[str, Any]]:
-        samples = keyed.__getitems__([(0, index) for index in indices])
-        return [sample for _, sample in samples], next(transferred(iter([collate(samples)[0]]), device))
-
     with evaluating(model):
         for turn, batch in enumerate(tracked(transferred(batches(), device), "evaluating", total=len(places))):
             if interrupted():
@@ -98,16 +95,27 @@ def evaluate(
             if examples is not None:
                 examples.take(batch, outputs)
         if examples is not None and hasattr(task, "show"):
+            chosen = partial(_chosen, keyed, collate, device)
             examples.look(task, model, len(dataset), chosen, micro=micro, accelerator=accelerator)
     sums = torch.stack([total, torch.tensor(weight, dtype=wide, device=device)])
     summed = accelerator.reduce(sums, "sum").tolist()
-    results = {"loss": summed[0] / summed[1]}
-    if metrics is None:
-        return results
-    computed = metrics.compute()
+    return {"loss": summed[0] / summed[1]} | (_computed(task, metrics, examples) if metrics is not None else {})
+
+
+def _computed(task: Any, metrics: Any, examples: Examples | None) -> dict[str, float]:
+    """The metrics' figures; a confusion matrix goes to the examples."""
+    values = metrics.compute()
     if examples is not None:
-        examples.confusion = confusion(task, metrics, computed)
-    return results | single_values(task, computed)
+        examples.confusion = confusion(task, metrics, values)
+    return single_values(task, values)
+
+
+def _chosen(
+    keyed: Keyed, collate: Weighed, device: torch.device, indices: list[int]
+) -> tuple[list[Any], dict[str, Any]]:
+    """These samples, and the batch of them on the device."""
+    samples = keyed.__getitems__([(0, index) for index in indices])
+    return [sample for _, sample in samples], next(transferred(iter([collate(samples)[0]]), device))
 
 
 def _share(samples: int, micro: int, ranks: int, rank: int) -> tuple[list[list[tuple[int, int]]], int]:

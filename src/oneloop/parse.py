@@ -19,28 +19,12 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 from jsonargparse.typing import register_type
 
+from oneloop.bookkeeping import Debug, Eval, Log, Run, Save, Stop, Watch
 from oneloop.duration import Duration
 from oneloop.errors import BadInput
 from oneloop.optim.build import OPTIMIZERS
 from oneloop.optim.schedule import SCHEDULES
-from oneloop.recipe import (
-    Batch,
-    Debug,
-    Ema,
-    Eval,
-    Guard,
-    Init,
-    Log,
-    Machine,
-    Optimizer,
-    Recipe,
-    Run,
-    Save,
-    Schedule,
-    Stop,
-    Task,
-    Watch,
-)
+from oneloop.recipe import Batch, Ema, Guard, Init, Machine, Optimizer, Recipe, Schedule, Task
 from oneloop.tasks.base import TASKS
 
 register_type(Duration, serializer=lambda duration: duration.text, deserializer=Duration)

@@ -1,8 +1,8 @@
-"""The recipe: what is learned and how it runs, typed and frozen; read by :mod:`oneloop.parse`."""
+"""The recipe: what is learned and how it runs, typed and frozen; read by :mod:`oneloop.parse`. Its groups that keep the books are in
+:mod:`oneloop.bookkeeping`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,14 +10,9 @@ from typing import Any, Literal
 
 import yaml
 
-from oneloop.duration import Duration, span
-from oneloop.errors import BadInput
-
-
-def _at_least(bound: float, **values: float) -> None:
-    for key, value in values.items():
-        if not value >= bound:
-            raise BadInput(f"{key.replace('__', '.')} must be at least {bound}, got {value}")
+from oneloop.bookkeeping import Debug, Eval, Log, Run, Save, Stop, Watch
+from oneloop.duration import Duration
+from oneloop.errors import BadInput, at_least
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,7 @@ class Batch:
     largest that fits into memory, fastest: the quickest that fits, both tried before the run)"""
 
     def __post_init__(self) -> None:
-        _at_least(1, batch__size=self.size, batch__micro=self.micro if isinstance(self.micro, int) else 1)
+        at_least(1, batch__size=self.size, batch__micro=self.micro if isinstance(self.micro, int) else 1)
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,7 @@ class Optimizer:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _at_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay, optimizer__clip=self.clip,
+        at_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay, optimizer__clip=self.clip,
                   optimizer__lr_at_batch=self.lr_at_batch)  # fmt: skip
 
 
@@ -78,7 +73,7 @@ class Schedule:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _at_least(0, schedule__final=self.final)
+        at_least(0, schedule__final=self.final)
 
 
 @dataclass(frozen=True)
@@ -102,8 +97,8 @@ class Ema:
         return [one for one in several if one.amount]
 
     def __post_init__(self) -> None:
-        _at_least(0, ema__decay=self.decay, ema__ramp=self.ramp)
-        _at_least(1, ema__every=self.every)
+        at_least(0, ema__decay=self.decay, ema__ramp=self.ramp)
+        at_least(1, ema__every=self.every)
         if self.decay >= 1:
             raise BadInput(f"ema.decay must be below 1, got {self.decay}; 0.999 is usual")
         if self.decay and self.half_lives:
@@ -127,94 +122,8 @@ class Guard:
     """bad steps in a row (rewinds without a checkpoint between them) that are borne before the run ends with code 3"""
 
     def __post_init__(self) -> None:
-        _at_least(0, guard__sigma=self.sigma, guard__patience=self.patience)
-        _at_least(2, guard__window=self.window)
-
-
-@dataclass(frozen=True)
-class Eval:
-    every: Duration = Duration("1ep")
-    """duration between two evaluations (0: at the end only)"""
-    micro: int | None = None
-    """samples that one process evaluates at once (null: as in training)"""
-    samples: int = 8
-    """held-out samples to show after each evaluation, and as many with the largest loss (0: none)"""
-    best: str = "eval/loss"
-    """the metric that the best result, early stopping and the plateau schedule go by"""
-
-    def __post_init__(self) -> None:
-        _at_least(1, eval__micro=1 if self.micro is None else self.micro)
-        _at_least(0, eval__samples=self.samples)
-
-
-@dataclass(frozen=True)
-class Save:
-    every: Duration = Duration("10%")
-    """duration between two checkpoints (0: at the end and at a stop only)"""
-    keep: int = 2
-    """newest checkpoints to keep"""
-    forever: Duration = Duration(0)
-    """checkpoints at multiples of this duration are kept for good (0: none)"""
-    best: bool = True
-    """also save whenever eval.best is better than ever, and keep that checkpoint"""
-    sync: bool = False
-    """write in the training process, which waits, instead of another one"""
-    max_failures: int = 3
-    """failing saves in a row that are borne (a full disk) before the run ends with exit code 1"""
-
-    def __post_init__(self) -> None:
-        _at_least(1, save__keep=self.keep)
-        _at_least(0, save__max_failures=self.max_failures)
-
-
-@dataclass(frozen=True)
-class Stop:
-    patience: int = 0
-    """evaluations without a better result before the run ends early (0: never)"""
-    after: str | None = None
-    """time after which the run saves and stops, to be started again: 55min, 3.5h, 90s (null: never)"""
-
-    @property
-    def seconds(self) -> float:
-        """``after``, in seconds."""
-        if self.after is None:
-            return float("inf")
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)", self.after)
-        if match is None:
-            raise BadInput(f"stop.after {self.after!r} is not a time; write 90s, 55min, 3.5h or 2d")
-        return float(match[1]) * {"s": 1, "min": 60, "h": 3600, "d": 86400}[match[2]]
-
-    def __post_init__(self) -> None:
-        _at_least(0, stop__patience=self.patience)
-        assert self.seconds >= 0
-
-
-@dataclass(frozen=True)
-class Log:
-    every: Duration = Duration(50)
-    """duration between two lines of metrics"""
-    noise_scale: bool = True
-    """measure the gradient noise scale on those steps: how large a batch is still worth its samples"""
-
-
-@dataclass(frozen=True)
-class Watch:
-    profile: str | None = None
-    """steps to profile (10-15): a trace, and a table of the top operators, in the run folder's profile/"""
-    memory: str | None = None
-    """steps of which a snapshot of the GPU's memory is written (10-13)"""
-    quiet: bool = False
-    """show nothing but the end and what went wrong"""
-    json: bool = False
-    """show figures as JSON lines, as in metrics.jsonl, for other programs"""
-
-    def __post_init__(self) -> None:
-        for key, text in (("watch.profile", self.profile), ("watch.memory", self.memory)):
-            if text is not None:
-                try:
-                    span(text, key)
-                except ValueError as error:
-                    raise BadInput(str(error)) from error
+        at_least(0, guard__sigma=self.sigma, guard__patience=self.patience)
+        at_least(2, guard__window=self.window)
 
 
 @dataclass(frozen=True)
@@ -250,28 +159,7 @@ class Machine:
     """duration between two garbage collections of Python, at the same step on all processes (0: Python's own)"""
 
     def __post_init__(self) -> None:
-        _at_least(0, machine__workers=0 if self.workers == "auto" else self.workers)
-
-
-@dataclass(frozen=True)
-class Run:
-    dir: str | None = None
-    """the run's own folder (null: runs/<recipe>)"""
-    resume: str = "auto"
-    """auto: go on from the newest good checkpoint; never: refuse a folder with a run in it; or a checkpoint's path"""
-    accept_changes: bool = False
-    """go on although the recipe's mathematics has changed"""
-
-
-@dataclass(frozen=True)
-class Debug:
-    overfit: int = 0
-    """train on that many samples only (0: on all)"""
-    dry_run: bool = False
-    """one step of the real shape, one evaluation, then stop"""
-
-    def __post_init__(self) -> None:
-        _at_least(0, debug__overfit=self.overfit)
+        at_least(0, machine__workers=0 if self.workers == "auto" else self.workers)
 
 
 @dataclass(frozen=True)
