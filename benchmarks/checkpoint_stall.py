@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from oneloop.checkpoint.checkpoints import Checkpoints
-from oneloop.checkpoint.state import model_tensors, optimizer_tensors
+from oneloop.basics.tensors import optimizer_tensors
+from oneloop.checkpoint.state import model_tensors
 from oneloop.data.groups import Split, Weighed, groups
 from oneloop.data.order import Order
 

@@ -21,8 +21,8 @@ from datetime import date
 import torch
 from torch import Tensor, nn
 
-from oneloop.memory.compile import compile_
-from oneloop.memory.recompute import recompute
+from oneloop.machine.compile import compile_
+from oneloop.machine.recompute import recompute
 from oneloop.tasks.causal_lm import CausalLM
 
 

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from oneloop.folder import Folder
-from oneloop.job import build_job
-from oneloop.parse import read
-from oneloop.processes import start
-from oneloop.runtime import Run
+from oneloop.run.folder import Folder
+from oneloop.run.job import build_job
+from oneloop.recipe.parse import read
+from oneloop.run.processes import start
+from oneloop.run.processes import Run
 from oneloop.train import train
 
 BATCH = 8

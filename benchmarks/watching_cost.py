@@ -33,15 +33,15 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import nn
 
-from oneloop.bookkeeping import Log
-from oneloop.memory.garbage import scheduled_garbage
-from oneloop.watch import tracking as tracking_module
-from oneloop.watch.diagnosis import Advice
-from oneloop.watch.meter import Meter
-from oneloop.watch.progress import Display
-from oneloop.watch.tracking import Tracking
+from oneloop.recipe.bookkeeping import LogConfig
+from oneloop.machine.garbage import scheduled_garbage
+from oneloop.show import tracking as tracking_module
+from oneloop.measure.diagnosis import Advice
+from oneloop.measure.meter import Meter
+from oneloop.show.display import Display
+from oneloop.show.tracking import Tracking
 
-EVERY = int(Log().every.amount)  # steps between two lines
+EVERY = int(LogConfig().every.amount)  # steps between two lines
 TOGETHER = 20  # lines: five seconds of steps of 5 ms
 
 
@@ -93,8 +93,7 @@ def measure(turns: int, rows: int, folder: Path) -> None:
         optimizer.zero_grad()
         value = loss.detach()
         meter.step(loss=value, weight=160.0, samples=160, norm=norm)
-        meter.clock.mark("update")
-        meter.clock.step()
+        meter.clock.step("update")
         done += 1
         if log:
             logged.append(before + seconds(write))

@@ -42,8 +42,9 @@ def test_norm_clip_and_guard_in_a_plain_loop():
         norm = global_norm(model.parameters())
         clip_(model.parameters(), 1.0, norm)
         guard.step(norm)
+        step = guard.settle()
         optimizer.zero_grad()
-    assert guard.verdict(wait=True) is Verdict.NONFINITE and torch.isfinite(model.weight).all()
+    assert step.verdict is Verdict.NONFINITE and torch.isfinite(model.weight).all()
 
 
 def test_evaluate_in_a_plain_script():
@@ -67,7 +68,7 @@ def test_evaluate_in_a_plain_script():
 
 
 def test_meter_in_a_plain_loop():
-    from oneloop.watch.meter import Meter
+    from oneloop.measure.meter import Meter
 
     meter = Meter(Accelerator())
     for value in (1.0, 2.0, 3.0):
@@ -79,7 +80,7 @@ def test_meter_in_a_plain_loop():
 
 
 def test_muon_and_learning_rate_in_a_plain_loop():
-    from oneloop.duration import Duration, Scale
+    from oneloop.basics.duration import Duration, Scale
     from oneloop.optim.build import build, muon, set_lr
     from oneloop.optim.schedule import cosine, learning_rate
 
@@ -99,7 +100,8 @@ def test_muon_and_learning_rate_in_a_plain_loop():
 
 
 def test_weights_in_a_plain_script(tmp_path):
-    from oneloop.checkpoint.export import load_weights, write_final
+    from oneloop.checkpoint.weights import load_weights
+    from oneloop.run.export import write_final
 
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(3, 1))
@@ -150,8 +152,8 @@ def test_ema_in_a_plain_loop():
 
 
 def test_recompute_and_compile_in_a_plain_script():
-    from oneloop.memory.compile import compile_
-    from oneloop.memory.recompute import recompute
+    from oneloop.machine.compile import compile_
+    from oneloop.machine.recompute import recompute
 
     torch.manual_seed(0)
     models = [nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3))) for _ in range(2)]
@@ -167,7 +169,7 @@ def test_recompute_and_compile_in_a_plain_script():
 
 def test_noise_scale_in_a_plain_loop():
     from oneloop.optim.clip import global_norm
-    from oneloop.optim.noise_scale import NoiseScale, Sensor
+    from oneloop.measure.noise_scale import NoiseScale, Sensor
 
     torch.manual_seed(0)
     accelerator = Accelerator(gradient_accumulation_steps=4)
@@ -198,7 +200,7 @@ def test_policy_and_guard_skip_in_a_plain_loop():
     for x in (1.0, float("nan"), 1.0):
         accelerator.backward(model(torch.full((4, 3), x)).sum())
         guard.step(global_norm(model.parameters()))
-        verdicts.append(guard.verdict(wait=True))
+        verdicts.append(guard.settle().verdict)
         optimizer.zero_grad()
     assert verdicts == [Verdict.TAKEN, Verdict.NONFINITE, Verdict.TAKEN] and bad.answer(verdicts[1])[0] == "skip"
     assert optimizer.state[model.weight]["step"] == 2
@@ -207,9 +209,9 @@ def test_policy_and_guard_skip_in_a_plain_loop():
 def test_replica_check_garbage_and_switches_in_a_plain_loop():
     import gc
 
-    from oneloop.memory.garbage import scheduled_garbage
-    from oneloop.memory.switches import channels_last, float32_products
-    from oneloop.replicas import check_replicas
+    from oneloop.machine.garbage import scheduled_garbage
+    from oneloop.machine.switches import channels_last, float32_products
+    from oneloop.machine.replicas import check_replicas
 
     accelerator = Accelerator()
     float32_products("highest")
@@ -238,7 +240,7 @@ def steps_in_memory_for_four():
 
 
 def test_batch_size_in_a_plain_script():
-    from oneloop.memory.batch_size import Child, search
+    from oneloop.machine.micro_batch import Child, search
 
     with Child(steps_in_memory_for_four) as child:
         assert search([1, 2, 4, 8], child.attempt).micro == 4
@@ -247,7 +249,7 @@ def test_batch_size_in_a_plain_script():
 def test_fused_loss_in_a_plain_script():
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from oneloop.memory.fused_loss import fuse_loss
+    from oneloop.tasks.fused_loss import fuse_loss
 
     model = GPT2LMHeadModel(
         GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
@@ -272,9 +274,9 @@ def test_fused_loss_in_a_plain_script():
 
 
 def test_meter_clock_and_profiling_in_a_plain_loop(tmp_path):
-    from oneloop.watch.diagnosis import diagnosis
-    from oneloop.watch.meter import Meter
-    from oneloop.watch.profiling import Profiling
+    from oneloop.measure.diagnosis import diagnosis
+    from oneloop.measure.meter import Meter
+    from oneloop.measure.profiling import Profiling
 
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(3, 1))
@@ -289,8 +291,7 @@ def test_meter_clock_and_profiling_in_a_plain_loop(tmp_path):
             meter.clock.mark("compute")
             meter.before_update()
             optimizer.step()
-            meter.clock.mark("update")
-            meter.clock.step()
+            meter.clock.step("update")
             meter.step(loss=loss.detach(), weight=4, samples=4, norm=loss.detach())
     figures = meter.read()
     assert figures["train/update_ratio"] > 0 and abs(sum(v for k, v in figures.items() if "share/" in k) - 1) < 1e-6

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oneloop.memory.batch_size import Attempt, is_out_of_memory, search
+from oneloop.machine.micro_batch import Attempt, is_out_of_memory, search
 from tiny import Ragged
 from worlds import run, train
 

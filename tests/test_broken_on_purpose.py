@@ -74,7 +74,7 @@ def test_each_break_is_found(tmp_path, name):
 
 def bf16_gradients(ids: list[int], ranks: int, accumulate: int) -> dict[str, Any]:
     """One SGD step as FSDP2 should make it: every micro-batch computed in bf16, all of them summed in float32."""
-    from oneloop.data.order import key
+    from oneloop.basics.seeds import key
     from tiny import Ragged, Sequences
 
     torch.manual_seed(key(0))
@@ -101,12 +101,12 @@ def bf16_gradients(ids: list[int], ranks: int, accumulate: int) -> dict[str, Any
 def test_fsdp2_reduces_in_float32(tmp_path, reduce_in):
     function = train
     if reduce_in != "float32":
-        function = Broken("oneloop.processes", "reduce_dtype=torch.float32", "reduce_dtype=torch.bfloat16")
+        function = Broken("oneloop.run.processes", "reduce_dtype=torch.float32", "reduce_dtype=torch.bfloat16")
     extra = ("--optimizer.clip", "0", "--schedule.name", "constant", "--schedule.warmup", "0",
              "--optimizer.momentum", "0", "--optimizer.weight_decay", "0", "--optimizer.lr", "1")  # fmt: skip
     weights, _, ids = trained(tmp_path / "a", ranks=2, accumulate=2, strategy="fsdp2", steps=1, optimizer="sgd",
                               function=InBf16(function), extra=extra)  # fmt: skip
-    from oneloop.data.order import key
+    from oneloop.basics.seeds import key
     from tiny import Ragged
 
     torch.manual_seed(key(0))

@@ -37,7 +37,7 @@ class Odd(nn.Module):
 
 def build(make: str):
     from oneloop.optim.build import adamw, build, muon, sgd
-    from oneloop.processes import start
+    from oneloop.run.processes import start
 
     world = start()
     torch.manual_seed(1)
@@ -56,7 +56,8 @@ def step(model, optimizer, number: int) -> float:
 
 
 def everything(model, optimizer) -> dict[str, torch.Tensor]:
-    from oneloop.checkpoint.state import model_tensors, optimizer_tensors
+    from oneloop.basics.tensors import optimizer_tensors
+    from oneloop.checkpoint.state import model_tensors
 
     found = model_tensors(model) | optimizer_tensors(model, optimizer)
     return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in found.items()}

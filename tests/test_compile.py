@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from oneloop.memory.compile import compile_
-from oneloop.memory.recompute import recompute
+from oneloop.machine.compile import compile_
+from oneloop.machine.recompute import recompute
 from test_recompute import Transformer, fresh, gradients
 from worlds import ROOT, run, train
 
 GPT = ["gpt", "--task.layers", "3", "--task.width", "32", "--task.heads", "2", "--task.block", "32", "--task.data",
-       str(ROOT / "src/oneloop/runtime.py"), "--batch.size", "8"]  # fmt: skip
+       str(ROOT / "src/oneloop/run/processes.py"), "--batch.size", "8"]  # fmt: skip
 DIGITS = ["digits", "--task.width", "8", "--batch.size", "16"]
 
 

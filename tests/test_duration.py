@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from oneloop.duration import Duration, Scale, is_time
+from oneloop.basics.duration import Duration, Scale, is_time
 
 SCALE = Scale(batch=64, epoch=1000, sample_tokens=128)
 

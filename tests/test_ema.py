@@ -111,7 +111,7 @@ def on_given_weights() -> dict:
     from torch.distributed.tensor import DTensor, distribute_tensor
     from torch.profiler import profile
 
-    from oneloop.processes import start
+    from oneloop.run.processes import start
 
     started = start()
     model = started.prepare(Uneven())
@@ -183,7 +183,7 @@ def test_a_run_averages_evaluates_and_exports(tmp_path, ranks, config):
 
 
 def start_weights() -> dict[str, torch.Tensor]:
-    from oneloop.data.order import key
+    from oneloop.basics.seeds import key
     from tiny import Ragged
 
     torch.manual_seed(key(0))
@@ -191,7 +191,7 @@ def start_weights() -> dict[str, torch.Tensor]:
 
 
 def saved(checkpoint, tmp_path) -> dict[str, torch.Tensor]:
-    from oneloop.checkpoint.export import export_checkpoint
+    from oneloop.run.export import export_checkpoint
     from tiny import Ragged
 
     export_checkpoint(checkpoint, tmp_path / "one", Ragged())

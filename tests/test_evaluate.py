@@ -55,7 +55,7 @@ def results() -> dict:
     from torch.distributed.fsdp import FSDPModule
 
     from oneloop.evaluate import evaluate
-    from oneloop.processes import start
+    from oneloop.run.processes import start
 
     world = start()
     model = world.prepare(Same())
@@ -130,7 +130,7 @@ def test_a_metric_of_several_values_has_their_names_or_is_refused(tmp_path, rank
 
 
 def test_directions_come_from_torchmetrics():
-    from oneloop.metrics import higher_is_better, metric_names
+    from oneloop.tasks.metrics import higher_is_better, metric_names
     from oneloop.tasks.causal_lm import CausalLM
     from oneloop.tasks.image_classification import ImageClassification
 

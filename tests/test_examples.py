@@ -14,12 +14,12 @@ from PIL import Image
 from torch.nn import functional as F
 
 from oneloop.evaluate import evaluate
-from oneloop.metrics import metric_names
-from oneloop.processes import start
+from oneloop.tasks.metrics import metric_names
+from oneloop.run.processes import start
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.image_classification import ImageClassification
-from oneloop.watch.examples import Examples
-from oneloop.watch.pictures import data_url, matrix, picture, tiles
+from oneloop.show.examples import Examples
+from oneloop.show.pictures import data_url, matrix, picture, tiles
 from worlds import ROOT, run, train
 
 
@@ -251,7 +251,7 @@ def test_pictures():
 
 
 def test_the_page_shows_them(tmp_path):
-    from oneloop.watch.report.page import report
+    from oneloop.show.report.page import report
 
     folder = Path(tmp_path / "run")
     folder.mkdir()

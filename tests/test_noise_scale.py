@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from oneloop.optim.noise_scale import NoiseScale, Sensor, meaning
+from oneloop.measure.noise_scale import NoiseScale, Sensor, meaning
 from tiny import Ragged
 from worlds import run, train
 
@@ -30,7 +30,7 @@ class Point(nn.Module):
 def measured(accumulate: int, ragged: bool, each_batch: bool, scaled: bool, steps: int) -> float:
     """The noise scale of a step of 24 samples, in samples."""
     from oneloop.optim.clip import global_norm
-    from oneloop.processes import start
+    from oneloop.run.processes import start
 
     started = start(sync_each_batch=each_batch)
     accelerator = started.accelerator

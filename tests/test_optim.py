@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from oneloop.counters import Best, Counters
-from oneloop.duration import Duration, Scale
+from oneloop.run.counters import Best, Counters
+from oneloop.basics.duration import Duration, Scale
 from oneloop.optim import schedule
 from oneloop.optim.build import adamw, build, muon, set_lr, sgd
 from oneloop.optim.clip import clip_, global_norm
@@ -106,13 +106,14 @@ def test_a_non_finite_step_changes_nothing(make, bad):
     guard = Guard(optimizer, device=torch.device("cpu"))
     gradients(net)
     guard.step(global_norm(net.parameters()))
-    assert guard.verdict(wait=True) is Verdict.TAKEN
+    assert guard.settle().verdict is Verdict.TAKEN
     weights = [p.detach().clone() for p in net.parameters()]
     state = [value.clone() for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
-    for scale in (bad, 1.0):  # the bad one, and all later ones
-        gradients(net, scale)
+    gradients(net, bad)
+    guard.step(global_norm(net.parameters()))
+    with pytest.raises(RuntimeError, match="settle"):  # what became of it has to be asked for before the next
         guard.step(global_norm(net.parameters()))
-    assert guard.verdict(wait=True) is Verdict.NONFINITE and guard.bad_steps() == 2
+    assert guard.settle().verdict is Verdict.NONFINITE and guard.settle() is None  # told once
     after = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
     assert all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
@@ -130,7 +131,7 @@ def test_fp16_loss_scaling_skips_and_shrinks(make):
         scaler.scale(net(torch.ones(4, 5)).square().sum() * scale).backward()
         guard.unscale()
         guard.step(global_norm(net.parameters()))
-        taken.append(guard.verdict(wait=False))
+        taken.append(guard.settle().verdict)
         if math.isfinite(scale):
             gradients(plain)
             reference.step()
@@ -157,10 +158,10 @@ def test_set_lr_reaches_every_group():
 
 
 def test_the_learning_rate_follows_the_batch():
-    from oneloop.job import peak
-    from oneloop.recipe import Optimizer
+    from oneloop.run.job import peak
+    from oneloop.recipe.mathematics import OptimizerConfig
 
     def rate(rule: str, at: int = 64) -> float:
-        return peak(Optimizer(lr=0.1, lr_at_batch=at, lr_rule=rule), 256)
+        return peak(OptimizerConfig(lr=0.1, lr_at_batch=at, lr_rule=rule), 256)
 
     assert [rate("linear"), rate("sqrt"), rate("none"), rate("linear", 0)] == pytest.approx([0.4, 0.2, 0.1, 0.1])

@@ -161,7 +161,7 @@ def test_what_is_not_finite_is_no_spike(bad, scaled):
         guard.unscale()
         norm = torch.tensor(loss) if not scaled else torch.stack([p.grad.norm() for p in net.parameters()]).norm()
         guard.step(norm, loss=torch.tensor(loss))
-        verdict = guard.verdict(wait=True)
+        verdict = guard.settle().verdict
         optimizer.zero_grad()
         if not np.isfinite(loss):
             assert verdict is (Verdict.RESCALED if scaled else Verdict.NONFINITE)

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from oneloop.duration import span
-from oneloop.watch.profiling import covered
+from oneloop.basics.duration import span
+from oneloop.measure.profiling import covered
 from worlds import run, train
 
 WORDS = ["r.yaml", "--batch.size", "8", "--duration", "12", "--log.every", "3", "--track", "none", "--eval.every", "6",

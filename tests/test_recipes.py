@@ -9,7 +9,7 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
-from oneloop.parse import packaged, read
+from oneloop.recipe.parse import packaged, read
 from test_same_weights import distance, furthest
 from worlds import CONFIGS, run, train
 
@@ -27,7 +27,7 @@ SGD = ["--duration", "40", "--batch.size", "64", "--optimizer.name", "sgd", "--o
 
 @pytest.fixture
 def corpus(tmp_path):
-    from oneloop.data.corpora import stdlib
+    from oneloop.tasks.corpora import stdlib
 
     (tmp_path / "corpus").mkdir()
     for number, document in enumerate(stdlib()[:120]):
@@ -96,7 +96,7 @@ def test_help_documents_every_key(capsys):
     with pytest.raises(SystemExit):
         read(["digits", "--help"])
     printed = " ".join(capsys.readouterr().out.split())
-    from oneloop.parse import parser
+    from oneloop.recipe.parse import parser
 
     made: jsonargparse.ArgumentParser = parser("image_classification", "adamw", "cosine")
     for action in made._actions:

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from oneloop.memory.blocks import blocks, class_names
-from oneloop.memory.recompute import parsed, recompute
+from oneloop.machine.blocks import blocks, class_names
+from oneloop.machine.recompute import parsed, recompute
 from worlds import run, train
 
 

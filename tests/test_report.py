@@ -228,7 +228,7 @@ def test_what_is_no_run_is_said(tmp_path, capsys):
 
 
 def test_names_cannot_run_code_in_the_page(tmp_path):
-    from oneloop.watch.report.page import report
+    from oneloop.show.report.page import report
 
     folder = tmp_path / "<script>alert(1)<"
     folder.mkdir()

@@ -165,8 +165,8 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, config, name)
 
 
 def test_two_starters_on_one_folder(tmp_path):
-    from oneloop.errors import BadInput
-    from oneloop.folder import Folder
+    from oneloop.basics.errors import BadInput
+    from oneloop.run.folder import Folder
 
     first = Folder(tmp_path / "run")
     first.open()

@@ -48,7 +48,7 @@ def trained(folder: Path, *, ranks: int, accumulate: int, strategy: str, steps: 
 
 def expected(ids: list[list[int]], *, dtype: torch.dtype, optimizer: str):
     """Weights and losses of the plain loop on the same samples, from the same initial weights."""
-    from oneloop.data.order import key
+    from oneloop.basics.seeds import key
 
     torch.manual_seed(key(0))
     model = Ragged().model().to(dtype)

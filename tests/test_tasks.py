@@ -63,7 +63,7 @@ def _texts(part) -> int:
 
 
 def test_bpe_counts_its_bytes():
-    from oneloop.data.corpora import Document
+    from oneloop.tasks.corpora import Document
 
     texts = [Document(str(n), "def f(x):\n    return 'naïve' + x  # ünïcode\n" * 3) for n in range(20)]
     tokenizer = BPE(texts, 300)

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from oneloop.processes import start
+from oneloop.run.processes import start
 from oneloop.tasks.causal_lm import CausalLM
-from oneloop.watch.diagnosis import diagnosis
-from oneloop.watch.meter import Meter, UpdateRatio
-from oneloop.watch.throughput import measured_peak, training_flops
-from oneloop.watch.utilisation import utilisation
+from oneloop.measure.diagnosis import diagnosis
+from oneloop.measure.meter import Meter, UpdateRatio
+from oneloop.measure.throughput import measured_peak, training_flops
+from oneloop.measure.utilisation import utilisation
 from tiny import Ragged, Sequences
 from worlds import ROOT, run, train
 
@@ -320,7 +320,7 @@ class FullDisk:
     """Lets no file grow beyond 600 bytes, but for what other processes write."""
 
     def __call__(self, argv: list[str]) -> None:
-        from oneloop.watch.tracking import Tracking
+        from oneloop.show.tracking import Tracking
 
         ordinary = Tracking._append
 

@@ -13,10 +13,11 @@ import pytest
 from rich.console import Console
 
 from oneloop.cli import main
-from oneloop.watch.diagnosis import Advice
-from oneloop.watch.live import view, watch
-from oneloop.watch.progress import Display, tracked
-from oneloop.watch.runs import Follower
+from oneloop.measure.diagnosis import Advice
+from oneloop.show.live import view, watch
+from oneloop.basics.progress import tracked
+from oneloop.show.display import Display
+from oneloop.show.runs import Follower
 from worlds import ROOT, run, train
 
 FIGURES = {"train/loss": 1.5, "train/samples_per_second": 1234.0}

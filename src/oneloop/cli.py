@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
-from oneloop.checkpoint.orphans import die_with
+from oneloop.basics.errors import BAD_INPUT, ERROR, BadInput
+from oneloop.basics.orphans import die_with
 from oneloop.checkpoint.store import Store, problems, read_manifest, step_of
-from oneloop.errors import BAD_INPUT, ERROR, BadInput
 
 _USAGE = """usage: oneloop launch [accelerate launch's options] RECIPE [--key value …]
        oneloop verify RUN
@@ -70,7 +70,7 @@ def verify(words: Sequence[str]) -> int:
 
 def report(words: Sequence[str]) -> int:
     """Writes one page about runs."""
-    from oneloop.watch.report.page import report as page
+    from oneloop.show.report.page import report as page
 
     given = _parsed("report", words, {"--to": None}, several=True)
     folders = [Path(one) for one in given["RUN"]]
@@ -87,7 +87,7 @@ def report(words: Sequence[str]) -> int:
 
 def watch(words: Sequence[str]) -> int:
     """Draws runs in the terminal."""
-    from oneloop.watch.live import watch as live
+    from oneloop.show.live import watch as live
 
     given = _parsed("watch", words, {"--once": False, "--every": "1", "--figures": ""}, several=True)
     folders = [Path(one) for one in given["RUN"]]
@@ -114,13 +114,15 @@ def export(words: Sequence[str]) -> int:
     if given["--to"] is None:
         raise BadInput("export needs a folder to write to: --to DIR")
     folder = _chosen(_store(given["RUN"]), given["--checkpoint"])
-    from oneloop.checkpoint.export import export_checkpoint
-    from oneloop.parse import read, resolve
+    from oneloop.recipe.names import resolve
+    from oneloop.recipe.parse import read
+    from oneloop.run.export import export_checkpoint
 
     try:
         task = read([str(Path(given["RUN"]) / "recipe.yaml")]).task
-        export_checkpoint(folder, Path(given["--to"]), resolve("task", task.name)(**task.options),
-                          weights=given["--weights"])  # fmt: skip
+        export_checkpoint(
+            folder, Path(given["--to"]), resolve("task", task.name)(**task.options), weights=given["--weights"]
+        )
     except BadInput:
         raise
     except (ValueError, OSError) as error:
@@ -129,8 +131,9 @@ def export(words: Sequence[str]) -> int:
     return 0
 
 
-def _parsed(command: str, words: Sequence[str], options: Mapping[str, str | bool | None], *,
-            several: bool = False) -> dict[str, Any]:  # fmt: skip
+def _parsed(
+    command: str, words: Sequence[str], options: Mapping[str, str | bool | None], *, several: bool = False
+) -> dict[str, Any]:
     """Values by option, and RUN: a folder, or a list of them. An option whose default is False takes no value."""
     given: dict[str, Any] = {"RUN": [], **options}
     takes = f"RUN{' [RUN …]' if several else ''} {' '.join(options)}"
@@ -188,12 +191,21 @@ def launch(words: Sequence[str]) -> int:
         print(_USAGE)
         return 0
     options, training = _divided(words)
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *options, "-m", "oneloop.train",
-               *training]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.accelerate_cli",
+        "launch",
+        *options,
+        "-m",
+        "oneloop.train",
+        *training,
+    ]
     with tempfile.TemporaryDirectory(prefix="oneloop-") as folder:
         told = Path(folder) / "exit_code"
-        process = subprocess.Popen(command, env={**os.environ, "ONELOOP_EXIT_FILE": str(told)},
-                                   preexec_fn=partial(die_with, os.getpid()))  # fmt: skip
+        process = subprocess.Popen(
+            command, env={**os.environ, "ONELOOP_EXIT_FILE": str(told)}, preexec_fn=partial(die_with, os.getpid())
+        )
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda number, _: process.send_signal(number))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the trainers too

@@ -24,8 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from oneloop.checkpoint.state import bare_name
-from oneloop.optim.local import local
+from oneloop.basics.tensors import bare_name, local
 
 
 class EMA:
@@ -49,9 +48,19 @@ class EMA:
         ValueError: not exactly one kind, or a value out of range.
     """
 
-    def __init__(self, model: nn.Module, half_life: float | None = None, *, decay: float | None = None,
-                 power: float | None = None, ramp: float = 0.05, every: int = 1, device: str | None = None,
-                 optimizer: Optimizer | None = None, name: str = "ema") -> None:  # fmt: skip
+    def __init__(
+        self,
+        model: nn.Module,
+        half_life: float | None = None,
+        *,
+        decay: float | None = None,
+        power: float | None = None,
+        ramp: float = 0.05,
+        every: int = 1,
+        device: str | None = None,
+        optimizer: Optimizer | None = None,
+        name: str = "ema",
+    ) -> None:
         kinds = [kind for kind in (half_life, decay, power) if kind is not None]
         if len(kinds) != 1:
             raise ValueError(f"an EMA needs one of half_life, decay and power; {len(kinds)} are given")
@@ -71,8 +80,11 @@ class EMA:
         pairs = [(mine, theirs.detach()) for mine, theirs in pairs if mine.numel()]  # uneven shards may be empty
         self._mine, self._theirs = [mine for mine, _ in pairs], [theirs for _, theirs in pairs]
         self._alike = all(mine.dtype == theirs.dtype for mine, theirs in pairs)
-        self._away = _Copies(self._mine, self._theirs, optimizer) if device == "cpu" and pairs and (
-            pairs[0][1].device.type != "cpu") else None  # fmt: skip
+        self._away = (
+            _Copies(self._mine, self._theirs, optimizer)
+            if device == "cpu" and pairs and (pairs[0][1].device.type != "cpu")
+            else None
+        )
         self.restart()
 
     @torch.no_grad()

@@ -13,11 +13,11 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from oneloop.basics.progress import tracked
 from oneloop.data.groups import Keyed, Weighed, loader, transferred
 from oneloop.ema import EMA
-from oneloop.metrics import confusion, prefix, single_values
-from oneloop.watch.examples import Examples
-from oneloop.watch.progress import tracked
+from oneloop.show.examples import Examples
+from oneloop.tasks.metrics import confusion, prefix, single_values
 
 
 @contextmanager
@@ -131,9 +131,14 @@ def _share(samples: int, micro: int, ranks: int, rank: int) -> tuple[list[list[t
 
 
 def evaluate_all(
-    task: Any, model: nn.Module, sets: Mapping[str, Any], *, averages: Iterable[EMA] = (),
-    examples: Examples | None = None, **options: Any,
-) -> dict[str, dict[str, float]] | None:  # fmt: skip
+    task: Any,
+    model: nn.Module,
+    sets: Mapping[str, Any],
+    *,
+    averages: Iterable[EMA] = (),
+    examples: Examples | None = None,
+    **options: Any,
+) -> dict[str, dict[str, float]] | None:
     """:func:`evaluate` of several sets, with the weights and with each average of them.
 
     ``examples`` are of the first set, with the weights themselves.

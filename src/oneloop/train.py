@@ -3,45 +3,37 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the slow imports: a launcher may be killed while they run
-    from oneloop.checkpoint.orphans import die_with_launcher
+    from oneloop.basics.orphans import die_with_launcher
 
     die_with_launcher()
 
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from torch import Tensor
-
-from oneloop import entry
-from oneloop.checkpoint.checkpoints import Checkpoints, resume
-from oneloop.checkpoint.export import write_final
+from oneloop.basics.errors import Diverged
+from oneloop.checkpoint.run_state import RunState
 from oneloop.checkpoint.store import Keep
-from oneloop.conclusion import conclusion
-from oneloop.counters import Best, Counters, Results
-from oneloop.data.groups import Group, groups, workers_here
-from oneloop.duration import is_time
-from oneloop.errors import Diverged
-from oneloop.evaluate import evaluate_all
-from oneloop.folder import Folder
-from oneloop.introduction import introduction
-from oneloop.job import Job
-from oneloop.memory.garbage import scheduled_garbage
-from oneloop.memory.switches import release_cache
+from oneloop.data.groups import Group
+from oneloop.machine.garbage import scheduled_garbage
+from oneloop.machine.randomness import reseed
+from oneloop.machine.replicas import check_replicas
+from oneloop.machine.switches import release_cache
+from oneloop.measure.noise_scale import NoiseScale, Sensor
 from oneloop.optim.build import set_lr
 from oneloop.optim.clip import clip_, global_norm
-from oneloop.optim.guard import Guard
-from oneloop.optim.noise_scale import NoiseScale, Sensor
-from oneloop.optim.policy import BadSteps, Verdict
-from oneloop.replicas import check_replicas
-from oneloop.runtime import Run
-from oneloop.watch.diagnosis import Advice
-from oneloop.watch.examples import Examples
-from oneloop.watch.meter import Meter
-from oneloop.watch.profiling import Profiling
-from oneloop.watch.tracking import Tracking
+from oneloop.optim.guard import Guard, Step, contagious
+from oneloop.optim.policy import BadSteps, Fate, Verdict
+from oneloop.run import entry
+from oneloop.run.book import Book
+from oneloop.run.counters import Best, Counters, Results
+from oneloop.run.export import write_final
+from oneloop.run.folder import Folder
+from oneloop.run.job import Job
+from oneloop.run.processes import Run
+from oneloop.run.start_lines import start_lines
+from oneloop.run.summary import summary
+from oneloop.show.examples import Examples
 
 
 def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
@@ -52,66 +44,49 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         Diverged: a loss or gradient was not finite, or far out of line, and the policy is to stop.
         ReplicasDiffer: two processes no longer hold the same weights.
     """
-    recipe, task, split, accelerator, display = job.recipe, job.task, job.split, run.accelerator, run.display
+    # The model on its processes (one, DDP or FSDP2), and what is built on its parameters.
+    recipe, task, split, accelerator, say = job.recipe, job.task, job.split, run.accelerator, run.display.say
     accelerator.gradient_accumulation_steps = split.accumulate
-    model = run.prepare(job.model, blocks=job.blocks)
+    model = run.prepare(job.model, blocks=job.built.blocks)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = job.optimizer(model)
     guard = Guard(optimizer, device=run.device, scaler=accelerator.scaler, policy=job.policy, total=run.total)
     emas = job.emas(model, optimizer)
-    workers = workers_here(recipe.machine.workers, device=run.device, local_ranks=run.local_ranks)
-    display.lines(introduction(job, run, model, optimizer, emas))
+    run.display.lines(start_lines(job, run, model, optimizer, emas))
 
-    # What is saved beside the tensors: everything else is a function of it.
-    count, best, results, noise = Counters(), Best(), Results(), NoiseScale()
-    meter = Meter(accelerator, parameters, flops=job.flops, peak=run.peak_flops(), tokens=job.unit == "tokens")
-    parts: dict[str, Any] = {"counters": count, "best": best, "meter": meter, "results": results, "noise": noise,
-                             "guard": guard, **{ema.name: ema for ema in emas},
-                             **({"scaler": accelerator.scaler} if accelerator.scaler else {})}  # fmt: skip
-    checkpoints = Checkpoints(folder.path / "checkpoints", accelerator, sync=recipe.save.sync,
-                              max_failures=recipe.save.max_failures, say=display.say)  # fmt: skip
-
-    def averages() -> dict[str, Tensor]:
-        return {name: tensor for ema in emas for name, tensor in ema.tensors().items()}
-
-    def restore(asked: str) -> dict[str, Any]:
-        return resume(checkpoints, asked, model, optimizer, parts, extra=averages(), say=display.say)
-
+    # What is saved, and where a run goes on. Everything else is a function of it.
+    count, best, results, noise, meter = Counters(), Best(), Results(), NoiseScale(), job.meter(run, parameters)
+    parts = {"counters": count, "best": best, "meter": meter, "results": results, "noise": noise, "guard": guard}
+    parts |= {ema.name: ema for ema in emas} | ({"scaler": accelerator.scaler} if accelerator.scaler else {})
+    state = RunState(model, optimizer, averages=emas, parts=parts, own=["tracking"])
+    checkpoints = job.checkpoints(folder.path, run)
     with run.setting_up():
-        saved = restore(recipe.run.resume)
-    tracking = Tracking(accelerator, folder.path, project=recipe.name, config=recipe.resolved,
-                        resumed=saved.get("tracking"), step=count.step, graph=job.graph, say=display.say)  # fmt: skip
-    run.closing.callback(tracking.close)
-    if saved:
-        tracking.log({**count.figures(job.unit), "event": "resume"})
-    began = time.perf_counter() - count.seconds
-    display.begin(lambda: count.step, total=job.steps)
+        saved = state.resume(checkpoints, recipe.run.resume, say=say)
+    count.begin()
 
-    assess = partial(evaluate_all, task, model, averages=emas, accelerator=accelerator, micro=recipe.eval.micro or split.each,
-                     workers=workers, dtype=job.dtype, seed=recipe.seed, interrupted=run.stop_wanted)  # fmt: skip
+    # What is written down and shown.
+    tracking = state.parts["tracking"] = job.tracking(folder.path, run, resumed=saved.get("tracking"), step=count.step)
+    run.closing.callback(tracking.close)
+    book = Book(count, results, tracking, run.display, unit=job.unit)
+    if saved:
+        book.event("resume")
+    run.display.begin(lambda: count.step, total=job.steps)
+    profiling, sensor, clock = job.profiling(folder.path, run, book), Sensor(accelerator, model), meter.clock
+    advice, bad, rhythm = job.advice(run), BadSteps(job.policy, recipe.guard.patience), job.rhythm
     validation = {name: dataset for name, dataset in job.eval_sets.items() if name != "test"}
-    bad = BadSteps(job.policy, recipe.guard.patience)
-    advice = Advice(after=3, workers=workers, cores=run.cores, eval_every=job.rhythm["eval"],
-                    save_every=job.rhythm["save"])  # fmt: skip
-    drawn: tuple[float, Tensor, Tensor] | None = None  # weight, norm and loss of a step whose verdict is not known yet
 
     def evaluated(sets: dict[str, Any], examples: Examples | None = None) -> bool:
-        """Evaluates weights and averages, and logs; False where a stop came first. Every rank must get here."""
-        found = assess(sets, examples=examples)
-        if found is None:
+        """Evaluates the weights and each average of them; False where a stop came first. Every rank must get here."""
+        figures = job.evaluate(model, sets, run, averages=emas, examples=examples)
+        if figures is None:
             return False
-        if examples is not None:
-            tracking.show(count.step, examples)
-        for weights, figures in found.items():
-            results.take(figures, weights)
-            tracking.log({**count.figures(job.unit), **figures, "weights": weights})
-            display.results(count.step, figures, weights)
+        book.evaluated(figures, examples)
         if recipe.eval.micro not in (None, split.each):
             release_cache()  # it is of shapes that training has no use for
-        meter.clock.mark("evaluate")
+        clock.mark("evaluate")
         return True
 
-    def validated() -> bool:
+    def validate() -> bool:
         """Evaluates on the validation sets and judges the result; False where a stop came first."""
         count.evaluation_due = True
         if not evaluated(validation, Examples(fixed=recipe.eval.samples, worst=recipe.eval.samples)):
@@ -121,135 +96,120 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         count.evaluated(better, patience=job.rate.patience)
         return True
 
+    def log(lr: float, group: Group) -> None:
+        """Turns what the device has counted since the last log into figures: the one host sync."""
+        figures = {"train/lr": lr, **meter.read(), "train/epoch": count.samples / len(job.train_set)}
+        if job.noise_scale:
+            noise.add(*sensor.read(group.total, split.size), norm=figures["train/grad_norm"])
+            figures |= noise.figures()
+        book.log(figures, advice(clock.overall))
+
     def save() -> None:
         """Begins a checkpoint; training waits for a copy to host memory. Every rank must get here."""
-        count.seconds = time.perf_counter() - began
-        tracking.log({**count.figures(job.unit), "event": "save"})
-        state = {name: part.state_dict() for name, part in parts.items()} | {"tracking": tracking.state_dict()}
-        checkpoints.save(count.step, model, optimizer, state, extra=averages(),
-                         about={"metric": recipe.eval.best, **best.state_dict()},
-                         keep=Keep(recipe.save.keep, job.keep_every, best.step if recipe.save.best else None))  # fmt: skip
+        book.event("save")
+        keep = Keep(recipe.save.keep, job.keep_every, best.step if recipe.save.best else None)
+        state.save(checkpoints, count.step, about={"metric": recipe.eval.best, **best.state_dict()}, keep=keep)
         bad.saved()
-        meter.clock.mark("save")
+        clock.mark("save")
 
     def over() -> bool:
         return count.step >= job.steps or 0 < recipe.stop.patience <= best.since
 
-    def settle(*, wait: bool) -> bool:
-        """Counts the last step where it was taken, as far as is known; False where it was not, or not known yet."""
-        nonlocal drawn
-        verdict = guard.verdict(wait=wait) if drawn else None
-        if drawn is None or verdict is None:
-            return False
-        (weight, norm, loss), drawn = drawn, None
-        if verdict is not Verdict.TAKEN:
-            refuse(verdict)
-            return False
-        count.trained(split.size, weight)
-        meter.step(loss=loss, weight=weight, samples=split.size, norm=norm)
+    def answer(step: Step) -> Fate:
+        """A bad step, which changed nothing: leaves it out, goes back to the last checkpoint, or ends the run."""
+        if step.verdict is Verdict.RESCALED:  # of fp16: the next step has a smaller loss scale
+            return Fate.SKIPPED
+        action, why = bad.answer(step.verdict)
+        number, after = count.step + 1, count.position
+        ids = job.order[after - split.size : after][1].tolist()
+        line = book.line(step=number, event=action, why=why, ids=ids)
+        checkpoints.finish()  # the last good one is sealed first
+        if action == "rewind":
+            if not state.resume(checkpoints, "auto", say=say):
+                raise Diverged(f"step {number}: {why}; there is no checkpoint to go back to")
+            count.position = after  # the samples since are passed over
+            optimizer.zero_grad(set_to_none=True)
+            run.begin_afresh()
+        book.write(line)
+        say(f"step {number}: {why}: {action}; the samples are in metrics.jsonl")
+        if action == "stop":
+            raise Diverged(f"step {number}: {why}; the weights are those from before it")
+        return Fate.REWOUND if action == "rewind" else Fate.SKIPPED
+
+    def settle() -> Fate | None:
+        """What became of the open step, if one is open: known without a wait once the next backward is under way."""
+        if (step := guard.settle()) is None:
+            return None
+        if step.verdict is not Verdict.TAKEN:
+            return answer(step)
+        count.trained(split.size, step.weight)
+        meter.step(loss=step.loss, norm=step.norm, weight=step.weight, samples=split.size)
         for ema in emas:
             ema.update(split.size)
         bad.taken()
-        return True
+        return Fate.TAKEN
 
-    def refuse(verdict: Verdict) -> None:
-        """A bad step, which changed nothing: ends the run, leaves it out, or passes over all since the last checkpoint."""
-        if verdict is Verdict.RESCALED:
-            return
-        action, why = bad.answer(verdict)
-        ago = guard.bad_steps()  # 1, but where the run ends at the first bad step and is told later
-        after, first = count.position, count.position - ago * split.size
-        event = {**count.figures(job.unit), "step": count.step + 2 - ago, "event": action, "why": why,
-                 "ids": job.order[first : first + split.size][1].tolist()}  # fmt: skip
-        checkpoints.finish()  # the last good one is sealed first
-        if action == "rewind":
-            back = restore("auto")
-            if not back:
-                raise Diverged(f"step {event['step']}: {why}; there is no checkpoint to go back to")
-            tracking.go_back(back["tracking"])
-            count.position = after
-            run.begin_afresh()
-        tracking.log(event)
-        display.say(f"step {event['step']}: {why}: {action}; the samples are in metrics.jsonl")
-        if action == "stop":
-            raise Diverged(f"step {event['step']}: {why}; the weights are those from before it")
-
-    def batches() -> Iterator[Group]:
-        return groups(job.train_set, job.collate, job.order, split, rank=run.rank, seed=recipe.seed,
-                      start=count.position, device=run.device, workers=workers)  # fmt: skip
-
-    sensor = Sensor(accelerator, model)
     if job.policy.rewinds and "tracking" not in saved:  # none in this folder yet
         save()  # so that there is something to go back to
-    stopped = count.evaluation_due and not validated()
-    to_do = () if stopped or over() else run.agreed(batches, checkpoints.poll)
-    profiling = Profiling(folder.path / "profile", run.device, profile=recipe.watch.profile if run.main else None,
-                          memory=recipe.watch.memory if run.main else None, say=display.say,
-                          log=lambda figures: tracking.log(count.figures(job.unit) | figures))  # fmt: skip
-    meter.clock.restart()
-    with profiling, scheduled_garbage("collect" in job.rhythm) as collect:
-        for group, weight, stopped, trouble in to_do:
-            if trouble:
-                checkpoints.finish()  # says what, on all ranks; too many in a row end the run
-            if weight == 0:
-                raise ValueError(f"step {count.step}: the global batch weighs nothing, so its mean loss is undefined")
+    stopped = count.evaluation_due and not validate()
+    steps = () if stopped or over() else run.steps(lambda: job.groups(run, start=count.position), checkpoints)
+    clock.restart()
+    with profiling, scheduled_garbage("collect" in rhythm) as collect:
+        for group in clock.over("data", steps):  # its total weight and its stop are those of all ranks
+            number = count.step + guard.open + 1  # of this step, if the one before it, still open, was taken
+            profiling.step(number)
+            if group.total == 0:
+                raise ValueError(f"step {number}: the global batch weighs nothing, so its mean loss is undefined")
+
+            # Accumulate gradients: of the sum over the global batch, divided once by its weight.
             total: Any = 0.0
-            # Whether this step may log: its number depends on the one before, where that one's verdict is awaited.
-            near = any(is_time(count.step + n, job.rhythm["log"], job.steps) for n in ([1, 2] if drawn else [1]))
-            meter.clock.mark("data")
-            profiling.step(count.step + 1)
-            meter.clock.mark("other")
-            with sensor.measuring(job.noise_scale and near):
-                for micro, batch in enumerate(group.batches):
-                    meter.clock.mark("transfer")
-                    run.reseed(recipe.seed, count.position, run.rank, micro)  # dropout is a function, not a state
+            scale = run.ranks * split.accumulate / group.total  # undoes DDP's and accelerate's means
+            with sensor.measuring(job.noise_scale and rhythm.is_due("log", number)):
+                for micro, batch in enumerate(clock.over("transfer", group.batches)):
+                    reseed(
+                        run.device, recipe.seed, count.position, run.rank, micro
+                    )  # dropout is a function, not a state
                     with accelerator.accumulate(model):
                         loss, _ = task.loss(model, batch)
-                        value = loss.detach()
-                        # The sum over the global batch, divided once: this undoes DDP's and accelerate's means. A loss
-                        # that is not finite makes its gradient so, and with it every rank's.
-                        accelerator.backward(loss * (run.ranks * split.accumulate / weight + 0 * value))
-                    total = total + value
+                        accelerator.backward(contagious(loss, scale))  # where it is not finite, so is every rank's norm
+                    total = total + loss.detach()
                     sensor.micro_batch(group.weights[micro])
-                    meter.clock.mark("compute")
+                    clock.mark("compute")
             guard.unscale()
             norm = global_norm(parameters)  # every rank must get here
             clip_(parameters, recipe.optimizer.clip, norm)
-            settle(wait=True)  # the step before, where it was left open
-            step = count.step + 1
-            if near:
-                meter.before_update()
-            if not run.afresh:
-                lr = job.rate(count.step, reductions=count.reductions)
-                set_lr(optimizer, lr)
-                guard.step(norm, loss=total, weight=weight)  # a bad step changes nothing
-                drawn = weight, norm, total
-                count.position += split.size
-            optimizer.zero_grad(set_to_none=True)
 
-            # Rare work from here on.
-            due = [name for name, every in job.rhythm.items() if is_time(step, every, job.steps)]
-            due = due if settle(wait=bool(due) or stopped) else []  # host sync where something is due
-            meter.clock.mark("update")
-            meter.clock.step()
-            if run.afresh or not (due or stopped):
+            # Settle the step before: count it and move the averages, or answer a bad one. After a rewind these
+            # gradients are of other weights.
+            if settle() is Fate.REWOUND:
                 continue
+
+            # Update weights. The device leaves them alone where the gradients are bad.
+            lr = set_lr(optimizer, job.rate(count.step, reductions=count.reductions))
+            if rhythm.is_due("log", count.step + 1):
+                meter.before_update()
+            guard.step(norm, loss=total, weight=group.total)
+            optimizer.zero_grad(set_to_none=True)
+            count.position += split.size
+
+            # Where something is due, settle this step now (host sync); else go on, and leave it open.
+            due, stopped = rhythm.due(count.step + 1), group.stop
+            fate = settle() if due or stopped else None
+            clock.step("update")
+            if fate is Fate.REWOUND or not (stopped or fate is Fate.TAKEN):
+                continue
+
+            # Rare work.
+            due = due if fate is Fate.TAKEN else []
             if "log" in due:
-                figures = {"train/lr": lr, **meter.read()}  # host sync
-                figures["train/epoch"] = count.samples / len(job.train_set)
-                if job.noise_scale:
-                    noise.add(*sensor.read(weight, split.size), norm=figures["train/grad_norm"])
-                    figures |= noise.figures()
-                results["train/loss"] = figures["train/loss"]
-                tracking.log({**count.figures(job.unit), "time": time.perf_counter() - began, **figures})
-                display.figures(count.step, figures, advice(meter.clock.overall))
+                log(lr, group)
             if "check" in due:
                 check_replicas(model, optimizer, step=count.step)
             if "collect" in due:
                 collect()
+            clock.mark("other")
             if "eval" in due and validation:
-                stopped = not validated() or stopped
-            meter.clock.mark("other")
+                stopped = not validate() or stopped
             if "save" in due or stopped or over() or (due and recipe.save.best and best.step == count.step):
                 save()
             if stopped or over():
@@ -258,12 +218,13 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         if not stopped and "test" in job.eval_sets:
             stopped = not evaluated({"test": job.eval_sets["test"]})
 
+    # The end.
     if checkpoints.finish() and stopped:
         raise OSError("told to stop, but the last checkpoint could not be written")
     checkpoints.close()
     write_final(folder.path / "final", model, task, emas)  # every rank must get here
-    return conclusion(job, run, count, best, results, noise, time=advice.sentence(meter.clock.overall()), stopped=stopped,
-                      seconds=time.perf_counter() - began)  # fmt: skip
+    time = advice.sentence(clock.overall())
+    return summary(job, run, count, best, results, noise, time=time, stopped=stopped)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

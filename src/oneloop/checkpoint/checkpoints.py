@@ -20,20 +20,20 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from oneloop.basics.progress import Working
+from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint import writer
-from oneloop.checkpoint.process import WritingProcess
 from oneloop.checkpoint.state import (
     header_of,
     load_tensors,
     load_values,
     model_tensors,
-    optimizer_tensors,
     optimizer_values,
     pieces,
     stage,
 )
 from oneloop.checkpoint.store import Keep, Store, problems
-from oneloop.watch.progress import Working
+from oneloop.checkpoint.writing_process import WritingProcess
 
 WRITER = "oneloop.checkpoint.writer"
 """the module that a writing process runs"""
@@ -50,8 +50,15 @@ class Checkpoints:
         say: how a person is told of bad checkpoints, on rank 0.
     """
 
-    def __init__(self, root: Path, accelerator: Accelerator, *, sync: bool = False,
-                 max_failures: int = 3, say: Callable[[str], None] = print) -> None:  # fmt: skip
+    def __init__(
+        self,
+        root: Path,
+        accelerator: Accelerator,
+        *,
+        sync: bool = False,
+        max_failures: int = 3,
+        say: Callable[[str], None] = print,
+    ) -> None:
         self.store = Store(root)
         self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
         self._sync, self._say = sync, say
@@ -66,8 +73,17 @@ class Checkpoints:
 
     # --- saving ---
 
-    def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], *,
-             extra: Mapping[str, Tensor] | None = None, about: Mapping[str, Any] | None = None, keep: Keep | None = None) -> str | None:  # fmt: skip
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer,
+        state: Mapping[str, Any],
+        *,
+        extra: Mapping[str, Tensor] | None = None,
+        about: Mapping[str, Any] | None = None,
+        keep: Keep | None = None,
+    ) -> str | None:
         """Begins to save; the last save is finished first. Every rank must get here.
 
         Args:
@@ -88,10 +104,17 @@ class Checkpoints:
         header, size = header_of(mine)
         self._attempt += 1
         order = writer.Order(
-            root=str(self.store.root.absolute()), step=step, attempt=self._attempt, rank=self.rank, ranks=self.ranks,
-            header=header, size=size, state={**state, "optimizer": optimizer_values(model, optimizer)},
-            about={"ranks": self.ranks, **(about or {})}, keep=vars(keep or Keep()),
-        )  # fmt: skip
+            root=str(self.store.root.absolute()),
+            step=step,
+            attempt=self._attempt,
+            rank=self.rank,
+            ranks=self.ranks,
+            header=header,
+            size=size,
+            state={**state, "optimizer": optimizer_values(model, optimizer)},
+            about={"ranks": self.ranks, **(about or {})},
+            keep=vars(keep or Keep()),
+        )
         if self._sync:
             buffer = torch.empty(size, dtype=torch.uint8)
             stage(mine, buffer)
@@ -201,8 +224,14 @@ class Checkpoints:
             raise ValueError(told[1])
         return Path(told[0]) if told[0] else None
 
-    def load(self, folder: Path, model: nn.Module, optimizer: Optimizer | None = None, *,
-             extra: Mapping[str, Tensor] | None = None) -> dict[str, Any]:  # fmt: skip
+    def load(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Any]:
         """Loads model, optimizer and extra tensors in place and returns the rest. Every rank must get here.
 
         Raises:
@@ -216,42 +245,6 @@ class Checkpoints:
         if optimizer is not None:
             load_values(state["optimizer"], model, optimizer)
         return state
-
-
-def resume(checkpoints: Checkpoints, asked: str, model: nn.Module, optimizer: Optimizer, parts: Mapping[str, Any], *,
-           extra: Mapping[str, Tensor] | None = None, say: Callable[[str], None] = print) -> dict[str, Any]:  # fmt: skip
-    """Loads what ``asked`` says: ``auto`` (the newest good checkpoint), ``never``, or a checkpoint's path.
-
-    Args:
-        checkpoints: of this run.
-        asked: as above.
-        model: as prepared.
-        optimizer: over its parameters.
-        parts: by name, what has ``load_state_dict`` and stood in the saved state; what did not, and can, restarts.
-        extra: tensors beside model and optimizer.
-        say: how a person is told.
-
-    Returns:
-        The saved state; empty where nothing was ever sealed.
-
-    Raises:
-        ValueError: there is no such checkpoint, it is damaged, or newer ones would be overwritten.
-    """
-    found = checkpoints.newest() if asked in ("auto", "never") else Path(asked)
-    if found is None:
-        return {}
-    own = found.resolve().parent == checkpoints.store.root.resolve()
-    if newer := [path.name for path in checkpoints.store.sealed() if path.name > found.name or not own]:
-        raise ValueError(f"run.resume {asked}: this run already has {newer[-1]}, which would be lost; choose another"
-                         " run.dir to start from there")  # fmt: skip
-    state = checkpoints.load(found, model, optimizer, extra=extra)
-    for name, part in parts.items():
-        if name in state:
-            part.load_state_dict(state[name])
-        elif hasattr(part, "restart"):
-            part.restart()  # an average that is new in this run: it begins with the weights of now
-    say(f"going on from {found}")
-    return state if own else {name: value for name, value in state.items() if name != "tracking"}
 
 
 def _attempt(act: Callable[[], None]) -> str | None:

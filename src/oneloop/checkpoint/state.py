@@ -21,16 +21,20 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-_TYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-          torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
-_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+from oneloop.basics.tensors import bare_name, optimized
 
-
-def bare_name(name: str) -> str:
-    """A parameter's name without what DDP, torch.compile and recompute put into it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "") if wrapper != "module." else name.removeprefix(wrapper)
-    return name
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -46,26 +50,11 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor, dict[str, Any]]]:
-    names = {parameter: bare_name(name) for name, parameter in model.named_parameters()}
-    return [(names[p], p, group) for group in optimizer.param_groups for p in group["params"]]
-
-
-def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's tensors by parameter and key; the tensors themselves, not copies."""
-    return {
-        f"optimizer.{name}.{key}": value.detach()
-        for name, parameter, _ in _parameters(model, optimizer)
-        for key, value in sorted(optimizer.state.get(parameter, {}).items())
-        if isinstance(value, Tensor)
-    }
-
-
 def optimizer_values(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """What the optimizer keeps that is no tensor: per parameter, and in its groups beyond what it was built with."""
     states = {
         name: {key: value for key, value in optimizer.state.get(parameter, {}).items() if not isinstance(value, Tensor)}
-        for name, parameter, _ in _parameters(model, optimizer)
+        for name, parameter, _ in optimized(model, optimizer)
     }
     groups = [
         {k: v for k, v in group.items() if k not in ("params", *optimizer.defaults)} for group in optimizer.param_groups
@@ -131,8 +120,14 @@ def stage(mine: list[Piece], buffer: Tensor) -> None:
 
 
 @torch.no_grad()
-def load_tensors(folder: Path, model: nn.Module, optimizer: Optimizer | None = None, *,
-                 extra: Mapping[str, Tensor] | None = None, weights: str = "raw") -> None:  # fmt: skip
+def load_tensors(
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Mapping[str, Tensor] | None = None,
+    weights: str = "raw",
+) -> None:
     """Reads model and optimizer in place, each rank what it holds of them, whatever world wrote the files.
 
     Args:
@@ -159,7 +154,7 @@ def load_tensors(folder: Path, model: nn.Module, optimizer: Optimizer | None = N
         targets = {averaged[name] if averaged[name] in saved else name: target for name, target in targets.items()}
     targets |= {name: tensor for name, tensor in (extra or {}).items() if name in saved}
     if optimizer is not None:
-        for name, parameter, group in _parameters(model, optimizer):
+        for name, parameter, group in optimized(model, optimizer):
             prefix = f"optimizer.{name}."
             for key in [key for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor)]:
                 if f"{prefix}{key}" not in saved:
@@ -188,7 +183,7 @@ def averages_in(saved: Mapping[str, Any]) -> list[str]:
 
 def load_values(values: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
     """Puts back what :func:`optimizer_values` took."""
-    for name, parameter, _ in _parameters(model, optimizer):
+    for name, parameter, _ in optimized(model, optimizer):
         optimizer.state[parameter].update(values["parameters"].get(name, {}))
         if not optimizer.state[parameter]:
             del optimizer.state[parameter]
@@ -208,5 +203,7 @@ def _room_for(saved: Any, parameter: Tensor, key: str, group: Mapping[str, Any])
 def _same_names(there: set[str], here: set[str], folder: Path) -> None:
     if there != here:
         missing, strange = sorted(here - there)[:3], sorted(there - here)[:3]
-        raise ValueError(f"{folder} is of another model (missing there: {missing}, unknown here: {strange});"
-                         " start it with the same task.* settings, or choose another run.dir")  # fmt: skip
+        raise ValueError(
+            f"{folder} is of another model (missing there: {missing}, unknown here: {strange});"
+            " start it with the same task.* settings, or choose another run.dir"
+        )

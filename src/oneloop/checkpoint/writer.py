@@ -21,7 +21,7 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from oneloop.checkpoint.orphans import die_with
+from oneloop.basics.orphans import die_with
 from oneloop.checkpoint.store import Keep, Store, write_file
 
 _CHUNK = 1 << 22

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from oneloop.data.order import Order, key
+from oneloop.basics.seeds import key
+from oneloop.data.order import Order
 
 Batch = dict[str, Any]
 Place = tuple[int, int]
@@ -68,6 +69,10 @@ class Group:
     """on the device, the next one on its way while one is used"""
     weights: list[float]
     """weight of each micro-batch, known before the first is used"""
+    total: float = math.nan
+    """weight of the whole global batch, once the ranks have agreed on it"""
+    stop: bool = False
+    """whether any rank was told to stop after this step"""
 
     @property
     def weight(self) -> float:

@@ -9,20 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from oneloop.basics.seeds import GOLDEN, key
+
 _ROUNDS = 8
-_GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment
-_MASK = (1 << 64) - 1
-
-
-def key(*numbers: int) -> int:
-    """One well-mixed 63-bit key from integers, the same on every machine: a seed for (seed, step, rank, …)."""
-    state = _GOLDEN
-    for number in numbers:
-        state = ((state ^ (number & _MASK)) + _GOLDEN) & _MASK  # splitmix64 (Steele et al. 2014)
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state >> 1
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -60,7 +49,7 @@ class Order:
     def at(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Epochs and sample indices of these positions, each of the shape of ``positions``."""
         epochs, places = np.divmod(positions.reshape(-1), self.size)
-        keys = _mix(epochs.astype(np.uint64) * np.uint64(_GOLDEN) ^ np.uint64(key(self.seed)))
+        keys = _mix(epochs.astype(np.uint64) * np.uint64(GOLDEN) ^ np.uint64(key(self.seed)))
         indices = self._permute(places.astype(np.uint64), keys)
         outside = np.flatnonzero(indices >= self.size)
         while outside.size:  # about once, from 33 samples on: the domain is less than twice the size

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from oneloop.optim.muon import Muon, hidden_matrices
 from oneloop.optim.sgd import SGD
 
-OPTIMIZERS = {name: f"oneloop.optim.build.{name}" for name in ("adamw", "sgd", "muon", "adafactor")}
 Groups = list[dict[str, Any]]
 
 _FUSED_DEVICES = {"cpu", "cuda", "xpu", "mps", "hpu"}
@@ -68,8 +67,10 @@ def refuse_if_sharded(make: Callable[..., Optimizer]) -> None:
         ValueError: for Adafactor, whose row and column means torch takes over a shard only.
     """
     if make in (adafactor, torch.optim.Adafactor):
-        raise ValueError("optimizer.name adafactor is asked for under FSDP2, where torch's Adafactor cannot update"
-                         " sharded parameters; use adamw or muon, or run it with ddp.yaml")  # fmt: skip
+        raise ValueError(
+            "optimizer.name adafactor is asked for under FSDP2, where torch's Adafactor cannot update"
+            " sharded parameters; use adamw or muon, or run it with ddp.yaml"
+        )
 
 
 def _fused(groups: Groups) -> bool:
@@ -134,13 +135,26 @@ def muon(
         for chosen in (True, False):
             if members := [p for p in group["params"] if (p in matrices) is chosen]:
                 groups.append({**group, "params": members, "muon": chosen})
-    return Muon(groups, lr=lr, momentum=momentum, nesterov=nesterov, iterations=iterations,
-                dtype=torch.bfloat16 if precision == "bf16" else torch.float32, betas=betas, eps=eps)  # fmt: skip
+    return Muon(
+        groups,
+        lr=lr,
+        momentum=momentum,
+        nesterov=nesterov,
+        iterations=iterations,
+        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+        betas=betas,
+        eps=eps,
+    )
 
 
 def adafactor(
-    params: Groups, *, lr: float, beta2_decay: float = -0.8, eps: tuple[float | None, float] = (None, 1e-3), d: float = 1.0
-) -> Optimizer:  # fmt: skip
+    params: Groups,
+    *,
+    lr: float,
+    beta2_decay: float = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    d: float = 1.0,
+) -> Optimizer:
     """Adafactor (Shazeer & Stern 2018), torch's; reads the device at every step, and is refused under FSDP2.
 
     Args:
@@ -153,7 +167,8 @@ def adafactor(
     return torch.optim.Adafactor(params, lr=lr, beta2_decay=beta2_decay, eps=eps, d=d)
 
 
-def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Gives every parameter group this learning rate."""
+def set_lr(optimizer: Optimizer, lr: float) -> float:
+    """Gives every parameter group this learning rate, and returns it."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+    return lr

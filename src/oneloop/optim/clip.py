@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from oneloop.optim.local import local
+from oneloop.basics.tensors import local
 
 
 @torch.no_grad()

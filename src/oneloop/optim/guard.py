@@ -1,14 +1,15 @@
 """The guard: a step whose loss or gradient is not finite, or far out of line, changes nothing.
 
 >>> guard = Guard(optimizer, device=device, policy=Policy(nonfinite="skip"))
->>> loss.backward()
->>> if guard.verdict(wait=True) is not Verdict.TAKEN: ...      # of the step before, known by now
+>>> contagious(loss).backward()
+>>> before = guard.settle()                      # what became of the step before, known by now
 >>> guard.step(global_norm(parameters))
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,39 +21,72 @@ from oneloop.optim.policy import Policy, Verdict
 _SMALLEST_SCALE = 2.0**-10
 
 
+def contagious(loss: Tensor, factor: float = 1.0) -> Tensor:
+    """``loss`` times ``factor``, whose gradient is not finite where the loss is not: the gradient norm then tells all ranks.
+
+    Some losses are infinite with a finite gradient (a clamp before them); others are NaN on one rank only.
+    """
+    return loss * (factor + 0 * loss.detach())
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that was given to the device, and what became of it."""
+
+    verdict: Verdict
+    norm: Tensor
+    """global gradient norm before clipping, 0-dim"""
+    loss: Tensor
+    """this rank's summed loss, 0-dim (NaN where it was not given)"""
+    weight: float
+    """of the global batch"""
+
+
 class Guard:
     """Keeps bad gradients away from weights and optimizer state, without a host wait.
 
-    Optimizers that take ``found_inf`` (fused AdamW, Adam, SGD, Adagrad; Muon) skip on the device. Where every bad step
-    ends the run they go on skipping, and nothing is read until the caller waits for a verdict; where the run may go on,
-    the flag is copied to the host beside the next step's work, and read there one step late. Other optimizers cost one
-    host read per step, before the update.
+    A step is open from :meth:`step` until :meth:`settle` has told what became of it, once. Optimizers that take
+    ``found_inf`` (fused AdamW, Adam, SGD, Adagrad; Muon) skip on the device; the flag is copied to the host beside the
+    device's work, and is there when it is asked for after the next step's backward. Other optimizers cost one host read
+    per step, before the update.
 
-    With fp16 loss scaling (``scaler``, a torch GradScaler) a non-finite gradient means a smaller scale; the run is bad
+    With fp16 loss scaling (``scaler``, a torch GradScaler) a non-finite gradient means a smaller scale; the step is bad
     when the scale has fallen to nothing. torch's scaler reads the device at every step.
 
     Args:
         optimizer: over the sharded or whole parameters.
         device: of its parameters.
         scaler: of fp16.
-        policy: what a bad step is, and whether the run may go on after one.
+        policy: what a bad step is.
         total: how a 0-dim tensor is summed over the ranks; needed for spikes of the loss. (Identity for one process.)
     """
 
-    def __init__(self, optimizer: Optimizer, *, device: torch.device, scaler: Any = None,
-                 policy: Policy = Policy(), total: Callable[[Tensor], Tensor] = lambda x: x) -> None:  # fmt: skip
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        device: torch.device,
+        scaler: Any = None,
+        policy: Policy = Policy(),
+        total: Callable[[Tensor], Tensor] = lambda x: x,
+    ) -> None:
         self.optimizer = optimizer
         self.scaler = scaler
         fused = all(group.get("fused") for group in optimizer.param_groups)
         self._on_device = fused or hasattr(optimizer, "found_inf")
         self._total = total
         self._window = Window(policy.window, policy.sigma, device=device) if policy.sigma else None
-        self._found = torch.zeros((), device=device)
+        self._bad = torch.zeros((), device=device)
+        """the verdict on the step, as :class:`Verdict` counts"""
         self._one = torch.ones((), device=device)
-        self._since = torch.zeros((), device=device)
-        self._known: Verdict | None = Verdict.TAKEN
-        self._latches = not policy.goes_on
-        self._late = _Late(device) if policy.goes_on and scaler is None and self._on_device else None
+        self._told = _Copy(device)
+        self._open: tuple[Verdict | None, Tensor, Tensor, float] | None = None
+        """the verdict where it is known already, and the rest of a :class:`Step`"""
+
+    @property
+    def open(self) -> bool:
+        """Whether a step was made that is not settled."""
+        return self._open is not None
 
     def unscale(self) -> None:
         """Undoes the loss scale, before norm and clipping."""
@@ -60,47 +94,58 @@ class Guard:
             self.scaler.unscale_(self.optimizer)
 
     def step(self, norm: Tensor, *, loss: Tensor | None = None, weight: float = 1.0) -> None:
-        """Updates the weights, unless the step is bad.
+        """Updates the weights, unless the step is bad. The step before has to be settled.
 
         Args:
             norm: global gradient norm, equal on all ranks.
             loss: this rank's summed loss of the step, 0-dim; for spikes.
             weight: what it is divided by, the same on all ranks.
+
+        Raises:
+            RuntimeError: the step before is not settled.
         """
+        if self.open:
+            raise RuntimeError("the step before is still open: call settle() first, which tells what became of it")
         mean = None if loss is None or self._window is None else loss.detach() / weight
-        if self.scaler is not None:
-            self._known = self._scaled_step(norm, mean)
-            return
-        if self._latches:
-            # Sets the flag where the norm is not finite, and leaves it set: what torch.amp does to all gradients.
-            torch._amp_foreach_non_finite_check_and_unscale_([norm.detach().clone()], self._found, self._one)
-        else:
-            self._found = (~torch.isfinite(norm)).to(self._found.dtype)
+        verdict = self._scaled_step(norm, mean) if self.scaler is not None else self._plain_step(norm, mean)
+        self._open = verdict, norm, torch.full_like(norm, torch.nan) if loss is None else loss, weight
+
+    def _plain_step(self, norm: Tensor, mean: Tensor | None) -> Verdict | None:
+        # Sets the flag where the norm is not finite: what torch.amp does to all gradients. (It also multiplies by one.)
+        torch._amp_foreach_non_finite_check_and_unscale_([norm.detach()], self._bad.zero_(), self._one)
         if self._window is not None:
-            self._found = torch.maximum(self._found, self._judged(norm, mean))
-        if self._late is not None:
-            self._late.tell(self._found)
-        elif self._latches:
-            self._since += self._found.clamp(max=1)
-        self._known = None
-        if self._on_device:
-            self.optimizer.found_inf = self._found.clamp(max=1) if self._window else self._found  # type: ignore[attr-defined]
-        elif found := int(self._found.item()):  # host sync for the others
-            self._known = Verdict(found)
-        if self._known in (None, Verdict.TAKEN):
-            self.optimizer.step()
+            self._bad = torch.maximum(self._bad, self._judged(norm, mean))
+        if not self._on_device:
+            verdict = Verdict(int(self._bad.item()))  # host sync
+            if verdict is Verdict.TAKEN:
+                self.optimizer.step()
+            return verdict
+        self._told.send(self._bad)
+        self.optimizer.found_inf = self._bad.clamp(max=1) if self._window else self._bad  # type: ignore[attr-defined]
+        self.optimizer.step()
+        return None
+
+    def settle(self) -> Step | None:
+        """The open step with its verdict, told once; None where none is open.
+
+        Waits for the device where the step was made just now; where another backward was given to the device since, the
+        verdict is there already.
+        """
+        if self._open is None:
+            return None
+        (verdict, norm, loss, weight), self._open = self._open, None
+        return Step(Verdict(self._told.read()) if verdict is None else verdict, norm, loss, weight)
 
     def _judged(self, norm: Tensor, loss: Tensor | None) -> Tensor:
         """0, 1 where a value is not finite, 2 where it is far above those before; as :class:`Verdict` counts."""
         assert self._window is not None
         values = (norm if loss is None else torch.stack([norm.to(loss.dtype), self._total(loss)])).reshape(-1)
         finite = torch.isfinite(values).all()
-        return torch.where(finite, 2 * self._window.far(values, known=finite & (self._found == 0)), 1.0)
+        return torch.where(finite, 2 * self._window.far(values, known=finite & (self._bad == 0)), 1.0)
 
     def _scaled_step(self, norm: Tensor, loss: Tensor | None) -> Verdict:
-        if (
-            self._window is not None and int(self._judged(norm, loss)) == Verdict.SPIKE.value
-        ):  # host sync, as the scaler's
+        judged = 0 if self._window is None else int(self._judged(norm, loss))  # host sync, as the scaler's
+        if judged == Verdict.SPIKE.value:
             self.scaler.update()
             return Verdict.SPIKE
         before = self.scaler.get_scale()
@@ -109,32 +154,11 @@ class Guard:
         after = self.scaler.get_scale()
         return Verdict.TAKEN if after >= before else Verdict.RESCALED if after >= _SMALLEST_SCALE else Verdict.NONFINITE
 
-    def verdict(self, *, wait: bool) -> Verdict | None:
-        """What became of the last step; None where that is not known yet.
-
-        Args:
-            wait: True waits for it (host sync) where it was made just now; where another step's work was given to the
-                device since, it is there already. False: only what is known anyhow.
-        """
-        if self._known is None and self._late is not None:
-            self._known = Verdict(self._late.read()) if wait else None
-        elif self._known is None:
-            if not wait:
-                return (
-                    Verdict.TAKEN
-                )  # or an earlier one was bad: then nothing has changed since, and the next wait tells
-            self._known = Verdict(int(self._found.item()))
-        return self._known
-
-    def bad_steps(self) -> int:
-        """Steps since the first bad one, that one included, where all bad ones end the run. Host sync."""
-        return max(1, int(self._since.item()))
-
     def state_dict(self) -> dict[str, Any]:
         return self._window.state_dict() if self._window else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._known = Verdict.TAKEN
+        self._open = None
         if self._window and state:
             self._window.load_state_dict(state)
 
@@ -177,7 +201,7 @@ class Window:
             self._count.fill_(state["count"])
 
 
-class _Late:
+class _Copy:
     """A number on its way from the device: copied beside the device's work, read when it has long arrived."""
 
     def __init__(self, device: torch.device) -> None:
@@ -185,7 +209,7 @@ class _Late:
         self._view = self._host.numpy()
         self._copied = torch.Event(device) if device.type != "cpu" else None
 
-    def tell(self, value: Tensor) -> None:
+    def send(self, value: Tensor) -> None:
         self._host.copy_(value, non_blocking=True)
         if self._copied is not None:
             self._copied.record()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from oneloop.optim.local import local
+from oneloop.basics.tensors import local
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 
@@ -66,8 +66,16 @@ class Muon(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "iterations": iterations, "betas": betas,
-                    "eps": eps, "weight_decay": weight_decay, "muon": True}  # fmt: skip
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "iterations": iterations,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "muon": True,
+        }
         super().__init__(params, defaults)
         self.dtype = dtype
         self.found_inf: Tensor | None = None
@@ -93,11 +101,24 @@ class Muon(Optimizer):
             elif params:
                 states = [self.state[parameter] for parameter in params]
                 beta1, beta2 = group["betas"]
-                adamw([local(p) for p in params], [local(p.grad) for p in params],
-                      [local(s["exp_avg"]) for s in states], [local(s["exp_avg_sq"]) for s in states], [],
-                      [s["step"] for s in states], fused=True,
-                      grad_scale=None, found_inf=self.found_inf, amsgrad=False, beta1=beta1, beta2=beta2,
-                      lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)  # fmt: skip
+                adamw(
+                    [local(p) for p in params],
+                    [local(p.grad) for p in params],
+                    [local(s["exp_avg"]) for s in states],
+                    [local(s["exp_avg_sq"]) for s in states],
+                    [],
+                    [s["step"] for s in states],
+                    fused=True,
+                    grad_scale=None,
+                    found_inf=self.found_inf,
+                    amsgrad=False,
+                    beta1=beta1,
+                    beta2=beta2,
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                )
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         weights, momentum = local(parameter), local(self.state[parameter]["momentum"])

@@ -22,12 +22,22 @@ class Verdict(enum.Enum):
     """fp16: the loss scale was too large and is smaller now; nothing was changed"""
 
 
+class Fate(enum.Enum):
+    """What a run has made of a step."""
+
+    TAKEN = enum.auto()
+    SKIPPED = enum.auto()
+    """left out: the next step takes its number"""
+    REWOUND = enum.auto()
+    """all is as it was at the last checkpoint, but for the samples since, which are passed over"""
+
+
 @dataclass(frozen=True)
 class Policy:
     """What is done about a bad step."""
 
     nonfinite: Action = "stop"
-    spike: Action = "stop"
+    spike: Action = "skip"
     sigma: float = 0.0
     """a spike is a loss or gradient norm that many standard deviations above the mean of the window (0: none is)"""
     window: int = 100

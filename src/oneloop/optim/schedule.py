@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from oneloop.duration import Duration, Scale
-
-SCHEDULES = {name: f"oneloop.optim.schedule.{name}" for name in ("constant", "linear", "cosine", "wsd", "plateau")}
+from oneloop.basics.duration import Duration, Scale
 
 
 def constant(step: int, total: int) -> float:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from oneloop.optim.local import local
+from oneloop.basics.tensors import local
 
 
 class SGD(torch.optim.SGD):
@@ -17,8 +17,9 @@ class SGD(torch.optim.SGD):
     ``found_inf``, a 0-dim tensor set before :meth:`step`, makes the step change nothing where it is 1.
     """
 
-    def __init__(self, params: Any, *, lr: float, momentum: float = 0.0, weight_decay: float = 0.0,
-                 nesterov: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self, params: Any, *, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False
+    ) -> None:
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov, fused=True)
         self.found_inf: Tensor | None = None
         for group in self.param_groups:
@@ -33,7 +34,17 @@ class SGD(torch.optim.SGD):
             params = [parameter for parameter in group["params"] if parameter.grad is not None]
             buffers = [self.state[parameter].get("momentum_buffer") for parameter in params]
             if params:
-                sgd([local(p) for p in params], [local(p.grad) for p in params],
-                    [b if b is None else local(b) for b in buffers], fused=True, grad_scale=None,
-                    found_inf=self.found_inf, weight_decay=group["weight_decay"], momentum=group["momentum"],
-                    lr=group["lr"], dampening=0.0, nesterov=group["nesterov"], maximize=False)  # fmt: skip
+                sgd(
+                    [local(p) for p in params],
+                    [local(p.grad) for p in params],
+                    [b if b is None else local(b) for b in buffers],
+                    fused=True,
+                    grad_scale=None,
+                    found_inf=self.found_inf,
+                    weight_decay=group["weight_decay"],
+                    momentum=group["momentum"],
+                    lr=group["lr"],
+                    dampening=0.0,
+                    nesterov=group["nesterov"],
+                    maximize=False,
+                )

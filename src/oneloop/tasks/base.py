@@ -6,12 +6,6 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-TASKS = {
-    "image_classification": "oneloop.tasks.image_classification.ImageClassification",
-    "causal_lm": "oneloop.tasks.causal_lm.CausalLM",
-    "text_classification": "oneloop.tasks.text_classification.TextClassification",
-}
-
 
 class Task(Protocol):
     """What is learned. No ``.item()``, no boolean indexing, no other data-dependent shape: each is a device wait.
@@ -75,7 +69,9 @@ def check_sets(train: Any, evals: dict[str, Any]) -> None:
     """
     for name, dataset in {"train": train, **evals}.items():
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise ValueError(f"task: the {name} set is a {type(dataset).__name__}, which has no length or no items;"
-                             " a map-style data set is needed")  # fmt: skip
+            raise ValueError(
+                f"task: the {name} set is a {type(dataset).__name__}, which has no length or no items;"
+                " a map-style data set is needed"
+            )
         if len(dataset) == 0:
             raise ValueError(f"task: the {name} set is empty; it needs at least one sample")

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oneloop.data.corpora import Document, held_out, hub_text, local_text, stdlib
-from oneloop.memory.fused_loss import fuse_loss
-from oneloop.watch.progress import Working, tracked
+from oneloop.basics.progress import Working, tracked
+from oneloop.tasks.corpora import Document, held_out, hub_text, local_text, stdlib
+from oneloop.tasks.fused_loss import fuse_loss
 
 _IGNORE = -100
 _WRITTEN, _TEMPERATURE = 48, 0.8
@@ -65,10 +65,14 @@ class CausalLM:
         self.tokenizer = Bytes() if tokenizer == "bytes" else BPE(documents["train"], vocab)
         self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes)
         self._sets = {
-            name: Blocks([self.tokenizer.encode(one.text) for one in tracked(part, f"tokenizing {name}", total=len(part))],
-                         block, pack=pack, whole=name == "train")
+            name: Blocks(
+                [self.tokenizer.encode(one.text) for one in tracked(part, f"tokenizing {name}", total=len(part))],
+                block,
+                pack=pack,
+                whole=name == "train",
+            )
             for name, part in documents.items()
-        }  # fmt: skip
+        }
         self.sample_weight = float(block) if pack else None
 
     def model(self) -> nn.Module:
@@ -81,17 +85,31 @@ class CausalLM:
         config: Any
         if self.architecture == "gpt2":
             config = transformers.GPT2Config(
-                vocab_size=size, n_positions=self.block, n_embd=self.width, n_layer=self.layers, n_head=self.heads,
-                resid_pdrop=self.dropout, embd_pdrop=self.dropout, attn_pdrop=self.dropout, use_cache=False,
-                bos_token_id=self.tokenizer.separator, eos_token_id=self.tokenizer.separator,
-            )  # fmt: skip
+                vocab_size=size,
+                n_positions=self.block,
+                n_embd=self.width,
+                n_layer=self.layers,
+                n_head=self.heads,
+                resid_pdrop=self.dropout,
+                embd_pdrop=self.dropout,
+                attn_pdrop=self.dropout,
+                use_cache=False,
+                bos_token_id=self.tokenizer.separator,
+                eos_token_id=self.tokenizer.separator,
+            )
             kind = transformers.GPT2LMHeadModel
         else:
             config = transformers.LlamaConfig(
-                vocab_size=size, hidden_size=self.width, num_hidden_layers=self.layers, num_attention_heads=self.heads,
-                intermediate_size=int(8 * self.width / 3 / 32 + 1) * 32, max_position_embeddings=self.block,
-                use_cache=False, bos_token_id=self.tokenizer.separator, eos_token_id=self.tokenizer.separator,
-            )  # fmt: skip
+                vocab_size=size,
+                hidden_size=self.width,
+                num_hidden_layers=self.layers,
+                num_attention_heads=self.heads,
+                intermediate_size=int(8 * self.width / 3 / 32 + 1) * 32,
+                max_position_embeddings=self.block,
+                use_cache=False,
+                bos_token_id=self.tokenizer.separator,
+                eos_token_id=self.tokenizer.separator,
+            )
             kind = transformers.LlamaForCausalLM
         model: nn.Module = kind._from_config(config, attn_implementation="causal_sdpa")
         if self.fused_loss:
@@ -225,8 +243,9 @@ class BPE:
             raise ValueError(f"task.vocab {vocab} is too small: a byte-level BPE needs at least 257")
         self.model = ByteLevelBPETokenizer()
         with Working("training the tokenizer"):
-            self.model.train_from_iterator((one.text for one in documents), vocab_size=vocab, show_progress=False,
-                                           special_tokens=["<|endoftext|>"])  # fmt: skip
+            self.model.train_from_iterator(
+                (one.text for one in documents), vocab_size=vocab, show_progress=False, special_tokens=["<|endoftext|>"]
+            )
         lengths = [len(self.model.id_to_token(token)) for token in range(self.model.get_vocab_size())]
         self.token_bytes = np.array([0, *lengths[1:]], dtype=np.int64)  # byte-level tokens hold a letter per byte
 

@@ -66,8 +66,10 @@ class ImageClassification:
 
         known = models.list_models(module=models)
         if self.architecture not in known:
-            raise ValueError(f"task.model {self.architecture!r} is neither cnn nor one of torchvision's {len(known)}"
-                             " classification models (resnet18, vit_b_16, …)")  # fmt: skip
+            raise ValueError(
+                f"task.model {self.architecture!r} is neither cnn nor one of torchvision's {len(known)}"
+                " classification models (resnet18, vit_b_16, …)"
+            )
         return models.get_model(self.architecture, num_classes=len(self.classes))  # type: ignore[no-any-return]
 
     def train_set(self) -> Images:
@@ -93,8 +95,10 @@ class ImageClassification:
         from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 
         count = len(self.classes)
-        found: dict[str, Any] = {"accuracy": MulticlassAccuracy(count, average="micro", validate_args=False),
-                                 "macro_f1": MulticlassF1Score(count, validate_args=False)}  # fmt: skip
+        found: dict[str, Any] = {
+            "accuracy": MulticlassAccuracy(count, average="micro", validate_args=False),
+            "macro_f1": MulticlassF1Score(count, validate_args=False),
+        }
         if count <= 100:  # a larger matrix is no picture any more
             found["confusion"] = MulticlassConfusionMatrix(count, validate_args=False)
         return MetricCollection(found)
@@ -105,8 +109,13 @@ class ImageClassification:
     def show(self, sample: tuple[Tensor, int], outputs: dict[str, Tensor]) -> dict[str, Any]:
         image, label = sample
         confidence, found = outputs["logits"].float().softmax(-1).max(-1)
-        return {"image": image, "target": self.classes[label], "prediction": self.classes[int(found)],
-                "right": int(found) == label, "confidence": float(confidence)}  # fmt: skip
+        return {
+            "image": image,
+            "target": self.classes[label],
+            "prediction": self.classes[int(found)],
+            "right": int(found) == label,
+            "confidence": float(confidence),
+        }
 
 
 class Images:
@@ -199,8 +208,10 @@ def _torchvision(data: str, root: str, download: bool) -> tuple[dict[str, Any], 
     try:
         sets = [kind(root, train=train, download=download) for train in (True, False)]
     except RuntimeError as error:
-        raise ValueError(f"task.data {data!r} is not under task.root {root!r}; put it there, or let torchvision fetch"
-                         " it with --task.download true") from error  # fmt: skip
+        raise ValueError(
+            f"task.data {data!r} is not under task.root {root!r}; put it there, or let torchvision fetch"
+            " it with --task.download true"
+        ) from error
     pixels = [torch.as_tensor(part.data) for part in sets]
     pixels = [(x[:, None] if x.ndim == 3 else x.permute(0, 3, 1, 2)).float() / 127.5 - 1 for x in pixels]
     labels = [torch.as_tensor(part.targets) for part in sets]
@@ -229,8 +240,10 @@ def _folder(data: str, size: int) -> tuple[dict[str, Any], list[str]]:
     root = Path(data)
     names = [name for name in ("train", "validation", "test") if (root / name).is_dir()]
     if "train" not in names or len(names) < 2:
-        raise ValueError(f"task.data {data!r} is neither digits, {', '.join(_TORCHVISION)}, nor a folder with train/ and"
-                         " validation/ (one folder per class in each)")  # fmt: skip
+        raise ValueError(
+            f"task.data {data!r} is neither digits, {', '.join(_TORCHVISION)}, nor a folder with train/ and"
+            " validation/ (one folder per class in each)"
+        )
     try:
         parts = {name: _Folder(root / name, size) for name in names}
     except FileNotFoundError as error:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oneloop.data.corpora import held_out, stdlib
+from oneloop.tasks.corpora import held_out, stdlib
 
 _PAD = 256
 
@@ -58,8 +58,14 @@ class TextClassification:
         }
 
     def model(self) -> nn.Module:
-        return Encoder(len(self.classes), layers=self.layers, heads=self.heads, width=self.width, length=self.length,
-                       dropout=self.dropout)  # fmt: skip
+        return Encoder(
+            len(self.classes),
+            layers=self.layers,
+            heads=self.heads,
+            width=self.width,
+            length=self.length,
+            dropout=self.dropout,
+        )
 
     def train_set(self) -> Texts:
         return self._sets["train"]
@@ -69,8 +75,10 @@ class TextClassification:
 
     def collate(self, samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
         texts, labels = zip(*samples, strict=True)
-        return {"text": nn.utils.rnn.pad_sequence(list(texts), batch_first=True, padding_value=_PAD),
-                "label": torch.tensor(labels)}  # fmt: skip
+        return {
+            "text": nn.utils.rnn.pad_sequence(list(texts), batch_first=True, padding_value=_PAD),
+            "label": torch.tensor(labels),
+        }
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         return torch.tensor(float(len(batch["label"])))
@@ -85,8 +93,10 @@ class TextClassification:
         from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 
         count = len(self.classes)
-        found: dict[str, Any] = {"accuracy": MulticlassAccuracy(count, average="micro", validate_args=False),
-                                 "macro_f1": MulticlassF1Score(count, validate_args=False)}  # fmt: skip
+        found: dict[str, Any] = {
+            "accuracy": MulticlassAccuracy(count, average="micro", validate_args=False),
+            "macro_f1": MulticlassF1Score(count, validate_args=False),
+        }
         if count <= 100:  # a larger matrix is no picture any more
             found["confusion"] = MulticlassConfusionMatrix(count, validate_args=False)
         return MetricCollection(found)
@@ -97,8 +107,13 @@ class TextClassification:
     def show(self, sample: tuple[Tensor, int], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, label = sample
         confidence, found = outputs["logits"].float().softmax(-1).max(-1)
-        return {"text": bytes(text.tolist()).decode(errors="replace"), "target": self.classes[label],
-                "prediction": self.classes[int(found)], "right": int(found) == label, "confidence": float(confidence)}  # fmt: skip
+        return {
+            "text": bytes(text.tolist()).decode(errors="replace"),
+            "target": self.classes[label],
+            "prediction": self.classes[int(found)],
+            "right": int(found) == label,
+            "confidence": float(confidence),
+        }
 
 
 class Encoder(nn.Module):
@@ -111,10 +126,16 @@ class Encoder(nn.Module):
         from transformers import BertConfig, BertModel
 
         config = BertConfig(
-            vocab_size=257, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
-            intermediate_size=4 * width, max_position_embeddings=length, pad_token_id=_PAD,
-            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-        )  # fmt: skip
+            vocab_size=257,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
+            max_position_embeddings=length,
+            pad_token_id=_PAD,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+        )
         self.encoder = BertModel(config, add_pooling_layer=False)
         self.head = nn.Linear(width, classes)
 

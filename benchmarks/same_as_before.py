@@ -1,0 +1,138 @@
+"""Whether two checkouts train the same, to the bit: weights, averages, optimizer, metrics, events and sample ids.
+
+    git worktree add ../before COMMIT
+    python benchmarks/same_as_before.py ../before .
+
+For a change that is meant to change nothing. Runs the packaged `digits` and `gpt` (a small one) under one process, DDP
+and FSDP2: as they are, and with two bad steps that are answered by stop, skip and rewind. Times, speeds and memory are
+left out of what is compared. Exit code 1 where anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+BATCH, STEPS = 16, 24
+COMMON = [
+    *("--batch.size", str(BATCH), "--batch.micro", "4", "--duration", str(STEPS), "--log.every", "4", "--eval.every", "8"),
+    *("--save.every", "5", "--save.keep", "99", "--schedule.name", "cosine", "--schedule.warmup", "3"),
+    *("--ema.half_life", "100 samples", "--track", "none"),
+]  # fmt: skip
+RECIPES = {
+    "digits": ["--task", "same_as_before_tasks.Digits"],
+    "gpt": ["--task", "same_as_before_tasks.GPT", "--task.data", str(Path(asyncio.__file__).parent)]
+    + ["--task.width", "32", "--task.layers", "2", "--task.heads", "2", "--task.block", "32"],
+}
+STRATEGIES = {"single": 1, "ddp": 2, "fsdp2": 2}
+POLICIES = ("none bad", "stop", "skip", "rewind")
+TIMED = ("time", "seconds", "train/samples_per_second", "speed/", "share/", "memory/", "device/")
+
+
+def timeless(line: dict[str, Any]) -> dict[str, Any]:
+    """What is a function of the recipe."""
+    return {name: value for name, value in line.items() if not name.startswith(TIMED)}
+
+
+def drawn(folder: Path, rank: int) -> list[list[int]]:
+    """Sample ids of each micro-batch that a rank trained on."""
+    return [json.loads(line) for line in (folder / f"ids-{rank}.jsonl").read_text().splitlines()]
+
+
+def left(folder: Path, ranks: int, code: Any) -> dict[str, Any]:
+    """All that a run left behind, but for times."""
+    files = [*(folder / "run" / "final").glob("*.safetensors"), *(folder / "run").glob("checkpoints/*/*.safetensors")]
+    lines = [timeless(json.loads(line)) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    return {
+        "exit code": code,
+        **{str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)},
+        **{f"ids of rank {rank}": drawn(folder, rank) for rank in range(ranks)},
+        **{f"metrics {number}": line for number, line in enumerate(lines)},
+        "summary": {k: v for k, v in timeless(summary).items() if k != "noise_scale"},
+    }
+
+
+def take(checkout: Path, to: Path) -> None:
+    """Runs every case with the code of ``checkout``, and writes what each left."""
+    sys.path[:0] = [str(checkout / "tests"), str(HERE)]
+    import worlds
+
+    assert str(checkout.resolve()) in worlds.__file__
+    found = {}
+    for recipe, words in RECIPES.items():
+        for strategy, ranks in STRATEGIES.items():
+            bad = ""
+            for policy in POLICIES:
+                with tempfile.TemporaryDirectory() as scratch:
+                    folder = Path(scratch)
+                    more = [] if policy == "none bad" else ["--guard.nonfinite", policy]
+                    argv = [recipe, *words, *COMMON, *more, "--run.dir", str(folder / "run")]
+                    world = worlds.run(
+                        worlds.train,
+                        argv,
+                        ranks=ranks,
+                        config=strategy,
+                        variables={"SAME_FOLDER": scratch, "SAME_BAD": bad, "PYTHONPATH": str(HERE)},
+                        timeout=600,
+                    )
+                    if not (folder / "run" / "summary.json").exists():
+                        raise RuntimeError(f"{recipe}, {strategy}, {policy}: {world.output}")
+                    found[f"{recipe}, {strategy}, {policy}"] = left(folder, ranks, world.codes)
+                    if policy == "none bad":  # one bad sample at a step that does nothing else, one where a line is due
+                        micros = drawn(folder, 0)
+                        each = len(micros) // STEPS
+                        bad = ",".join(str(micros[(step - 1) * each][0]) for step in (7, 12))
+                print(f"{recipe}, {strategy}, {policy}: codes {world.codes}", file=sys.stderr, flush=True)
+    to.write_text(json.dumps(found))
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    for case in before:
+        a, b = before[case], after[case]
+        names = [name for name in {**a, **b} if a.get(name) != b.get(name)]
+        counted = f"{len(a)} things, {sum(name.endswith('.safetensors') for name in a)} of them files"
+        yield f"{case:28} {counted}: {'the same' if not names else f'{len(names)} differ'}"
+        for name in names:
+            yield f"    {name}: {a.get(name)!s:.400} -> {b.get(name)!s:.400}"
+
+
+def main() -> int:
+    asked = argparse.ArgumentParser()
+    asked.add_argument("checkouts", nargs=2, type=Path)
+    asked.add_argument("--take", action="store_true", help=argparse.SUPPRESS)
+    given = asked.parse_args()
+    if given.take:
+        take(*given.checkouts)
+        return 0
+    results = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, checkout in enumerate(given.checkouts):
+            to = Path(scratch) / f"{number}.json"
+            path = os.pathsep.join([str(checkout.resolve() / "src"), str(HERE)])
+            command = [sys.executable, str(Path(__file__).resolve()), "--take", str(checkout.resolve()), str(to)]
+            subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path}, cwd=scratch)
+            results.append(json.loads(to.read_text()))
+    import torch
+
+    lines = list(differences(*results))
+    print(f"# {date.today()}  python benchmarks/same_as_before.py BEFORE AFTER")
+    print(f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {STEPS} steps each")
+    print("\n".join(lines))
+    return int(any("differ" in line for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

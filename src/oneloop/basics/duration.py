@@ -1,0 +1,119 @@
+"""Durations: ``500`` (steps), ``"20ep"``, ``"1M samples"``, ``"2B tokens"``, ``"10%"`` of the run."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+_MULTIPLE = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
+_UNITS = {
+    "": "steps",
+    "step": "steps",
+    "steps": "steps",
+    "ep": "ep",
+    "epoch": "ep",
+    "epochs": "ep",
+    "sample": "samples",
+    "samples": "samples",
+    "token": "tokens",
+    "tokens": "tokens",
+    "%": "%",
+}
+_FORM = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMB]?)\s*([a-z]*|%)\s*", re.ASCII)
+
+
+class Duration:
+    """A length of training as the user writes it; :meth:`steps` converts it, once, at the edge.
+
+    Raises:
+        ValueError: the text is not a duration, or is negative.
+    """
+
+    def __init__(self, text: str | int | Duration) -> None:
+        self.text: str = text.text if isinstance(text, Duration) else str(text).strip()
+        match = _FORM.fullmatch(self.text)
+        if match is None or match[3] not in _UNITS:
+            raise ValueError(
+                f"{self.text!r} is not a duration; write steps (500), epochs ('20ep'), samples ('1M samples'), "
+                "tokens ('2B tokens') or a share of the run ('10%'), never negative"
+            )
+        self.amount = Fraction(match[1]) * _MULTIPLE[match[2]]
+        self.unit = _UNITS[match[3]]
+
+    def steps(self, scale: Scale, *, total: int | None = None, key: str = "duration") -> int:
+        """Whole steps, rounded up.
+
+        Args:
+            scale: how many samples and tokens one step holds, and one epoch.
+            total: steps of the whole run, for ``%``.
+            key: the recipe key, named in the message.
+
+        Raises:
+            ValueError: ``%`` without a total, or tokens where samples differ in length.
+        """
+        return math.ceil(self._steps(scale, total, key))
+
+    def _steps(self, scale: Scale, total: int | None, key: str) -> Fraction:
+        if self.unit == "steps":
+            return self.amount
+        if self.unit == "samples":
+            return self.amount / scale.batch
+        if self.unit == "ep":
+            return self.amount * scale.epoch / scale.batch
+        if self.unit == "%":
+            if total is None:
+                raise ValueError(f"{key} {self.text!r} is a share of the run, and the run's own length cannot be one")
+            return self.amount * total / 100
+        if scale.sample_tokens is None:
+            raise ValueError(
+                f"{key} {self.text!r} is in tokens, but this task's samples differ in length, or are not made of "
+                "tokens; state it in steps, 'ep' or 'samples'"
+            )
+        return self.amount / (scale.batch * Fraction(scale.sample_tokens))
+
+    def samples(self, scale: Scale, *, total: int | None = None, key: str = "duration") -> float:
+        """The same length in samples, not rounded; raises as :meth:`steps` does."""
+        if self.unit == "samples":
+            return float(self.amount)
+        return float(self._steps(scale, total, key) * scale.batch)
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Duration) and (self.amount, self.unit) == (other.amount, other.unit)
+
+    def __hash__(self) -> int:
+        return hash((self.amount, self.unit))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What one step and one epoch hold."""
+
+    batch: int
+    """samples of one step, over all processes"""
+    epoch: int
+    """samples of one epoch"""
+    sample_tokens: float | None = None
+    """tokens of one sample, where all have the same number"""
+
+
+def is_time(step: int, every: int, total: int) -> bool:
+    """True at every ``every``-th step and at the last one; ``every=0``: at the last one only."""
+    return step == total or (every > 0 and step % every == 0)
+
+
+def span(text: str, key: str) -> tuple[int, int]:
+    """``"10-15"`` -> (10, 15); ``"10"`` -> (10, 10).
+
+    Raises:
+        ValueError: it is no span of steps.
+    """
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(f"{key} {text!r} is no span of steps; write 10-15, counted from 1")
+    return first, last

@@ -1,0 +1,40 @@
+"""What a tensor is called, and which part of it a rank holds, under every strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+_INSERTED = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, sharing its memory; a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name without what DDP, torch.compile and recompute put into it."""
+    name = name.removeprefix("module.")
+    for inserted in _INSERTED:
+        name = name.replace(inserted, "")
+    return name
+
+
+def optimized(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor, dict[str, Any]]]:
+    """The optimizer's parameters in its own order: bare name, parameter, its group."""
+    names = {parameter: bare_name(name) for name, parameter in model.named_parameters()}
+    return [(names[p], p, group) for group in optimizer.param_groups for p in group["params"]]
+
+
+def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The optimizer's tensors as ``optimizer.<parameter>.<key>``; the tensors themselves, not copies."""
+    return {
+        f"optimizer.{name}.{key}": value.detach()
+        for name, parameter, _ in optimized(model, optimizer)
+        for key, value in sorted(optimizer.state.get(parameter, {}).items())
+        if isinstance(value, Tensor)
+    }

@@ -1,0 +1,91 @@
+"""The state of a run as one thing: saved as a whole, and resumed as a whole.
+
+>>> state = RunState(model, optimizer, averages=[ema], parts={"counters": count, "ema": ema})
+>>> saved = state.resume(checkpoints, "auto")              # {} at first
+>>> state.save(checkpoints, step)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from oneloop.checkpoint.checkpoints import Checkpoints
+from oneloop.checkpoint.store import Keep
+
+
+class Average(Protocol):
+    """What is saved of an average beside its ``state_dict``."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by their names in a checkpoint."""
+
+
+class RunState:
+    """Model, optimizer, averages, and all else that goes on where it was.
+
+    Args:
+        model: as prepared.
+        optimizer: over its parameters.
+        averages: of its parameters.
+        parts: by name, what has a ``state_dict`` of plain values, and takes it back by ``load_state_dict``.
+        own: names of parts that belong to a run's own folder: they do not go on from another folder's checkpoint.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        averages: Sequence[Average] = (),
+        parts: Mapping[str, Any],
+        own: Sequence[str] = (),
+    ) -> None:
+        self.model, self.optimizer, self.averages = model, optimizer, averages
+        self.parts, self._own = dict(parts), own
+
+    def _extra(self) -> dict[str, Tensor]:
+        return {name: tensor for average in self.averages for name, tensor in average.tensors().items()}
+
+    def save(
+        self, checkpoints: Checkpoints, step: int, *, about: Mapping[str, Any] | None = None, keep: Keep | None = None
+    ) -> None:
+        """Begins a checkpoint, as :meth:`Checkpoints.save`. Every rank must get here."""
+        plain = {name: part.state_dict() for name, part in self.parts.items()}
+        checkpoints.save(step, self.model, self.optimizer, plain, extra=self._extra(), about=about, keep=keep)
+
+    def resume(self, checkpoints: Checkpoints, asked: str, *, say: Callable[[str], None] = print) -> dict[str, Any]:
+        """Loads what ``asked`` says: ``auto`` (the newest good checkpoint), ``never``, or a checkpoint's path.
+
+        A part that the checkpoint has not restarts, where it can. Every rank must get here.
+
+        Returns:
+            The parts' saved state; empty where nothing was ever sealed.
+
+        Raises:
+            ValueError: there is no such checkpoint, it is damaged, or newer ones would be overwritten.
+        """
+        path = checkpoints.newest() if asked in ("auto", "never") else Path(asked)
+        if path is None:
+            return {}
+        own = path.resolve().parent == checkpoints.store.root.resolve()
+        newer = [other.name for other in checkpoints.store.sealed() if other.name > path.name or not own]
+        if newer:
+            raise ValueError(
+                f"run.resume {asked}: this run already has {newer[-1]}, which would be lost; choose another run.dir to"
+                " start from there"
+            )
+        saved = checkpoints.load(path, self.model, self.optimizer, extra=self._extra())
+        if not own:
+            saved = {name: value for name, value in saved.items() if name not in self._own}
+        for name, part in self.parts.items():
+            if name in saved:
+                part.load_state_dict(saved[name])
+            elif hasattr(part, "restart"):
+                part.restart()  # an average that is new in this run: it begins with the weights of now
+        say(f"going on from {path}")
+        return saved

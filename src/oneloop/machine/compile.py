@@ -1,0 +1,75 @@
+"""torch.compile from outside: block by block, or the whole model; names in the state dict stay as they are.
+
+>>> compile_(model, "regional")         # before accelerator.prepare, after recompute
+
+``forward`` itself is compiled, not the module: hooks of FSDP2 and DDP stay outside, and no ``_orig_mod.`` appears. Each
+part is one graph; what breaks a graph is an error, so that nothing falls back to slow code unsaid. A part that meets a
+second shape (samples of several lengths) is compiled once more, for any shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch._functorch.config
+from torch import nn
+
+from oneloop.machine.blocks import blocks
+
+
+def compile_(
+    model: nn.Module,
+    scope: str = "regional",
+    *,
+    mode: str = "default",
+    names: Sequence[str] = (),
+    sharded: bool = False,
+    budget: float | None = None,
+    backend: str = "inductor",
+) -> int:
+    """Compiles ``model`` in place; it happens at the first call.
+
+    Args:
+        model: not yet wrapped or sharded; recompute was applied.
+        scope: ``none``, ``regional`` (each block: all have one shape, so one compilation serves all) or ``whole``.
+        mode: torch.compile's: default, reduce-overhead (CUDA graphs), max-autotune, max-autotune-no-cudagraphs.
+        names: class names of the blocks; see :func:`oneloop.machine.blocks.blocks`.
+        sharded: FSDP2 will shard the model.
+        budget: share of the activations to keep, chosen by the compiler (``recompute budget:SHARE``).
+        backend: torch.compile's.
+
+    Returns:
+        How many parts were compiled.
+
+    Raises:
+        ValueError: no blocks, or a whole model that FSDP2 cuts into blocks.
+    """
+    if scope == "none":
+        if budget is not None:
+            raise ValueError(
+                "recompute budget is asked for without compile, which alone can choose; set machine.compile"
+                " regional or whole, or machine.recompute selective"
+            )
+        return 0
+    found = blocks(model, names)
+    if scope == "regional" and not found:
+        raise ValueError(
+            f"compile regional: {type(model).__name__} has no repeated blocks; set machine.compile whole, or"
+            " name the classes of its layers with machine.blocks"
+        )
+    if scope == "whole" and sharded and found:
+        raise ValueError(
+            "compile whole is asked for under FSDP2, which gathers block by block and so cuts the graph there;"
+            " set machine.compile regional"
+        )
+    if budget is not None:
+        torch._functorch.config.activation_memory_budget = budget
+    if mode in ("reduce-overhead", "max-autotune"):  # CUDA graphs reuse their memory from one forward to the next
+        model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
+    parts = found if scope == "regional" else [model]
+    for part in parts:
+        part.forward = torch.compile(
+            part.forward, mode=mode if backend == "inductor" else None, backend=backend, fullgraph=True
+        )  # type: ignore[method-assign]
+    return len(parts)

@@ -1,0 +1,184 @@
+"""The micro-batch that fits, found before the run by real steps in a child process that may run out of memory.
+
+>>> def steps():                                     # in the child: builds the model once
+...     model = ...
+...     return lambda micro: train_two_steps(model, micro)
+>>> with Child(steps) as child:
+...     found = search([1, 2, 4, 8, 16], child.attempt)
+
+The global batch, and with it what is learned, is not touched: only how many samples go through the model at once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from oneloop.basics.memory import peak_memory
+from oneloop.basics.orphans import die_with
+
+Steps = Callable[[int], object]
+"""makes whole training steps with this micro-batch"""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What became of one micro-batch."""
+
+    micro: int
+    fits: bool
+    seconds: float = 0.0
+    """per sample, where it fits"""
+    peak: int = 0
+    """bytes of device memory (of host memory without a device)"""
+
+
+def search(candidates: Sequence[int], attempt: Callable[[int], Attempt], *, fastest: bool = False) -> Attempt:
+    """The largest candidate that fits; or, of those that fit, the one that takes the least time per sample.
+
+    Args:
+        candidates: micro-batches.
+        attempt: tries one.
+        fastest: as above.
+
+    Raises:
+        MemoryError: not even the smallest fits.
+    """
+    ordered = sorted(candidates)
+    found = [tried for tried in [attempt(ordered[-1])] if tried.fits]
+    low, high = -1, len(ordered) - 1  # low: the largest that is known to fit, high: the smallest that is known not to
+    while not (found and found[-1].micro == ordered[-1]) and high - low > 1:
+        middle = (low + high) // 2
+        tried = attempt(ordered[middle])
+        if tried.fits:
+            low = middle
+            found.append(tried)
+        else:
+            high = middle
+    if not found:
+        raise MemoryError(f"not even a micro-batch of {ordered[0]} fits into memory")
+    largest = max(found, key=lambda tried: tried.micro)
+    if not fastest:
+        return largest
+    tried_already = {tried.micro for tried in found}
+    found += [attempt(micro) for micro in ordered if micro < largest.micro and micro not in tried_already]
+    return min((tried for tried in found if tried.fits), key=lambda tried: tried.seconds)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is a lack of memory, of a device or of the host."""
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError)
+        and any(words in text for words in ("out of memory", "can't allocate memory", "ALLOC_FAILED"))
+    )
+
+
+class Child:
+    """A process that makes steps; a new one after each that ran out of memory.
+
+    Args:
+        make: in the child, builds what is needed and returns the steps; must be importable there.
+        environment: variables to set in the child first; None removes one.
+        wait: called while an answer is awaited, with whether this process has one and whether it is a failure; returns
+            whether all processes that try together have one, and whether any failed. (For one: what it was given.)
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Steps],
+        *,
+        environment: Mapping[str, str | None] | None = None,
+        wait: Callable[[bool, bool], tuple[bool, bool]] = lambda answered, failed: (answered, failed),
+    ) -> None:
+        self._make, self.environment, self._wait = make, dict(environment or {}), wait
+        self._process: Any = None
+        self._pipe: Any = None
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the next attempt starts a new process."""
+        return self._process is None
+
+    def attempt(self, micro: int) -> Attempt:
+        """Makes steps with this micro-batch.
+
+        Raises:
+            RuntimeError: the steps failed for another reason than a lack of memory.
+        """
+        if self._process is None:
+            context = multiprocessing.get_context("spawn")
+            self._pipe, theirs = context.Pipe()
+            self._process = context.Process(target=_serve, args=(theirs, self._make, self.environment, os.getpid()))
+            self._process.start()
+            theirs.close()
+        self._pipe.send(micro)
+        answer: dict[str, Any] | None = None
+        while True:
+            if answer is None and self._pipe.poll(0.05):
+                answer = self._receive()
+            everyone, anyone_failed = self._wait(answer is not None, answer is not None and not answer["fits"])
+            if anyone_failed:
+                self.close()
+                if answer is not None and answer.get("error"):
+                    raise RuntimeError(f"a trial step with micro-batch {micro} failed: {answer['error']}")
+                return Attempt(micro, fits=False)
+            if everyone and answer is not None:
+                return Attempt(**answer)
+            time.sleep(0.02)
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            return dict(self._pipe.recv())
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            killed = self._process.exitcode == -9  # the system's own way to say that memory is out
+            return {"fits": False, "error": None if killed else f"its process ended with {self._process.exitcode}"}
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = None
+
+
+def _serve(pipe: Connection, make: Callable[[], Steps], environment: dict[str, str | None], parent: int) -> None:
+    die_with(parent)
+    for name, value in environment.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    steps: Steps | None = None
+    while True:
+        micro = pipe.recv()
+        try:
+            steps = steps or make()
+            steps(micro)  # optimizer state exists from here on
+            times = []
+            for _ in range(3):
+                began = time.perf_counter()
+                steps(micro)
+                times.append(time.perf_counter() - began)
+            pipe.send(
+                {"micro": micro, "fits": True, "seconds": statistics.median(times) / micro, "peak": peak_memory()}
+            )
+        except BaseException as error:
+            fault = None if is_out_of_memory(error) else "".join(traceback.format_exception(error)).strip()
+            pipe.send({"micro": micro, "fits": False, "error": fault})
+            return

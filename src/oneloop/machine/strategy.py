@@ -1,0 +1,46 @@
+"""The model under its strategy, as accelerate was set up: whole on one device, DDP, or sharded by FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from oneloop.machine.randomness import has_batch_statistics
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""accelerate's names of half precision"""
+
+
+def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str] = ()) -> nn.Module:
+    """The model on its device, wrapped for DDP or sharded for FSDP2. Build the optimizer afterwards.
+
+    Args:
+        model: on any device.
+        accelerator: as the launcher asked for it.
+        blocks: class names of its blocks: what FSDP2 gathers at once, where accelerate's config names none.
+    """
+    if not accelerator.is_fsdp2:
+        prepared = accelerator.prepare(model)
+        if isinstance(prepared, nn.parallel.DistributedDataParallel):
+            prepared.broadcast_buffers = has_batch_statistics(model)  # else a broadcast per forward for nothing
+        return prepared  # type: ignore[no-any-return]
+    # accelerate wants an optimizer beside the model, and would rebind its parameters by address; the real one is
+    # built on the sharded parameters instead.
+    plugin = accelerator.state.fsdp_plugin
+    plugin.transformer_cls_names_to_wrap = plugin.transformer_cls_names_to_wrap or list(blocks) or None
+    prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    accelerator._optimizers.clear()
+    return prepared  # type: ignore[no-any-return]
+
+
+def sharded_precision(precision: str) -> Any:
+    """FSDP2's policy: compute in half precision; reduce, and so accumulate, gradients in float32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if precision not in HALF:
+        return None
+    return MixedPrecisionPolicy(param_dtype=HALF[precision], reduce_dtype=torch.float32)

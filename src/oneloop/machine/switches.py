@@ -1,0 +1,60 @@
+"""The small switches of a machine that articles list, each set once, before the model runs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+_CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+
+
+def channels_last(model: nn.Module, wanted: bool | Literal["auto"], *, device: str, sharded: bool = False) -> bool:
+    """Stores the weights of 2-d convolutions channels last, in place; activations follow. ``auto``: on CUDA.
+
+    Args:
+        model: not yet wrapped.
+        wanted: as above.
+        device: type of the device it will run on.
+        sharded: FSDP2 will shard it, which it does for contiguous weights only: ``auto`` then leaves them alone.
+
+    Returns:
+        Whether it was done.
+
+    Raises:
+        ValueError: wanted for a model without such a convolution, or under FSDP2.
+    """
+    has = any(isinstance(module, _CONVOLUTIONS) for module in model.modules())
+    if wanted is True and not has:
+        raise ValueError(
+            f"machine.channels_last is asked for, and {type(model).__name__} has no 2-d convolution; leave it out"
+        )
+    if wanted is True and sharded:
+        raise ValueError(
+            "machine.channels_last is asked for under FSDP2, which shards contiguous weights only; leave it out,"
+            " or run it with ddp.yaml"
+        )
+    on = has and ((device == "cuda" and not sharded) if wanted == "auto" else wanted)
+    if on:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return on
+
+
+def float32_products(precision: Literal["highest", "high", "medium"], *, benchmark: bool = False) -> None:
+    """How float32 products and convolutions are computed: IEEE (``highest``) or TF32. torch's default for convolutions
+    is TF32, which rounds to 1e-3.
+
+    Args:
+        precision: as above.
+        benchmark: cuDNN tries its algorithms for every shape, and takes the quickest.
+    """
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cudnn.allow_tf32 = precision != "highest"
+
+
+def release_cache() -> None:
+    """Gives the device's cached memory back; pays before work of other shapes (evaluation), never in the loop."""
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()

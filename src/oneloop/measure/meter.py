@@ -1,0 +1,206 @@
+"""What a run does between two log steps, kept on the device; reading it is the one visible host sync."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from oneloop.basics.memory import peak_memory
+from oneloop.basics.tensors import local
+from oneloop.measure.clock import Clock
+from oneloop.measure.utilisation import utilisation
+
+_SAMPLED = 1 << 13
+"""weights at most whose update is measured; of larger models a sample, which tells the ratio to about 1 %"""
+_RUN = 64
+"""weights that lie side by side are taken together: memory is read by lines"""
+
+
+class Meter:
+    """What happened since the last :meth:`read`: loss, throughput, gradient norm, update, memory, and where time went.
+
+    Args:
+        accelerator: its ranks share the figures.
+        parameters: whose update is measured against their size.
+        flops: floating-point operations of training on one sample (0: not known).
+        peak: those per second that one device can make (0: not known).
+        tokens: the weight counts tokens.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        parameters: Iterable[Tensor] = (),
+        *,
+        flops: float = 0.0,
+        peak: float = 0.0,
+        tokens: bool = False,
+    ) -> None:
+        self._accelerator = accelerator
+        self._flops, self._peak, self._tokens = flops, peak, tokens
+        device = accelerator.device
+        self.clock = Clock(device)
+        self._wide = torch.float32 if device.type == "mps" else torch.float64
+        self._losses: list[Tensor] = []
+        self._chunks: list[Tensor] = []
+        """of very many losses a thousand at a time are put together"""
+        self._loss = 0.0
+        """this rank's sum up to the last save, where that was after the last read"""
+        self._norm = torch.zeros((), device=device)
+        self._weight = 0.0
+        self._timed_weight, self._timed_samples = 0.0, 0
+        """since the clock began: a resume brings no time with it"""
+        self._update = UpdateRatio(parameters)
+
+    def before_update(self) -> None:
+        """The coming update is to be measured."""
+        self._update.before()
+
+    def step(self, *, loss: Tensor, weight: float, samples: int, norm: Tensor) -> None:
+        """Takes in one step; no host sync, and no work for the device.
+
+        Args:
+            loss: this rank's summed loss, 0-dim; is kept as it is.
+            weight: of the global batch.
+            samples: of the global batch.
+            norm: global gradient norm before clipping.
+        """
+        self._losses.append(loss)
+        if len(self._losses) == 1024:
+            self._chunks.append(torch.stack(self._losses))
+            self._losses = []
+        self._weight += weight
+        self._timed_weight += weight
+        self._timed_samples += samples
+        self._norm = norm
+
+    def read(self) -> dict[str, float]:
+        """The figures since the last read; one all-gather and one host sync. Every rank must get here."""
+        told = [self._norm, *self._update.squares(self._norm)]
+        losses, others = self._gathered(told, [float(peak_memory()), utilisation(self._norm.device)])
+        times = self.clock.read()
+        seconds = times.pop("seconds")
+        norms, moves, sizes, memory, busy = zip(*others, strict=True)
+        figures = {
+            "train/loss": sum(losses) / self._weight,
+            "train/grad_norm": statistics.fmean(norms),
+            "train/samples_per_second": self._timed_samples / seconds,
+        }
+        if sum(sizes):
+            figures["train/update_ratio"] = (sum(moves) / sum(sizes)) ** 0.5
+        if self._tokens:
+            figures["speed/tokens_per_second"] = self._timed_weight / seconds
+        if self._flops and self._peak:
+            figures["speed/mfu"] = self._flops * self._timed_samples / seconds / (self._peak * len(losses))
+        if not math.isnan(sum(busy)):
+            figures["device/utilisation"] = statistics.fmean(busy)
+        figures |= {"memory/peak_gib": max(memory) / 2**30, **times}
+        self._loss = self._weight = self._timed_weight = 0.0
+        self._timed_samples = 0
+        return figures
+
+    def _gathered(self, told: list[Tensor], host: list[float]) -> tuple[list[float], list[list[float]]]:
+        """Every rank's summed loss, and its other figures: 0-dim tensors, and what the host knows. The losses are added one by
+        one, on the host: so their sum does not depend on where a save came between."""
+        single = torch.stack([*self._losses, *told])
+        mine = torch.cat([*self._chunks, single]) if self._chunks else single
+        self._losses, self._chunks = [], []
+        if self._accelerator.num_processes > 1:
+            known = torch.tensor([self._loss, *host], dtype=self._wide, device=mine.device)
+            rows = self._accelerator.gather(torch.cat([known, mine])[None]).tolist()  # host sync
+        else:
+            rows = [[self._loss, *host, *mine.tolist()]]  # host sync
+        first, last = 1 + len(host), len(rows[0]) - len(told)
+        return ([_in_order([row[0], *row[first:last]]) for row in rows], [[*row[last:], *row[1:first]] for row in rows])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was summed since the last read, each rank's loss by itself. Host sync; every rank must get here."""
+        losses, _ = self._gathered([self._norm], [])
+        self._loss = losses[self._accelerator.process_index]
+        return {"losses": losses, "weight": self._weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on with those sums: to the bit where the number of ranks is the same, else rank 0 takes all."""
+        losses, rank = state["losses"], self._accelerator.process_index
+        self._losses, self._chunks = [], []
+        self._loss = (
+            losses[rank] if len(losses) == self._accelerator.num_processes else sum(losses) if rank == 0 else 0.0
+        )
+        self._weight, self._timed_weight, self._timed_samples = state["weight"], 0.0, 0
+        self.clock.restart()
+
+
+def _in_order(values: list[float]) -> float:
+    """Their sum, added from the left: the built-in ``sum`` compensates since Python 3.12, and would add otherwise."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
+
+
+class UpdateRatio:
+    """How large an update is against the weights: |change| / |weights|; about 1e-3 is usual.
+
+    Of models of more than some thousand weights a fixed sample is taken, the same share of each parameter as far as that
+    goes: what is taken of one counts for all of it.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        mine = [_dense(local(parameter.detach())) for parameter in parameters]
+        stride = max(1, sum(one.numel() for one in mine) // _SAMPLED)
+        by_width: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for one in mine:
+            if one.numel() and one.is_contiguous():
+                width = min(_RUN, one.numel())
+                runs = one.view(-1)[: one.numel() // width * width].view(-1, width)[::stride]
+                counts = torch.full((runs.numel(),), one.numel() / runs.numel(), device=one.device)
+                by_width[width].append((runs, counts))
+        self._samples = [_Sample(*map(list, zip(*each, strict=True))) for each in by_width.values()]
+        self._begun = False
+
+    def before(self) -> None:
+        """Remembers the weights."""
+        for sample in self._samples:
+            sample.take(1)
+        self._begun = True
+
+    def squares(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Squared norms of the change since :meth:`before` and of the weights then, 0-dim; 0 where that was not called, and on
+        a rank that holds no weights."""
+        each = [sample.squares() for sample in self._samples] if self._begun else []
+        self._begun = False
+        moved, size = reduce(torch.add, each) if each else like.new_zeros(2)
+        return moved, size
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The same elements with the dimensions in the order of memory, as channels-last weights are not."""
+    return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+
+
+class _Sample:
+    """Runs of one width, out of several parameters, and for how many weights each element stands."""
+
+    def __init__(self, runs: list[Tensor], counts: list[Tensor]) -> None:
+        dtype = reduce(torch.promote_types, (run.dtype for run in runs), torch.float32)
+        self._runs, self._counts = runs, torch.cat(counts).to(dtype)
+        self._pair = self._counts.new_empty(2, self._counts.numel())
+        self._rows = [row.view(-1, runs[0].shape[1]) for row in self._pair]
+        """the weights afterwards, and those before"""
+
+    def take(self, row: int) -> None:
+        torch.cat(self._runs, out=self._rows[row])
+
+    def squares(self) -> Tensor:
+        """Squared norms of the change and of the weights before, of shape (2,)."""
+        self.take(0)
+        self._rows[0].sub_(self._rows[1])
+        return self._pair.square_().mv(self._counts)

@@ -1,0 +1,196 @@
+"""The gradient noise scale: how large a batch is still worth its samples (McCandlish et al. 2018, appendix A).
+
+A sensor, which knows about ranks and micro-batches, and an estimator of plain numbers:
+
+>>> sensor, noise = Sensor(accelerator, model), NoiseScale()
+>>> with sensor.measuring():                           # one whole step
+...     for batch in group:
+...         accelerator.backward(...); sensor.micro_batch(weight_of_batch)
+>>> noise.add(*sensor.read(global_weight, samples), norm=float(global_norm(parameters)))
+>>> noise.value                                        # samples
+
+The gradient of a part with weight w is G + noise of variance tr(S) / w. So the squared norms of the parts and of their
+mean, the step's gradient, give |G|^2 and tr(S); B_simple = tr(S) / |G|^2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+
+class Sensor:
+    """Squared norms of the gradients of a step's parts, taken before they are summed. Adds nothing to other steps.
+
+    A part is a micro-batch of one rank; under FSDP2, which sums a rank's micro-batches first, a rank's share.
+
+    Args:
+        accelerator: its ranks share the step; its scaler's loss scale is undone.
+        model: as prepared.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
+        self._accelerator = accelerator
+        self._ranks = accelerator.num_processes
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in self._sharded:
+            module.set_custom_reduce_scatter(_Watched(self))
+        self._on = False
+        self._norms: list[Tensor] = []
+        self._parts: list[tuple[Tensor, float]] = []
+        self._weight, self._scale = 0.0, 1.0
+
+    @staticmethod
+    def why_not(ranks: int, accumulate: int, *, sharded: bool) -> str | None:
+        """Why a split cannot show the noise scale; None where it can."""
+        if ranks * (1 if sharded else accumulate) > 1:
+            return None
+        return "a step is one micro-batch, so there is nothing to compare; set batch.micro to half of it"
+
+    @contextmanager
+    def measuring(self, on: bool = True) -> Iterator[None]:
+        """In here the gradients of one step are watched."""
+        self._norms, self._parts, self._weight = [], [], 0.0
+        self._on = on
+        if on and self._accelerator.scaler is not None:
+            self._scale = self._accelerator.scaler.get_scale()  # host sync
+        handles = []
+        if on and not self._sharded:  # before DDP's buckets, and before they are added up
+            handles = [parameter.register_hook(partial(self.see)) for parameter in self._parameters]
+        try:
+            yield
+        finally:
+            self._on = False
+            for handle in handles:
+                handle.remove()
+
+    def see(self, gradient: Tensor) -> None:
+        """Takes in one gradient of a part."""
+        if self._on:
+            self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=_wide(gradient)))
+
+    def micro_batch(self, weight: float) -> None:
+        """One micro-batch's backward is done.
+
+        Args:
+            weight: how much it counts, on this rank.
+        """
+        self._weight += weight
+        if self._norms:
+            if self._weight > 0:
+                self._parts.append((torch.stack(self._norms).square().sum(), self._weight))
+            self._norms, self._weight = [], 0.0
+
+    def read(self, weight: float, samples: int) -> tuple[float, float, float]:
+        """What the parts of the last watched step say. One all-reduce and one host sync; every rank must get here.
+
+        Args:
+            weight: of the step, over all ranks: what its summed loss was divided by.
+            samples: of the step, over all ranks.
+
+        Returns:
+            (mean squared norm of the parts' own mean gradients, mean of 1 / samples of a part, 1 / samples of the step);
+            NaN where no part weighed anything, which :meth:`NoiseScale.add` leaves out. A rank may have none of its own.
+        """
+        # A part's gradient was scaled so that the ranks' mean is the step's: undone, and divided by its own weight.
+        squares = [square.double().cpu() for square, _ in self._parts]
+        undone = [(weight / (self._ranks * own * self._scale)) ** 2 for _, own in self._parts]
+        told = torch.tensor(
+            [
+                sum(float(square) * factor for square, factor in zip(squares, undone, strict=True)),
+                sum(1.0 / own for _, own in self._parts),
+                len(self._parts),
+            ],
+            dtype=torch.float32 if self._accelerator.device.type == "mps" else torch.float64,
+            device=self._accelerator.device,
+        )
+        square, inverse, count = self._accelerator.reduce(told, "sum").tolist()
+        self._parts = []
+        each = weight / samples  # what a sample weighs
+        count = count or math.nan
+        return square / count, inverse / count * each, 1.0 / samples
+
+
+class _Watched(DefaultReduceScatter):
+    """FSDP2's reduce-scatter, which lets the sensor see what goes in."""
+
+    def __init__(self, sensor: Sensor) -> None:
+        super().__init__()
+        self._sensor = sensor
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **more: Any) -> Any:
+        self._sensor.see(input_tensor)
+        return super().__call__(output_tensor, input_tensor, *rest, **more)
+
+
+class NoiseScale:
+    """The estimator: means of |G|^2 and tr(S) over the last measurements, and their ratio.
+
+    Args:
+        window: measurements that are averaged; single ones are far too noisy.
+    """
+
+    def __init__(self, window: int = 64) -> None:
+        self._found: deque[tuple[float, float]] = deque(maxlen=window)
+
+    def add(self, small_square: float, small_inverse: float, big_inverse: float, *, norm: float) -> None:
+        """Takes in one step.
+
+        Args:
+            small_square: mean squared gradient norm of the parts.
+            small_inverse: mean of 1 / samples of the parts.
+            big_inverse: 1 / samples of the step.
+            norm: gradient norm of the step.
+        """
+        noise = (small_square - norm**2) / (small_inverse - big_inverse)
+        signal = norm**2 - noise * big_inverse
+        if noise == noise and signal == signal and abs(noise) != float("inf"):
+            self._found.append((noise, signal))
+
+    @property
+    def value(self) -> float | None:
+        """B_simple in samples; None before the first measurement, or where the noise hides the gradient altogether."""
+        noise, signal = (sum(values) for values in zip(*self._found, strict=True)) if self._found else (0.0, 0.0)
+        return noise / signal if noise > 0 and signal > 0 else None
+
+    def figures(self) -> dict[str, float]:
+        """For the log; empty where there is none."""
+        return {} if self.value is None else {"train/noise_scale": self.value}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"found": [list(pair) for pair in self._found]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._found.clear()
+        self._found.extend((noise, signal) for noise, signal in state["found"])
+
+
+def meaning(value: float | None, batch: int, why_not: str | None = None) -> str:
+    """The noise scale in a sentence, for a run with this global batch."""
+    if why_not is not None:
+        return f"noise scale n/a: {why_not}"
+    if value is None:
+        return "noise scale n/a: the gradient is too noisy to be seen; log more often, or train longer"
+    critical = float(f"{value:.2g}")
+    if critical >= 1.5 * batch:
+        more = f"up to {critical / batch:.2g}x larger batches cost little data efficiency"
+    elif critical <= batch / 1.5:
+        more = f"batches down to {critical / batch:.2g}x of it would need fewer samples, and more steps"
+    else:
+        more = "that is about right"
+    return f"noise scale: critical batch about {critical:,.0f}; you use {batch:,}: {more}"
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,0 +1,96 @@
+"""How much arithmetic a model is, and what share of the device's peak a run makes of it (MFU).
+
+>>> flops = training_flops(make_model, loss, batch) / samples_in_batch
+>>> flops * samples_per_second / peak_flops(device, torch.bfloat16)
+
+Counted by torch's own FlopCounterMode over a forward and a backward on the meta device: no memory, no time, no
+randomness. Attention counts in full, also where it is causal (as in PaLM, Chowdhery et al. 2022, appendix B); what recompute
+does twice counts once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+PEAKS: dict[str, dict[torch.dtype, float]] = {
+    "GB200": {torch.bfloat16: 2500e12, torch.float16: 2500e12, torch.float32: 80e12},
+    "B200": {torch.bfloat16: 2250e12, torch.float16: 2250e12, torch.float32: 80e12},
+    "H200": {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12},
+    "GH200": {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12},
+    "H100 PCIe": {torch.bfloat16: 756e12, torch.float16: 756e12, torch.float32: 51e12},
+    "H100 NVL": {torch.bfloat16: 835e12, torch.float16: 835e12, torch.float32: 60e12},
+    "H100": {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12},
+    "A100": {torch.bfloat16: 312e12, torch.float16: 312e12, torch.float32: 19.5e12},
+    "A10G": {torch.bfloat16: 70e12, torch.float16: 70e12, torch.float32: 35e12},
+    "L40S": {torch.bfloat16: 362e12, torch.float16: 362e12, torch.float32: 91.6e12},
+    "L4": {torch.bfloat16: 121e12, torch.float16: 121e12, torch.float32: 30.3e12},
+    "V100": {torch.float16: 125e12, torch.float32: 15.7e12},
+    "T4": {torch.float16: 65e12, torch.float32: 8.1e12},
+    "4090": {torch.bfloat16: 165e12, torch.float16: 165e12, torch.float32: 82.6e12},
+    "3090": {torch.bfloat16: 71e12, torch.float16: 71e12, torch.float32: 35.6e12},
+    "MI300X": {torch.bfloat16: 1307e12, torch.float16: 1307e12, torch.float32: 163e12},
+    "MI250X": {torch.bfloat16: 383e12, torch.float16: 383e12, torch.float32: 47.9e12},
+}
+"""dense products per second, from the makers' data sheets, without sparsity; float32 without TF32"""
+
+
+def training_flops(
+    make: Callable[[], nn.Module], loss: Callable[[nn.Module, Any], tuple[Tensor, Any]], batch: Mapping[str, Any]
+) -> float:
+    """Floating-point operations of one forward and backward over ``batch``; a multiplication and an addition are two.
+
+    Args:
+        make: builds the model; called under ``torch.device("meta")``.
+        loss: of the model on a batch, as a task's.
+        batch: one batch, on any device.
+
+    Raises:
+        Exception: whatever a model raises that cannot be built or run without values.
+    """
+    with torch.device("meta"):
+        model = make()
+    there = {name: value.to("meta") if torch.is_tensor(value) else value for name, value in batch.items()}
+    model.to("meta").train()
+    with FlopCounterMode(display=False) as counter:
+        loss(model, there)[0].backward()
+    return float(counter.get_total_flops())
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """Products and additions per second that the device can make at most, and how that is known.
+
+    From :data:`PEAKS` where the device is in it; else measured by square products, which a model can hardly beat.
+    """
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for known, peaks in PEAKS.items():
+            if known in name and dtype in peaks:
+                return peaks[dtype], f"data sheet of {known}"
+    return measured_peak(device, dtype), "measured"
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype, *, side: int | None = None, seconds: float = 0.05) -> float:
+    """Floating-point operations per second of the best of some square products of ``side``, in about that time."""
+    side = side or (512 if device.type == "cpu" else 8192)
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    best, until = float("inf"), time.perf_counter() + seconds
+    torch.mm(a, b)
+    while True:
+        _wait(device)
+        began = time.perf_counter()
+        torch.mm(a, b)
+        _wait(device)
+        best = min(best, time.perf_counter() - began)
+        if time.perf_counter() > until:
+            return 2.0 * side**3 / best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

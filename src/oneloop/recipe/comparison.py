@@ -1,0 +1,42 @@
+"""Whether two recipes learn the same, and what a resume makes of the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from oneloop.basics.duration import Duration
+from oneloop.basics.mappings import flattened
+
+_MATHEMATICS = ("task", "seed", "duration", "init", "optimizer", "schedule", "ema", "guard")
+"""groups of keys"""
+_MORE_MATHEMATICS = ("batch.size", "debug.overfit")
+_NOT_MATHEMATICS = ("ema.device",)
+
+
+def mathematics(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a resolved recipe that says what is learned, flattened to {"group.key": value}."""
+    return {key: value for key, value in flattened(resolved).items() if _is_mathematics(key)}
+
+
+def _is_mathematics(key: str) -> bool:
+    group = key.partition(".")[0]
+    return key in _MORE_MATHEMATICS or (group in _MATHEMATICS and key not in _NOT_MATHEMATICS)
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """One line for every key of the mathematics in which two resolved recipes differ."""
+    before, after = mathematics(old), mathematics(new)
+    keys = sorted(before.keys() | after.keys())
+    return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]
+
+
+def goes_on(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether only the duration differs, is longer, and no schedule depends on it."""
+    keys = [line.partition(":")[0] for line in difference(old, new)]
+    schedule = new["schedule"]
+    endless = schedule["name"] in ("constant", "plateau") and "%" not in str(schedule["warmup"])
+    if keys != ["duration"] or not endless:
+        return False
+    before, after = Duration(old["duration"]), Duration(new["duration"])
+    return before.unit == after.unit and after.amount > before.amount

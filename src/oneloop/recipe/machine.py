@@ -1,0 +1,51 @@
+"""Recipe keys that say how a run is computed: they change nothing of its result beyond rounding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from oneloop.basics.duration import Duration
+from oneloop.basics.errors import at_least
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    workers: int | Literal["auto"] = "auto"
+    """processes that load data, for each training process (0: load in the training process)"""
+    dtype: Literal["float32", "float64"] = "float32"
+    """type of the weights; float64 is for proofs"""
+    deterministic: bool = False
+    """use only deterministic algorithms, and fail where an operation has none"""
+    sync_each_batch: bool = False
+    """FSDP2 with accumulation: scatter gradients at every micro-batch, for less memory and more communication"""
+    recompute: str = "none"
+    """gradient checkpointing: none, full, every:K (each K-th block), selective (keep matmuls and attention), or
+    budget:SHARE (with compile: keep that share of the activations)"""
+    offload: bool = False
+    """keep what recompute keeps in pinned host memory (needs a GPU, and recompute full or every:K)"""
+    compile: Literal["none", "regional", "whole"] = "none"
+    """torch.compile: block by block (quick to start), or the whole model"""
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    """torch.compile's mode"""
+    blocks: list[str] = field(default_factory=list)
+    """class names of the model's blocks, for recompute, compile and FSDP2 (empty: found by themselves)"""
+    channels_last: bool | Literal["auto"] = "auto"
+    """memory layout of convolutional models: channels last (auto: on a GPU)"""
+    matmul: Literal["highest", "high", "medium"] = "highest"
+    """float32 products: highest is IEEE; high is TF32 (quicker on GPUs, and another split is then exact to 1e-3 only)"""
+    cudnn_benchmark: bool = False
+    """let cuDNN try its algorithms (quicker for one shape; a resume may choose others, and is then not exact to the bit)"""
+    check_every: Duration = Duration(1000)
+    """duration between two comparisons of weights and optimizer state over the processes (0: never)"""
+    gc_every: Duration = Duration(1000)
+    """duration between two garbage collections of Python, at the same step on all processes (0: Python's own)"""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return {"float32": torch.float32, "float64": torch.float64}[self.dtype]
+
+    def __post_init__(self) -> None:
+        at_least(0, machine__workers=0 if self.workers == "auto" else self.workers)

@@ -1,0 +1,126 @@
+"""Recipe keys that say what is learned: the task, the batch, the optimizer, the schedule, averages and bad steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from oneloop.basics.duration import Duration
+from oneloop.basics.errors import BadInput, at_least
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    name: str = "image_classification"
+    """what is learned: image_classification, causal_lm, text_classification, or the class path of your own"""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class InitConfig:
+    source: str | None = None
+    weights: str = "raw"
+    """which weights of that run: raw, or the name of an average (ema)"""
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    size: int = 64
+    """global batch: samples of one step over all processes"""
+    micro: int | Literal["auto", "fastest"] | None = None
+    """micro-batch: samples that one process puts through the model at once (null: batch.size / processes; auto: the
+    largest that fits into memory, fastest: the quickest that fits, both tried before the run)"""
+
+    def __post_init__(self) -> None:
+        at_least(1, batch__size=self.size, batch__micro=self.micro if isinstance(self.micro, int) else 1)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    name: str = "adamw"
+    """adamw, sgd, muon, adafactor, or the class path of a torch.optim.Optimizer"""
+    lr: float = 1e-3
+    """peak learning rate"""
+    weight_decay: float = 0.0
+    """weight decay of matrices; vectors (biases, norms) have none"""
+    clip: float = 1.0
+    """largest global gradient norm (0: no clipping)"""
+    lr_at_batch: int = 0
+    """global batch that optimizer.lr is meant for; at another one it is scaled by optimizer.lr_rule (0: no scaling)"""
+    lr_rule: Literal["linear", "sqrt", "none"] = "sqrt"
+    """how the learning rate grows with the batch: sqrt for Adam-like optimizers, linear for SGD"""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        at_least(
+            0,
+            optimizer__lr=self.lr,
+            optimizer__weight_decay=self.weight_decay,
+            optimizer__clip=self.clip,
+            optimizer__lr_at_batch=self.lr_at_batch,
+        )
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    name: str = "constant"
+    """constant, linear, cosine, wsd, plateau, or the path of a function (step, total) -> factor of the peak rate"""
+    warmup: Duration = Duration(0)
+    """duration of the linear warm-up (5%, 1ep, 100, '10K samples')"""
+    final: float = 0.0
+    """learning rate at the end, as a share of the peak"""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        at_least(0, schedule__final=self.final)
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    half_life: Duration | list[Duration] = Duration(0)
+    """samples or tokens (or steps, epochs) after which a weight counts half in the average (0: none; several: a list)"""
+    decay: float = 0.0
+    """a fixed share of the average kept per step, instead of a half-life (0: none)"""
+    power: list[float] = field(default_factory=list)
+    """widths of power-function averages, as shares of the run (0.05, 0.1); any other can be mixed after the run"""
+    ramp: float = 0.05
+    """the half-life is at most this share of what was trained so far (0: no ramp-up)"""
+    every: int = 1
+    """steps between two updates of the average; the half-life stays the same"""
+    device: Literal["cpu"] | None = None
+    """cpu keeps the averages in host memory (null: beside the weights)"""
+
+    @property
+    def half_lives(self) -> list[Duration]:
+        several = self.half_life if isinstance(self.half_life, list) else [self.half_life]
+        return [one for one in several if one.amount]
+
+    def __post_init__(self) -> None:
+        at_least(0, ema__decay=self.decay, ema__ramp=self.ramp)
+        at_least(1, ema__every=self.every)
+        if self.decay >= 1:
+            raise BadInput(f"ema.decay must be below 1, got {self.decay}; 0.999 is usual")
+        if self.decay and self.half_lives:
+            raise BadInput(
+                f"ema.half_life {self.half_life} and ema.decay {self.decay} are both given; give one of them"
+            )
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    nonfinite: Literal["stop", "skip", "rewind"] = "stop"
+    """a step whose loss or gradient is NaN or Inf: end the run with code 3; leave it out; or go back to the last
+    checkpoint and pass over the samples since"""
+    spike: Literal["stop", "skip", "rewind"] = "skip"
+    """the same for a step whose loss or gradient norm is far above those before"""
+    sigma: float = 0.0
+    """how far: standard deviations above the mean of the window (0: nothing is a spike); 6 is usual"""
+    window: int = 100
+    """steps of the window"""
+    patience: int = 10
+    """bad steps in a row (rewinds without a checkpoint between them) that are borne before the run ends with code 3"""
+
+    def __post_init__(self) -> None:
+        at_least(0, guard__sigma=self.sigma, guard__patience=self.patience)
+        at_least(2, guard__window=self.window)

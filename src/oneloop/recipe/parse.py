@@ -1,0 +1,245 @@
+"""Recipes from a packaged name or a YAML file, every key of it overridden as ``--group.key value``.
+
+Precedence: defaults < YAML < command line. Processes, precision and sharding come from accelerate alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse.typing import register_type
+
+from oneloop.basics.duration import Duration
+from oneloop.basics.errors import BadInput
+from oneloop.basics.mappings import flattened
+from oneloop.recipe.mathematics import OptimizerConfig, ScheduleConfig, TaskConfig
+from oneloop.recipe.names import CHOICES, resolve, suggestion
+from oneloop.recipe.schema import GROUPS, Recipe
+
+register_type(Duration, serializer=lambda duration: duration.text, deserializer=Duration)
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+RECIPES = resources.files("oneloop") / "recipe" / "packaged"
+
+_NOT_OPTIONS = {
+    "task": frozenset[str](),
+    "optimizer": frozenset(
+        {"params", "model", "lr", "weight_decay", "foreach", "fused", "capturable", "maximize"}
+        | {"differentiable", "decoupled_weight_decay"}
+    ),
+    "schedule": frozenset({"step", "total", "final", "reductions"}),
+}
+
+
+def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:
+    """The parser of all keys, those of the chosen task, optimizer and schedule among them."""
+    chosen = {"task": task, "optimizer": optimizer, "schedule": schedule}
+    made = ArgumentParser(
+        prog="oneloop.train",
+        usage="accelerate launch --config_file accelerate_configs/single.yaml -m oneloop.train RECIPE [--key value …]",
+        description=f"Trains a recipe: a packaged one ({', '.join(packaged())}) or the path of a YAML file. "
+        f"Keys of the chosen task ({task}), optimizer ({optimizer}) and schedule ({schedule}) are listed with theirs.",
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    made.add_argument("--seed", type=int, default=0, help="seed of everything random")
+    made.add_argument(
+        "--duration",
+        type=Duration,
+        default=Duration("10ep"),
+        help="length of training: steps (500), '20ep', '1M samples', '2B tokens'",
+    )
+    made.add_argument(
+        "--track",
+        type=list[str],
+        default=["tensorboard"],
+        help="trackers by accelerate's names, comma-separated: tensorboard, wandb, trackio, mlflow, … ('none': none)",
+    )
+    for name, group in GROUPS.items():
+        section = made.add_argument_group(name)
+        skip = {"options", "source"}
+        if name == "init":
+            section.add_argument(
+                "--init.from",
+                type=str | None,
+                default=None,
+                help="run folder, checkpoint or .safetensors file to take the weights from",
+            )
+        section.add_class_arguments(group, name, skip=skip, as_group=False)
+        if name in chosen:
+            target = resolve(name, chosen[name])
+            add = section.add_class_arguments if isinstance(target, type) else section.add_function_arguments
+            add(target, name, skip=set(_NOT_OPTIONS[name]), as_group=False, fail_untyped=False)
+    return made
+
+
+def packaged() -> list[str]:
+    """Names of the packaged recipes."""
+    return sorted(file.name.removesuffix(".yaml") for file in RECIPES.iterdir() if file.name.endswith(".yaml"))
+
+
+def read(argv: Sequence[str]) -> Recipe:
+    """Reads the recipe that a command line names, with its overrides.
+
+    Raises:
+        BadInput: no such recipe or key, a value of the wrong type, a file that cannot be read.
+        SystemExit: after ``--help`` and ``--print_config``.
+    """
+    source, typed, flags = _split(argv)
+    name, written = _load(source, allow_none="help" in flags)
+    chosen, written = _choose(typed, written)
+    made = parser(**chosen)
+    if "help" in flags:
+        made.print_help()
+        raise SystemExit(0)
+    given = written | typed
+    _refuse_unknown(given, made)
+    try:
+        namespace = made.parse_args([_argument(key, value, made) for key, value in given.items()])
+    except Exception as error:  # jsonargparse raises many kinds; all say what was wrong with which key
+        raise BadInput(_one_line(error)) from error
+    resolved = yaml.safe_load(made.dump(namespace, skip_unset=False))
+    recipe = _build(name, namespace, resolved)
+    if "print_config" in flags:
+        print(recipe.yaml(), end="")
+        raise SystemExit(0)
+    return recipe
+
+
+def _split(argv: Sequence[str]) -> tuple[str | None, dict[str, Any], set[str]]:
+    """Command line -> recipe, {key: text or None where no value follows}, flags."""
+    source: str | None = None
+    typed: dict[str, Any] = {}
+    flags: set[str] = set()
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word in ("-h", "--help", "--print_config"):
+            flags.add("help" if word in ("-h", "--help") else "print_config")
+        elif word.startswith("--"):
+            key, equals, value = word[2:].partition("=")
+            if equals:
+                typed[_long(key)] = value
+            else:
+                typed[_long(key)] = words.pop(0) if words and not words[0].startswith("--") else None
+        elif source is None:
+            source = word
+        else:
+            raise BadInput(f"two recipes given, {source!r} and {word!r}; give one (values follow a --key)")
+    return source, typed, flags
+
+
+def _long(key: str) -> str:
+    return f"{key}.name" if key in CHOICES else key
+
+
+def _load(source: str | None, *, allow_none: bool) -> tuple[str, dict[str, Any]]:
+    """Name of the recipe and its YAML, flattened to {"group.key": value}."""
+    if source is None:
+        if allow_none:
+            return "recipe", {}
+        raise BadInput(f"no recipe given; packaged ones: {', '.join(packaged())}, or give the path of a YAML file")
+    if source in packaged():
+        name, text = source, (RECIPES / f"{source}.yaml").read_text()
+    else:
+        path = Path(source)
+        if path.suffix not in (".yaml", ".yml"):
+            raise BadInput(
+                f"recipe {source!r} is none of the packaged ones ({', '.join(packaged())}), nor the path of"
+                f" a .yaml file{suggestion(source, packaged())}"
+            )
+        try:
+            name, text = path.stem, path.read_text()
+        except OSError as error:
+            raise BadInput(f"recipe {source!r} cannot be read: {error.strerror}") from error
+    try:
+        content = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise BadInput(f"recipe {source!r} is not valid YAML: {_one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise BadInput(f"recipe {source!r} must hold keys and values (batch: {{size: 64}}), found {content!r}")
+    return name, {_long(key): value for key, value in flattened(content).items()}
+
+
+def _choose(typed: Mapping[str, Any], written: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """The names chosen for task, optimizer and schedule; a name typed anew drops the written options of the old."""
+    defaults = {"task": TaskConfig().name, "optimizer": OptimizerConfig().name, "schedule": ScheduleConfig().name}
+    chosen = {}
+    for group, default in defaults.items():
+        old = written.get(f"{group}.name", default)
+        new = typed.get(f"{group}.name") or old
+        if not isinstance(new, str):
+            raise BadInput(f"{group}.name must be a name or a class path, found {new!r}")
+        if new != old:
+            common = {f"{group}.{one.name}" for one in fields(GROUPS[group])}
+            written = {key: value for key, value in written.items() if not key.startswith(f"{group}.") or key in common}
+        chosen[group] = new
+    return chosen, written
+
+
+@cache
+def _types(made: ArgumentParser) -> dict[str, Any]:
+    return {action.dest: getattr(action, "_typehint", action.type) for action in made._actions if action.dest != "help"}
+
+
+def _refuse_unknown(given: Mapping[str, Any], made: ArgumentParser) -> None:
+    known = _types(made)
+    for key in given:
+        if key in GROUPS:
+            inside = [one for one in known if one.startswith(f"{key}.")]
+            raise BadInput(f"{key} is a group of keys, and takes no value; its keys: {', '.join(inside)}")
+        if key not in known:
+            raise BadInput(f"unknown key {key!r}{suggestion(key, known)} (--help lists all)")
+
+
+def _argument(key: str, value: Any, made: ArgumentParser) -> str:
+    """One ``--key=value`` for the parser."""
+    kind = _types(made)[key]
+    if value is None and key not in _nullable(made):
+        if kind is not bool:
+            raise BadInput(f"{key} needs a value: --{key} VALUE")
+        value = True
+    if key == "track" and isinstance(value, str) and not value.startswith("["):
+        value = [] if value in ("none", "") else value.split(",")
+    if isinstance(value, str):
+        return f"--{key}={value}"
+    return f"--{key}={json.dumps(value)}"
+
+
+@cache
+def _nullable(made: ArgumentParser) -> set[str]:
+    return {key for key, kind in _types(made).items() if type(None) in getattr(kind, "__args__", ())}
+
+
+def _one_line(error: Exception) -> str:
+    text = re.sub(r'Parser key "([^"]+)":', r"\1:", str(error))
+    text = re.sub(r"<class '([^']+)'>", r"\1", text)
+    return re.sub(r"\s*\n\s*", " ", text).strip()
+
+
+def _build(name: str, namespace: Namespace, resolved: dict[str, Any]) -> Recipe:
+    built: dict[str, Any] = {}
+    for group, kind in GROUPS.items():
+        values = namespace[group].as_dict()
+        if group == "init":
+            values["source"] = values.pop("from")
+        common = {one.name for one in fields(kind)}
+        own = {key: values.pop(key) for key in list(values) if key not in common}
+        built[group] = kind(**values, options=own) if "options" in common else kind(**values)
+    return Recipe(
+        name=name,
+        seed=namespace.seed,
+        duration=namespace.duration,
+        track=tuple(namespace.track),
+        resolved=resolved,
+        **built,
+    )

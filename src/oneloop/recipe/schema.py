@@ -1,0 +1,83 @@
+"""The recipe: what is learned and how it runs, typed and frozen; :mod:`oneloop.recipe.parse` reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from oneloop.basics.duration import Duration
+from oneloop.recipe.bookkeeping import (
+    DebugConfig,
+    EvalConfig,
+    LogConfig,
+    RunConfig,
+    SaveConfig,
+    StopConfig,
+    WatchConfig,
+)
+from oneloop.recipe.machine import MachineConfig
+from oneloop.recipe.mathematics import (
+    BatchConfig,
+    EmaConfig,
+    GuardConfig,
+    InitConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TaskConfig,
+)
+
+GROUPS: dict[str, type] = {
+    "task": TaskConfig,
+    "init": InitConfig,
+    "batch": BatchConfig,
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleConfig,
+    "ema": EmaConfig,
+    "guard": GuardConfig,
+    "eval": EvalConfig,
+    "save": SaveConfig,
+    "stop": StopConfig,
+    "log": LogConfig,
+    "watch": WatchConfig,
+    "machine": MachineConfig,
+    "run": RunConfig,
+    "debug": DebugConfig,
+}
+"""the groups of keys, as ``--help`` lists them"""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A resolved recipe; ``resolved`` is the same as plain data, as written to recipe.yaml."""
+
+    name: str
+    seed: int
+    duration: Duration
+    track: tuple[str, ...]
+    task: TaskConfig
+    init: InitConfig
+    batch: BatchConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    ema: EmaConfig
+    guard: GuardConfig
+    eval: EvalConfig
+    save: SaveConfig
+    stop: StopConfig
+    log: LogConfig
+    watch: WatchConfig
+    machine: MachineConfig
+    run: RunConfig
+    debug: DebugConfig
+    resolved: Mapping[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run.dir or f"runs/{self.name}")
+
+    def yaml(self) -> str:
+        return yaml.safe_dump(dict(self.resolved), sort_keys=False)

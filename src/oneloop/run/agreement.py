@@ -1,0 +1,147 @@
+"""What the ranks of a run tell one another, on the host: it never waits for a device."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oneloop.basics.errors import BadInput
+from oneloop.data.groups import Group
+
+
+class Saves(Protocol):
+    """What :meth:`Agreement.agreed` asks of checkpoints."""
+
+    def poll(self) -> object | None:
+        """This rank's trouble with the save under way, without a wait."""
+
+    def finish(self) -> object:
+        """Waits for that save, on all ranks, and says what went wrong."""
+
+
+class Agreement:
+    """The ranks of a run, as one of them talks to the others.
+
+    Args:
+        ranks: how many there are; with several, torch.distributed is initialized.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._host = cast("dist.ProcessGroup | None", dist.new_group(backend="gloo") if ranks > 1 else None)
+        self._afresh = False
+
+    # --- at every step ---
+
+    def agreed(self, groups: Callable[[], Iterable[Group]], saves: Saves, told: Callable[[], bool]) -> Iterator[Group]:
+        """The groups, each with the ``total`` weight of its global batch and the ``stop`` that any rank was told.
+
+        One small sum a step, on its way while the step before trains. Where a rank has trouble with a save, all of them
+        finish it first. After :meth:`begin_afresh` the groups are asked for anew.
+
+        Args:
+            groups: makes this rank's endless groups.
+            saves: the run's checkpoints.
+            told: whether this rank was told to stop.
+
+        Raises:
+            OSError: too many saves in a row have failed.
+        """
+        self._afresh = True
+        while self._afresh:
+            self._afresh = False
+            for group, total, stop, trouble in self._summed(groups(), saves, told):
+                if trouble:
+                    saves.finish()
+                group.total, group.stop = total, bool(stop)
+                yield group
+
+    def begin_afresh(self) -> None:
+        """What :meth:`agreed` has loaded ahead is dropped. Every rank must get here, at the same step."""
+        self._afresh = True
+
+    def _summed(
+        self, groups: Iterable[Group], saves: Saves, told: Callable[[], bool]
+    ) -> Iterator[tuple[Group, float, float, float]]:
+        """Each group with the sums over the ranks of its weight, the stop flag and the trouble flag."""
+        if self._host is None:
+            for group in groups:
+                yield group, group.weight, told(), saves.poll() is not None
+                if self._afresh:
+                    break
+            return
+        coming: tuple[Group, Tensor, Any] | None = None
+        for group in groups:
+            mine = torch.tensor([group.weight, told(), saves.poll() is not None], dtype=torch.float64)
+            work = dist.all_reduce(mine, group=self._host, async_op=True)
+            if coming is not None:
+                before, sums, underway = coming
+                underway.wait()
+                yield before, *sums.numpy().tolist()
+                if self._afresh:
+                    work.wait()
+                    return
+            coming = group, mine, work
+
+    # --- now and then ---
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any rank. Every rank must get here."""
+        told = torch.tensor([float(flag)])
+        if self._host:
+            dist.all_reduce(told, group=self._host)
+        return bool(told.numpy()[0])
+
+    def largest(self, *values: float) -> list[float]:
+        """The largest of each value over all ranks. Every rank must get here."""
+        told = torch.tensor(values, dtype=torch.float64)
+        if self._host:
+            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._host)
+        return list(told.tolist())
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        values = [value]
+        if self._host:
+            values = [None] * self.ranks
+            dist.all_gather_object(values, value, group=self._host)
+        return values
+
+    def from_main(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        box = [value]
+        if self._host:
+            dist.broadcast_object_list(box, src=0, group=self._host)
+        return box[0]
+
+    @contextmanager
+    def setting_up(self) -> Iterator[None]:
+        """What one rank finds wrong in here is an error on all of them, so that they end together.
+
+        Raises:
+            BadInput: on every rank, with the first rank's message.
+        """
+        message: str | None = None
+        try:
+            yield
+        except BadInput as error:
+            message = str(error)
+        except (ValueError, ImportError) as error:
+            message = f"{error}{_where(error)}"
+        for told in self.gathered(message):
+            if told is not None:
+                raise BadInput(told)
+
+
+def _where(error: BaseException) -> str:
+    """Where an error of someone else's code was raised, so that a bug there is not taken for a typing error."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    ours = Path(frame.filename).is_relative_to(Path(__file__).parents[1])
+    return "" if ours else f" ({frame.filename}:{frame.lineno})"

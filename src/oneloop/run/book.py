@@ -1,0 +1,56 @@
+"""What is written down of a run, and shown: each line headed by the counters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from oneloop.run.counters import Counters, Results
+from oneloop.show.display import Display
+from oneloop.show.examples import Examples
+from oneloop.show.tracking import Tracking
+
+
+class Book:
+    """Lines for metrics.jsonl, the trackers and a person's eyes.
+
+    Args:
+        count: stands at the head of every line.
+        results: takes in the latest figure of each kind.
+        tracking: where lines go.
+        display: where a person sees them.
+        unit: what the weight counts, samples or tokens.
+    """
+
+    def __init__(
+        self, count: Counters, results: Results, tracking: Tracking, display: Display, *, unit: str = "samples"
+    ) -> None:
+        self._count, self._results, self._tracking, self._display = count, results, tracking, display
+        self._unit = unit
+
+    def line(self, **figures: Any) -> dict[str, Any]:
+        """These figures, headed by the counters; what is given here again takes the counter's place."""
+        return {**self._count.figures(self._unit), **figures}
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Writes a line down."""
+        self._tracking.log(line)
+
+    def event(self, name: str) -> None:
+        """Writes down that something happened."""
+        self.write(self.line(event=name))
+
+    def log(self, figures: Mapping[str, float], remarks: Iterable[str]) -> None:
+        """Training figures, and what there is to say of them."""
+        self._results["train/loss"] = figures["train/loss"]
+        self.write(self.line(time=self._count.elapsed(), **figures))
+        self._display.figures(self._count.step, figures, remarks)
+
+    def evaluated(self, by_weights: Mapping[str, Mapping[str, float]], examples: Examples | None = None) -> None:
+        """The results of an evaluation by the weights that were evaluated (``raw``, an average's name)."""
+        if examples is not None:
+            self._tracking.show(self._count.step, examples)
+        for weights, figures in by_weights.items():
+            self._results.take(figures, weights)
+            self.write(self.line(**figures, weights=weights))
+            self._display.results(self._count.step, figures, weights)

@@ -1,0 +1,81 @@
+"""Weights for use elsewhere: what ends a run, and what ``oneloop export`` takes out of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from oneloop.checkpoint.state import load_tensors
+from oneloop.checkpoint.store import Store, problems
+from oneloop.checkpoint.weights import bare, gathered_weights, write_weights
+from oneloop.ema import EMA, gamma, post_hoc
+from oneloop.tasks.base import Task
+
+
+def write_final(folder: Path, model: nn.Module, task: Task, averages: Iterable[EMA] = ()) -> None:
+    """``model.safetensors``, one file for each average, and what the task adds (config, tokenizer). Every rank must get
+    here."""
+    write_weights(folder / "model.safetensors", gathered_weights(model))
+    for ema in averages:
+        with ema.swapped():
+            write_weights(folder / f"{ema.name}.safetensors", gathered_weights(model))
+    if hasattr(task, "save") and folder.exists():
+        task.save(bare(model), folder)
+
+
+def export_checkpoint(checkpoint: Path, folder: Path, task: Task, *, weights: str = "raw") -> None:
+    """Writes the weights of a checkpoint as :func:`write_final` writes those of a run.
+
+    Args:
+        checkpoint: its folder.
+        folder: to write to.
+        task: makes the model.
+        weights: ``raw``; the name of an average; or ``power:SIGMA``, the power-function average of that width, mixed
+            from those that this checkpoint and the others beside it hold.
+
+    Raises:
+        ValueError: it is of another model, or there is no such average.
+    """
+    model = task.model()
+    if weights.startswith("power:"):
+        _mix(checkpoint, model, weights)
+    else:
+        load_tensors(checkpoint, model, weights=weights)
+    write_final(folder, model, task)
+
+
+@torch.no_grad()
+def _mix(checkpoint: Path, model: nn.Module, wanted: str) -> None:
+    """Post-hoc EMA (Karras et al. 2024): the mix of all saved averages up to this checkpoint."""
+    try:
+        sigma_rel = float(wanted.removeprefix("power:"))
+        gamma(sigma_rel)
+    except ValueError as error:
+        raise ValueError(f"--weights {wanted}: {error}") from error
+    saved: list[tuple[Path, str, float, float]] = []
+    for folder in (one for one in Store(checkpoint.parent).sealed() if one.name <= checkpoint.name):
+        if problems(folder):
+            continue
+        state = json.loads((folder / "state.json").read_text())
+        for name, part in state.items():
+            if name.startswith("ema-power-") and part["seen"] > 0:
+                saved.append((folder, name, part["seen"], float(name.removeprefix("ema-power-"))))
+    if not saved:
+        raise ValueError(
+            f"--weights {wanted}: no power-function average is saved there; train with --ema.power [0.05,0.1]"
+        )
+    last = max(seen for *_, seen, _ in saved)
+    factors = post_hoc([(seen, sigma) for *_, seen, sigma in saved], (last, sigma_rel))
+    total = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in model.named_parameters()}
+    for (folder, average, _, _), factor in zip(saved, factors, strict=True):
+        load_tensors(folder, model, weights=average)
+        for name, parameter in model.named_parameters():
+            total[name] += factor * parameter
+    load_tensors(checkpoint, model)  # buffers, and what was not trained
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.copy_(total[name])

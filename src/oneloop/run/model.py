@@ -1,0 +1,89 @@
+"""The model of a run: built from its seed, loaded where it starts from other weights, laid out for its machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from oneloop.basics.seeds import key
+from oneloop.checkpoint.weights import load_weights
+from oneloop.data.groups import Split
+from oneloop.machine.blocks import blocks, class_names
+from oneloop.machine.compile import compile_
+from oneloop.machine.randomness import has_batch_statistics
+from oneloop.machine.recompute import parsed, recompute
+from oneloop.machine.switches import channels_last
+from oneloop.recipe.schema import Recipe
+from oneloop.tasks.base import Task
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model that is not yet wrapped, and what became of it."""
+
+    model: nn.Module
+    blocks: list[str]
+    """class names of its blocks"""
+    notes: list[str]
+    """how it runs, for a person to read at the start"""
+
+
+def build_model(recipe: Recipe, task: Task, split: Split, *, sharded: bool, device: str) -> BuiltModel:
+    """The task's model as the recipe wants it.
+
+    Raises:
+        ValueError: weights of another model, a layout that it cannot have, or what would not be exact with it.
+    """
+    torch.manual_seed(key(recipe.seed))
+    model = task.model().to(recipe.machine.torch_dtype)
+    if recipe.init.source:
+        load_weights(model, recipe.init.source, recipe.init.weights)
+    names = class_names(blocks(model, recipe.machine.blocks))
+    notes = _lay_out(model, recipe, names, sharded=sharded, device=device)
+    _refuse_inexact(recipe, model, split)
+    return BuiltModel(model, names, notes)
+
+
+def _lay_out(model: nn.Module, recipe: Recipe, names: list[str], *, sharded: bool, device: str) -> list[str]:
+    """Memory layout, recompute and compile, in place; what there is to tell a person."""
+    machine, notes = recipe.machine, []
+    kind, share = parsed(machine.recompute)
+    if machine.offload and device == "cpu":
+        raise ValueError(
+            "machine.offload is asked for on a CPU, where activations are in host memory already; leave it out"
+        )
+    if channels_last(model, machine.channels_last, device=device, sharded=sharded):
+        notes.append("convolutions run channels last")
+    if count := recompute(model, machine.recompute, names=machine.blocks, offload=machine.offload):
+        notes.append(f"recompute {machine.recompute}: {count} blocks of {', '.join(names)}")
+    if count := compile_(
+        model,
+        machine.compile,
+        mode=machine.compile_mode,
+        names=machine.blocks,
+        sharded=sharded,
+        budget=share if kind == "budget" else None,
+    ):
+        what = "blocks" if machine.compile == "regional" else "model"
+        notes.append(f"compile {machine.compile}: {count} {what}; the first step waits for it")
+    return notes
+
+
+def _refuse_inexact(recipe: Recipe, model: nn.Module, split: Split) -> None:
+    """Refuses what would not be exact with this model and this split."""
+    skips = "skip" in (recipe.guard.nonfinite, recipe.guard.spike if recipe.guard.sigma else "")
+    if skips and has_batch_statistics(model):
+        raise ValueError(
+            "guard skip is asked for, and the model has BatchNorm, whose running statistics take in a bad batch"
+            " before it is known to be bad; set guard.nonfinite and guard.spike to rewind or stop"
+        )
+    mode = recipe.machine.compile_mode
+    graphs = recipe.machine.compile != "none" and mode in ("reduce-overhead", "max-autotune")
+    if graphs and split.accumulate > 1:
+        raise ValueError(
+            f"machine.compile_mode {mode} is asked for with {split.accumulate} micro-batches a step: CUDA graphs reuse"
+            " memory in which gradients of the last one may lie; set max-autotune-no-cudagraphs or default, or"
+            " batch.micro to the whole share of a process"
+        )

@@ -1,0 +1,153 @@
+"""The processes of a run, as the launcher's environment asks for them: accelerate's set-up, checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NoReturn, cast
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
+from torch import Tensor, nn
+
+from oneloop.basics.errors import BadInput
+from oneloop.data.groups import Group
+from oneloop.machine.strategy import HALF, prepare, sharded_precision
+from oneloop.measure.throughput import peak_flops
+from oneloop.run.agreement import Agreement, Saves
+from oneloop.run.ending import leave
+from oneloop.run.stopping import Stopping
+from oneloop.show.display import Display
+
+
+class Run(Agreement):
+    """The processes of one run, as one of them sees it."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator.num_processes)
+        self.accelerator = accelerator
+        self.device: torch.device = accelerator.device
+        self.rank: int = accelerator.process_index
+        self.main: bool = accelerator.is_main_process
+        self.sharded = bool(accelerator.is_fsdp2)
+        self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.cores = max(1, len(os.sched_getaffinity(0)) // self.local_ranks)
+        self.stopping = Stopping(looks=self.main)
+        self.display = Display(shown=self.main)
+        self.closing = ExitStack()
+        """what has to be ended however the run ends"""
+
+    def steps(self, groups: Callable[[], Iterable[Group]], saves: Saves) -> Iterator[Group]:
+        """The groups of this rank, as :meth:`agreed` tells of them."""
+        return self.agreed(groups, saves, self.stopping.told)
+
+    def stop_wanted(self) -> bool:
+        """Whether any rank was told to stop. Every rank must get here."""
+        return self.any(self.stopping.told())
+
+    def prepare(self, model: nn.Module, *, blocks: Sequence[str] = ()) -> nn.Module:
+        """:func:`oneloop.machine.strategy.prepare` with this run's accelerator."""
+        return prepare(model, self.accelerator, blocks=blocks)
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of a small tensor over all ranks, on the device. Every rank must get here."""
+        return cast(Tensor, self.accelerator.reduce(value, "sum"))
+
+    def peak_flops(self) -> float:
+        """What this rank's device can make per second at the run's precision."""
+        return peak_flops(self.device, HALF.get(self.accelerator.mixed_precision, torch.float32))[0]
+
+    def end(self, code: int) -> NoReturn:
+        """Ends this process with ``code``."""
+        leave(code, main=self.main)
+
+
+def start(
+    *,
+    sync_each_batch: bool = False,
+    deterministic: bool = False,
+    track: tuple[str, ...] = (),
+    folder: Path | None = None,
+) -> Run:
+    """Builds the Accelerator that the launcher's environment asks for.
+
+    Args:
+        sync_each_batch: accelerate's switch of that name: reduce gradients at every micro-batch.
+        deterministic: refuse operations that have no deterministic algorithm.
+        track: accelerate's tracker names.
+        folder: where the trackers write.
+
+    Raises:
+        BadInput: a precision that the device lacks, or a strategy that is not plain, DDP or FSDP2.
+    """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    sharding = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if sharding and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise BadInput("fsdp_version 1 is asked for, and only FSDP2 is supported; set fsdp_version: 2")
+    for other in ("DEEPSPEED", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{other}", "false").lower() == "true":
+            raise BadInput(
+                f"{other} is asked for, and only one process, DDP and FSDP2 are supported; use another"
+                " config file from accelerate_configs/"
+            )
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        raise BadInput("accelerate's dynamo_backend is asked for, and is not supported; set dynamo_backend: 'no'")
+    if any(int(os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", 1)) > 1 for axis in ("TP", "CP", "SP")):
+        raise BadInput(
+            "tensor, context or sequence parallelism is asked for, and only data parallelism (dp_replicate,"
+            " dp_shard) is supported; set the other sizes to 1"
+        )
+    on_cpu = not torch.accelerator.is_available()  # said to accelerate, several processes then get gloo
+    # Before the ranks connect: each finds the same, and none waits for another.
+    _refuse_precision(precision, torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator())
+    state = PartialState(cpu=on_cpu)
+    plugin = None
+    if sharding:
+        if state.distributed_type == DistributedType.NO:
+            raise BadInput("FSDP2 is asked for with one process; use single.yaml, or --num_processes 2 or more")
+        if state.device.type == "cpu":
+            # accelerate turns only MULTI_GPU into FSDP; with gloo the same code runs without a GPU.
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=sharded_precision(precision))
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        fsdp_plugin=plugin,
+        log_with=list(track) or None,
+        project_config=ProjectConfiguration(str(folder), logging_dir=str(folder / "tensorboard")) if folder else None,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=1, sync_with_dataloader=False, sync_each_batch=sync_each_batch
+        ),
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        step_scheduler_with_optimizer=False,
+    )
+    return Run(accelerator)
+
+
+def _refuse_precision(precision: str, device: torch.device | None) -> None:
+    assert device is not None
+    if precision == "fp16" and device.type == "cpu":
+        raise BadInput("mixed_precision fp16 is asked for on a CPU, which has no fp16 loss scaling; use bf16 or no")
+    if precision == "fp8":
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        if capability < (8, 9):
+            raise BadInput(
+                f"mixed_precision fp8 is asked for on {device.type} {capability}, which has no fp8"
+                " (compute capability 8.9 or higher is needed); use bf16"
+            )
+        from accelerate.utils import is_fp8_available
+
+        if not is_fp8_available():
+            raise BadInput("mixed_precision fp8 needs torchao or transformer-engine, and neither is installed")

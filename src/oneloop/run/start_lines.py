@@ -1,0 +1,56 @@
+"""What a run says of itself before its first step: the batch arithmetic, and how exact it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from oneloop.ema import EMA
+from oneloop.machine.randomness import has_batch_statistics, has_dropout
+from oneloop.machine.replicas import replica_group
+from oneloop.run.job import Job
+from oneloop.run.processes import Run
+
+
+def start_lines(job: Job, run: Run, model: nn.Module, optimizer: Optimizer, emas: Sequence[EMA]) -> Iterator[str]:
+    """Lines for a person to read at the start."""
+    recipe, split = job.recipe, job.split
+    number = sum(parameter.numel() for parameter in model.parameters())
+    strategy = "FSDP2" if run.sharded else "DDP" if run.ranks > 1 else "one process"
+    yield (
+        f"{recipe.name}: {number:,} parameters, {len(job.train_set):,} samples, {strategy} on {run.device.type},"
+        f" precision {run.accelerator.mixed_precision}"
+    )
+    yield f"{split}; {job.steps:,} steps ({recipe.duration}, {job.steps * split.size:,} samples)"
+    exact_in = "1e-12" if recipe.machine.dtype == "float64" else "1e-6"
+    if has_batch_statistics(model):
+        yield (
+            "the model has BatchNorm: its statistics depend on the micro-batch, so another split trains another"
+            " model; the same split is exact to the bit"
+        )
+    elif has_dropout(model):
+        yield "the model has dropout: another split sees the same samples, with other drops; the same split is exact"
+    else:
+        yield f"any split of the batch gives the same gradients (to {exact_in}); the same split is exact to the bit"
+    if run.sharded and split.accumulate > 1:
+        held, moved = 4 * number / 2**20, split.accumulate * 4 * number / 2**20
+        if recipe.machine.sync_each_batch:
+            yield f"machine.sync_each_batch: {moved:,.1f} MiB of gradients are scattered per step, none kept whole"
+        else:
+            yield (
+                f"each process keeps whole gradients between micro-batches: {held:,.1f} MiB;"
+                f" machine.sync_each_batch true keeps none, and scatters {moved:,.1f} MiB per step, not"
+                f" {held:,.1f}"
+            )
+    yield from job.notes
+    if emas:
+        yield f"averages of the weights: {', '.join(ema.name for ema in emas)}"
+    if run.ranks > 1 and "check" in job.rhythm:
+        if replica_group(model) is None:
+            yield "machine.check_every: every process holds its own share (FSDP2), so there are no replicas to compare"
+        else:
+            yield f"the processes compare weights and optimizer state every {job.rhythm.every['check']:,} steps"
+    if matrices := [p for group in optimizer.param_groups if group.get("muon") for p in group["params"]]:
+        yield f"muon updates {len(matrices)} matrices, adamw the rest"

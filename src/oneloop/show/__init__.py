@@ -1,0 +1,1 @@
+"""Where figures go: files, trackers, bars, the terminal and the report."""

@@ -1,0 +1,143 @@
+"""Held-out samples as a person sees them: some that stay the same, the worst mistakes, and which classes are confused.
+
+>>> examples = Examples()
+>>> evaluate(task, model, dataset, accelerator=accelerator, micro=64, examples=examples)
+>>> examples.samples        # [{"index": 7, "loss": 4.2, "worst": True, "image": …, "target": "3", "prediction": "8"}, …]
+>>> examples.confusion      # {"classes": ["0", …], "counts": [[31, 0, …], …]}, rows are the true classes
+
+How a sample looks is its task's to say (``show`` and ``generate`` of :class:`oneloop.tasks.base.Task`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from oneloop.show.pictures import data_url
+
+
+class Examples:
+    """What one evaluation leaves to look at.
+
+    Args:
+        fixed: samples, spread evenly over the set, that are shown at every evaluation.
+        worst: samples with the largest loss.
+    """
+
+    def __init__(self, *, fixed: int = 8, worst: int = 8) -> None:
+        self._fixed, self._most = fixed, worst
+        self._losses: Tensor | None = None
+        self._indices: Tensor | None = None
+        self.samples: list[dict[str, Any]] = []
+        self.confusion: dict[str, Any] | None = None
+        self.trouble = ""
+        """why a sample is missing"""
+
+    def take(self, batch: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
+        """Remembers the worst samples of a micro-batch, on the device, by their mean loss; no host sync."""
+        each = outputs.get("loss") if isinstance(outputs, Mapping) else None
+        indices = batch["index"]
+        if not self._most or not torch.is_tensor(each) or not each.ndim or len(each) != len(indices):
+            return  # not a loss per sample
+        each = each.detach().flatten(1).float() if each.ndim > 1 else each.detach().float()[:, None]
+        losses = each.sum(1) / (each != 0).sum(1).clamp(min=1)  # padding's loss is zero
+        losses = losses.nan_to_num(nan=torch.inf, posinf=torch.inf)  # worse than all others
+        if self._losses is not None and self._indices is not None:
+            losses, indices = torch.cat([self._losses, losses]), torch.cat([self._indices, indices])
+        self._losses, places = losses.topk(min(self._most, len(losses)))
+        self._indices = indices[places]
+
+    def look(
+        self,
+        task: Any,
+        model: nn.Module,
+        number: int,
+        load: Callable[[list[int]], Any],
+        *,
+        micro: int,
+        accelerator: Accelerator,
+    ) -> None:
+        """Looks at the chosen samples once more, for what is to be seen of them. Every rank must get here.
+
+        Args:
+            task: shows samples.
+            model: as prepared, in eval mode.
+            number: of samples in the set.
+            load: of indices: (sample, …) and their batch on the device.
+            micro: samples at once.
+            accelerator: whose ranks shared the set.
+        """
+        worst = self._gathered(accelerator) if self._most else {}
+        fixed = sorted({place * number // self._fixed for place in range(self._fixed)})
+        for indices, known in ((list(worst), worst), (fixed, {})):
+            for start in range(0, len(indices), micro):
+                self._show(task, model, indices[start : start + micro], known, load)
+
+    def _gathered(self, accelerator: Accelerator) -> dict[int, float]:
+        """The worst of all ranks, with their losses, the worst first."""
+        losses = torch.full((self._most,), -torch.inf, device=accelerator.device)
+        indices = torch.zeros(self._most, dtype=torch.int64, device=accelerator.device)
+        if self._losses is not None and self._indices is not None:
+            losses[: len(self._losses)], indices[: len(self._losses)] = self._losses, self._indices
+        found, places = accelerator.gather(losses).topk(self._most)
+        chosen = accelerator.gather(indices)[places]
+        return {index: loss for index, loss in zip(chosen.tolist(), found.tolist(), strict=True) if loss > -torch.inf}
+
+    def _show(
+        self,
+        task: Any,
+        model: nn.Module,
+        indices: list[int],
+        known: Mapping[int, float],
+        load: Callable[[list[int]], Any],
+    ) -> None:
+        samples, batch = load(indices)
+        _, outputs = task.loss(model, batch)
+        outputs = outputs if isinstance(outputs, Mapping) else {}
+        if not known and hasattr(task, "generate"):
+            outputs = {**outputs, **task.generate(model, batch)}
+        rows = {
+            name: value.detach().cpu()
+            for name, value in outputs.items()
+            if torch.is_tensor(value) and value.ndim and len(value) == len(indices)
+        }
+        for row, (index, sample) in enumerate(zip(indices, samples, strict=True)):
+            about = {"index": index, "worst": bool(known), "loss": known.get(index)}
+            try:
+                shown = plain(task.show(sample, {name: value[row] for name, value in rows.items()}))
+            except Exception as error:  # what cannot be shown is no reason to stop a run
+                self.trouble = (
+                    f"sample {index} cannot be shown ({type(task).__name__}.show: {type(error).__name__}: {error})"
+                )
+                continue
+            self.samples.append(about | shown)
+
+    def plain(self) -> dict[str, Any]:
+        """All of it as JSON can hold it; images as PNG in data URLs."""
+        samples = [{**one, "image": data_url(one["image"])} if "image" in one else one for one in self.samples]
+        return {"samples": samples, "confusion": self.confusion}
+
+
+def plain(shown: Mapping[str, Any]) -> dict[str, Any]:
+    """What a task shows of a sample, as plain data but for the image.
+
+    Raises:
+        ValueError: it is nothing that can be shown.
+    """
+    if not isinstance(shown, Mapping):
+        raise ValueError(f"a dict is needed, not a {type(shown).__name__}")
+    found: dict[str, Any] = {
+        name: value.tolist() if torch.is_tensor(value) and name != "image" else value for name, value in shown.items()
+    }
+    for name in ("text", "target", "prediction", "prompt", "continuation"):
+        if name in found:
+            found[name] = str(found[name])
+    if "image" in found:
+        found["image"] = torch.as_tensor(found["image"])
+        if found["image"].ndim not in (2, 3) or not found["image"].numel():
+            raise ValueError(f"an image of shape {tuple(found['image'].shape)}; (channels, height, width) is needed")
+    return found

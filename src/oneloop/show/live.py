@@ -1,0 +1,170 @@
+"""Runs in the terminal, live or finished, from their metrics.jsonl alone; several side by side.
+
+>>> watch([Path("runs/digits")])
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import plotille
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from oneloop.show.runs import Follower
+
+_NARROWEST = 56
+"""columns that a run needs"""
+_LEAST = 36
+_CHART = 12
+"""lines of a chart"""
+_COLOURS = (
+    "bright_blue",
+    "bright_yellow",
+    "bright_green",
+    "bright_magenta",
+    "bright_cyan",
+    "bright_red",
+    "blue",
+    "green",
+)
+
+
+def watch(
+    folders: Sequence[Path],
+    *,
+    figures: Sequence[str] = (),
+    every: float = 1.0,
+    once: bool = False,
+    console: Console | None = None,
+) -> None:
+    """Draws the runs until all have ended; once where they have already, or where nobody looks (no terminal).
+
+    Args:
+        folders: of runs.
+        figures: names to draw, each in a chart of its own (none: losses, the first metric, gradient norm, throughput).
+        every: seconds between two looks.
+        once: draw what there is now.
+        console: where to.
+    """
+    console = console or Console()
+    runs = [Follower(folder) for folder in folders]
+    if once or not console.is_terminal or all(run.read() and run.ended for run in runs):
+        for run in runs:
+            run.read()
+        console.print(view(runs, figures, width=console.width, height=0))
+        return
+    with Live(console=console, auto_refresh=False, screen=True) as shown:
+        while True:
+            for run in runs:
+                run.read()
+            shown.update(view(runs, figures, width=console.width, height=console.height), refresh=True)
+            if all(run.ended for run in runs):
+                break
+            time.sleep(every)
+    console.print(view(runs, figures, width=console.width, height=0))
+
+
+def view(runs: Sequence[Follower], figures: Sequence[str], *, width: int, height: int) -> RenderableType:
+    """All runs, next to each other where the width suffices; at most ``height`` lines (0: as many as it takes)."""
+    across = max(1, min(len(runs), width // _NARROWEST))
+    each = max(_LEAST, width // across - 1)
+    rows = math.ceil(len(runs) / across)
+    room = height // rows if height else 0
+    names = [run.folder.resolve().name for run in runs]
+    titles = [name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)]
+    panels = [_panel(run, title, figures, width=each, height=room) for run, title in zip(runs, titles, strict=True)]
+    return Columns(panels, width=each, padding=(0, 1, 0, 0)) if across > 1 else Group(*panels)
+
+
+def _panel(run: Follower, title: str, figures: Sequence[str], *, width: int, height: int) -> RenderableType:
+    if not any("/" in name for line in run.lines for name in line):
+        return Panel("nothing yet", title=Text(title), width=width)
+    head = _head(run)
+    groups = [[name] for name in figures] or _usual(run)
+    beside = 2 if width >= 2 * _NARROWEST else 1
+    fits = max(1, (height - head.row_count - 3) // _CHART) * beside if height else len(groups)
+    charts = [_chart(run, names, width=(width - 5) // beside) for names in groups[:fits]]
+    grid = Table.grid(*([""] * beside), padding=(0, 1, 0, 0))
+    for at in range(0, len(charts), beside):
+        grid.add_row(*charts[at : at + beside])
+    return Panel(Group(head, grid), title=Text(title), width=width)
+
+
+def _usual(run: Follower) -> list[list[str]]:
+    names = list(dict.fromkeys(name for line in run.lines for name in line if "/" in name))
+    losses: list[str] = [name for name in ("train/loss", "eval/loss") if name in names]
+    metrics = [name for name in names if name.startswith("eval/") and name != "eval/loss"]
+    rest = [
+        name for name in ("train/grad_norm", "speed/tokens_per_second", "train/samples_per_second") if name in names
+    ]
+    return [losses, *([name] for name in [*metrics[:1], *rest[:2]])]
+
+
+def _head(run: Follower) -> Table:
+    table = Table.grid(padding=(0, 2))
+    last = {name: value for line in run.lines for name, value in line.items() if line.get("weights", "raw") == "raw"}
+    events = [line["event"] for line in run.lines if "event" in line]
+    table.add_row("step", f"{last['step']:,}", "ended" if run.ended else f"last line {run.age:,.0f} s ago")
+    for name in ("train/loss", "train/lr", *(name for name in last if name.startswith("eval/"))):
+        if name in last:
+            table.add_row(name, _short(last[name]))
+    shares = {name.partition("/")[2]: float(last[name]) for name in last if name.startswith("share/")}
+    if shares:
+        parts = sorted(shares.items(), key=lambda part: -part[1])[:3]
+        table.add_row("time", ", ".join(f"{100 * share:.0f} % {name}" for name, share in parts))
+    if "train/samples_per_second" in last:
+        table.add_row("speed", f"{float(last['train/samples_per_second']):,.0f} samples/s")
+    counts = {kind: events.count(kind) for kind in dict.fromkeys(events)}
+    if counts:
+        table.add_row("events", ", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    return table
+
+
+def _chart(run: Follower, names: Sequence[str], *, width: int) -> RenderableType:
+    figure: Any = plotille.Figure()
+    figure.width, figure.height = width - 16, _CHART - 4
+    figure.color_mode, figure.with_colors = "names", True
+    figure.x_label = figure.y_label = ""
+    figure.x_ticks_fkt = lambda low, _: f"{low:,.0f}"
+    figure.y_ticks_fkt = lambda low, _: f"{low:.4g}"
+    title, lows, highs, ends = Text(), list[float](), list[float](), [0]
+    kinds = [(name, weights) for name in names for weights in _weights(run, name)]
+    for (name, weights), colour in zip(kinds, cycle(_COLOURS), strict=False):
+        points = [
+            (line["step"], float(line[name]))
+            for line in run.lines
+            if name in line and line.get("weights", "raw") == weights
+        ]
+        points = [(step, value) for step, value in points if math.isfinite(value)]
+        if not points:
+            continue
+        steps, values = zip(*points, strict=True)
+        draw = figure.plot if len(points) > 1 else figure.scatter
+        draw(steps, values, lc=colour)
+        title.append(f"{name}{'' if weights == 'raw' else f' ({weights})'}  ", style=colour)
+        lows, highs, ends = [*lows, min(values)], [*highs, max(values)], [*ends, steps[-1]]
+    if not lows:
+        return Text(f"{', '.join(names)}: no figures", style="dim")
+    margin = 0.05 * (max(highs) - min(lows)) or max(abs(max(highs)) * 0.05, 1e-9)
+    figure.set_x_limits(0, 1.02 * max(1, *ends))
+    figure.set_y_limits(min(lows) - margin, max(highs) + margin)
+    drawn = figure.show().splitlines()[1:]  # without the axes' names
+    return Group(title, Text.from_ansi("\n".join(drawn).replace("-> ()", "")))
+
+
+def _weights(run: Follower, name: str) -> list[str]:
+    return list(dict.fromkeys(line.get("weights", "raw") for line in run.lines if name in line))
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

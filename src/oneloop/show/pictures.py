@@ -1,0 +1,87 @@
+"""Samples and tables as pictures: for the report's page, and for trackers that take images."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+_SIDE = 160
+"""pixels of a shown image's longer side, at most"""
+_LINE = 15
+_CELL = 34
+_GOOD, _BAD, _INK = (24, 110, 60), (180, 35, 45), (30, 36, 48)
+
+
+def picture(image: Tensor) -> Image.Image:
+    """An image of (channels, height, width) or (height, width), whatever the range of its values; small ones are enlarged by whole factors."""
+    values = image.detach().float().cpu()
+    values = values[None] if values.ndim == 2 else values[:3] if len(values) >= 3 else values[:1]
+    low, high = values.amin(), values.amax()
+    levels = ((values - low) / (high - low).clamp(min=1e-12) * 255).round().byte()
+    drawn = Image.fromarray(levels[0].numpy() if len(levels) == 1 else levels.permute(1, 2, 0).contiguous().numpy())
+    longest = max(drawn.size)
+    if longest > _SIDE:
+        drawn.thumbnail((_SIDE, _SIDE))
+    elif factor := _SIDE // 2 // longest:
+        drawn = drawn.resize((drawn.width * factor, drawn.height * factor), Image.Resampling.NEAREST)
+    return drawn
+
+
+def data_url(image: Tensor) -> str:
+    """The image as a PNG in a data URL."""
+    data = io.BytesIO()
+    picture(image).save(data, "PNG")
+    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+
+
+def tiles(samples: Sequence[Mapping[str, Any]], *, columns: int = 8) -> NDArray[np.uint8]:
+    """Samples with an "image", in rows, what was predicted under each: (height, width, 3)."""
+    drawn = [picture(one["image"]) for one in samples]
+    width = max(90, *(one.width for one in drawn)) + 8
+    height = max(one.height for one in drawn) + 2 * _LINE + 10
+    columns = min(columns, len(drawn))
+    sheet = Image.new("RGB", (columns * width, math.ceil(len(drawn) / columns) * height), "white")
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default()
+    for place, (one, image) in enumerate(zip(samples, drawn, strict=True)):
+        x, y = place % columns * width + 4, place // columns * height + 4
+        sheet.paste(image, (x, y))
+        pen.text((x, y + image.height + 1), f"is {one.get('target', '')}"[:14], fill=_INK, font=font)
+        pen.text(
+            (x, y + image.height + 1 + _LINE),
+            f"said {one.get('prediction', '')}"[:14],
+            fill=_GOOD if one.get("right") else _BAD,
+            font=font,
+        )
+    return np.asarray(sheet)
+
+
+def matrix(confusion: Mapping[str, Any]) -> NDArray[np.uint8]:
+    """A confusion matrix, rows the true classes, shaded by their share of the row: (height, width, 3)."""
+    classes, counts = confusion["classes"], np.asarray(confusion["counts"], dtype=float)
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    size = len(classes)
+    cell = _CELL if size <= 30 else 8
+    margin = 80
+    sheet = Image.new("RGB", (margin + size * cell, margin // 2 + size * cell), "white")
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default()
+    for row in range(size):
+        for column in range(size):
+            shade, x, y = shares[row, column], margin + column * cell, margin // 2 + row * cell
+            right = row == column
+            ground = tuple(round(255 - shade * (255 - part)) for part in (_GOOD if right else _BAD))
+            pen.rectangle((x, y, x + cell - 2, y + cell - 2), fill=ground)
+            if cell == _CELL and counts[row, column]:
+                pen.text((x + 3, y + 8), f"{counts[row, column]:.0f}", fill="white" if shade > 0.5 else _INK, font=font)
+        if cell == _CELL:
+            pen.text((4, margin // 2 + row * cell + 8), classes[row][:12], fill=_INK, font=font)
+            pen.text((margin + row * cell + 2, margin // 2 - 16), classes[row][:5], fill=_INK, font=font)
+    pen.text((4, 4), "rows: is, columns: said", fill=_INK, font=font)
+    return np.asarray(sheet)

@@ -1,0 +1,174 @@
+"""What is drawn: plotly's traces and layouts as plain data, made of records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from oneloop.show.runs import Record
+
+_COLOURS = ("#2f6fde", "#d9622b", "#2a9d6f", "#a04fc4", "#c43b5c", "#8a8a2a", "#3a9fb8", "#8a5a3c")
+_MARKS = {"resume": "triangle-up", "save": "square", "skip": "x", "rewind": "triangle-left", "stop": "octagon"}
+_TRAINING = ("train/", "speed/", "share/", "memory/", "device/")
+_SINGLE = {
+    "train/lr": "Learning rate",
+    "train/grad_norm": "Gradient norm",
+    "train/update_ratio": "Update against weights (about 1e-3 is usual)",
+    "train/noise_scale": "Gradient noise scale, in samples",
+    "train/samples_per_second": "Samples per second",
+    "speed/tokens_per_second": "Tokens per second",
+    "speed/mfu": "Share of the device's peak (MFU)",
+    "device/utilisation": "Share of time the device was busy (NVML)",
+    "memory/peak_gib": "Peak memory of a process, in GiB",
+}
+
+
+def charts(runs: Sequence[Record]) -> list[dict[str, Any]]:
+    """``{"title", "data", "layout"}`` of all charts that have something to show."""
+    return [chart for chart in _all(runs) if chart["data"]]
+
+
+def _all(runs: Sequence[Record]) -> Iterable[dict[str, Any]]:
+    def some(*figures: str) -> list[dict[str, Any]]:
+        return [trace for run in runs for figure in figures for trace in _traces(run, figure, runs)]
+
+    losses = [*some("train/loss"), *some("eval/loss"), *_event_marks(runs)]
+    yield _chart("Loss", losses, log=_wide(runs, "train/loss"))
+    evaluated = dict.fromkeys(name for run in runs for name in run.figures() if name.startswith("eval/"))
+    for name in evaluated:
+        if name != "eval/loss":
+            yield _chart(name.removeprefix("eval/").replace("_", " ").capitalize(), some(name))
+    known = (*_TRAINING, "eval/", "test/", "profile/")
+    for name in dict.fromkeys(name for run in runs for name in run.figures() if not name.startswith(known)):
+        yield _chart(name.replace("/", ": ").replace("_", " ").capitalize(), some(name))
+    for figure, title in _SINGLE.items():
+        yield _chart(title, some(figure), log=_wide(runs, figure))
+        if figure == "speed/mfu":
+            yield from (_shares(run, several=len(runs) > 1) for run in runs)
+    for run in runs:
+        if run.examples.get("confusion"):
+            yield _confusion(run.examples["confusion"], f": {run.name}" if len(runs) > 1 else "")
+
+
+def _shares(run: Record, *, several: bool) -> dict[str, Any]:
+    stacked = []
+    phases = [name.removeprefix("share/") for name in run.figures() if name.startswith("share/")]
+    for phase, colour in zip(phases, _COLOURS, strict=False):
+        stacked += [
+            {**trace, "stackgroup": "one", "mode": "lines", "name": phase, "line": {"color": colour, "width": 0}}
+            for trace in _traces(run, f"share/{phase}", [run])
+            if any(trace["y"])
+        ]
+    return _chart(f"Where the time goes{f': {run.name}' if several else ''}", stacked)
+
+
+def _traces(run: Record, figure: str, runs: Sequence[Record]) -> list[dict[str, Any]]:
+    found = []
+    evaluation = not figure.startswith(_TRAINING)
+    for weights in run.weights() if evaluation else [None]:
+        steps, values = run.curve(figure, weights)
+        if not steps:
+            continue
+        what = figure if evaluation else figure.partition("/")[2]
+        words = [run.name if len(runs) > 1 else "", what, f"({weights})" if weights not in (None, "raw") else ""]
+        number = runs.index(run) if len(runs) > 1 else 1 + run.weights().index(weights) if weights else 0
+        dash = "solid" if weights is None else "dot" if weights == "raw" else "dash"
+        found.append(
+            {
+                "type": "scatter",
+                "x": steps,
+                "y": [value if math.isfinite(value) else None for value in values],
+                "mode": "lines+markers" if evaluation or len(steps) < 40 else "lines",
+                "name": " ".join(filter(None, words)),
+                "line": {"color": _COLOURS[number % len(_COLOURS)], "dash": dash},
+            }
+        )
+    return found
+
+
+def _event_marks(runs: Sequence[Record]) -> list[dict[str, Any]]:
+    """One trace of marks per kind of event, at the height of the training loss then."""
+    found = []
+    for run in runs:
+        curve = [pair for pair in zip(*run.curve("train/loss"), strict=True) if math.isfinite(pair[1])]
+        for kind, symbol in _MARKS.items():
+            events = [event for event in run.events() if event["event"] == kind]
+            heights = [min(curve, key=lambda pair: abs(pair[0] - event["step"]))[1] for event in events if curve]
+            if heights:
+                found.append(
+                    {
+                        "type": "scatter",
+                        "x": [event["step"] for event in events],
+                        "y": heights,
+                        "mode": "markers",
+                        "name": kind if len(runs) == 1 else f"{run.name} {kind}",
+                        "text": [event.get("why", "") for event in events],
+                        "marker": {"symbol": symbol, "size": 9, "color": "#999", "line": {"width": 1, "color": "#555"}},
+                    }
+                )
+    return found
+
+
+def _confusion(confusion: dict[str, Any], of: str) -> dict[str, Any]:
+    classes, counts = confusion["classes"], confusion["counts"]
+    shares = [[count / max(1, sum(row)) for count in row] for row in counts]
+    trace = {
+        "type": "heatmap",
+        "x": classes,
+        "y": classes,
+        "z": shares,
+        "name": "samples",
+        "zmin": 0,
+        "zmax": 1,
+        "customdata": counts,
+        "showscale": False,
+        "xgap": 1,
+        "ygap": 1,
+        "colorscale": [[0, "rgba(47,111,222,0)"], [0.02, "rgba(47,111,222,0.15)"], [1, "rgba(47,111,222,0.55)"]],
+        "hovertemplate": "is %{y}, said %{x}: %{customdata}<extra></extra>",
+    }
+    if len(classes) <= 20:
+        trace |= {"text": [[count or "" for count in row] for row in counts], "texttemplate": "%{text}"}
+    chart = _chart(f"Confusion: rows are the true classes{of}", [trace])
+    chart["layout"] |= {"height": 420, "hovermode": "closest"}
+    chart["layout"]["xaxis"] = {"type": "category", "title": {"text": "predicted"}, "showgrid": False}
+    chart["layout"]["yaxis"] = {"type": "category", "autorange": "reversed", "showgrid": False, "automargin": True}
+    return chart
+
+
+def rows(chart: dict[str, Any]) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """The figures of a chart as a table: its head, and its rows."""
+    if chart["data"][0]["type"] == "heatmap":
+        trace = chart["data"][0]
+        found = [
+            (trace["y"][row], trace["x"][column], count)
+            for row, counts in enumerate(trace["customdata"])
+            for column, count in enumerate(counts)
+            if count
+        ]
+        return ["true class", "predicted", "samples"], found
+    return ["curve", "step", "value"], [
+        (trace["name"], x, y) for trace in chart["data"] for x, y in zip(trace["x"], trace["y"], strict=True)
+    ]
+
+
+def _wide(runs: Sequence[Record], figure: str) -> bool:
+    """Whether the values are positive and span more than a decade: such an axis is logarithmic."""
+    values = [value for run in runs for value in run.curve(figure)[1] if math.isfinite(value)]
+    return (
+        figure not in ("train/lr", "speed/mfu") and bool(values) and min(values) > 0 and max(values) / min(values) > 20
+    )
+
+
+def _chart(title: str, data: list[dict[str, Any]], *, log: bool = False) -> dict[str, Any]:
+    layout = {
+        "margin": {"l": 55, "r": 15, "t": 40 if len(data) > 1 else 10, "b": 40},
+        "height": 320,
+        "hovermode": "x unified",
+        "xaxis": {"title": {"text": "step"}},
+        "yaxis": {"type": "log" if log else "linear"},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+        "showlegend": len(data) > 1,
+    }
+    return {"title": title, "data": data, "layout": layout}

@@ -1,0 +1,190 @@
+"""The page itself.
+
+>>> Path("report.html").write_text(report([Path("runs/digits")]))
+
+Curves are drawn by plotly, whose code is in the page: nothing is fetched. Colours follow the reader's light or dark theme;
+every chart has its figures as a table beside it, for screen readers and for copying.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from oneloop.show.report.charts import charts, rows
+from oneloop.show.report.samples import sections
+from oneloop.show.runs import Record, distinct, read_record
+
+_TABLE_ROWS = 200
+
+
+def report(folders: Sequence[Path]) -> str:
+    """The page, of one run or of several laid over one another.
+
+    Raises:
+        ValueError: a folder holds no run.
+    """
+    runs = distinct([read_record(folder) for folder in folders])
+    several = len(runs) > 1
+    drawn = charts(runs)
+    title = " and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs"
+    body = [f"<h1>{_safe(title)}</h1>", *(_headline(run, several=several) for run in runs)]
+    if several:
+        body.append(_differences(runs))
+    body += [_figure(number, chart) for number, chart in enumerate(drawn)]
+    for run in runs:
+        body += sections(run.examples, of=f" in {run.name}" if several else "")
+    body += [_events(run) for run in runs]
+    body += [_about(run, several=several) for run in runs]
+    data = json.dumps([{"data": chart["data"], "layout": chart["layout"]} for chart in drawn], allow_nan=False)
+    here = Path(__file__).parent
+    page, style, script = ((here / f"page.{kind}").read_text() for kind in ("html", "css", "js"))
+    return page.format(
+        title=_safe(title),
+        style=style,
+        body="\n".join(filter(None, body)),
+        plotly=_plotly(),
+        charts=data.replace("<", "\\u003c"),
+        script=script,
+    )
+
+
+def _plotly() -> str:
+    """The library's code as its package brings it; importing the package would take a second for nothing."""
+    package = find_spec("plotly")
+    assert package is not None and package.submodule_search_locations
+    return (Path(package.submodule_search_locations[0]) / "package_data" / "plotly.min.js").read_text()
+
+
+def _figure(number: int, chart: dict[str, Any]) -> str:
+    head, found = rows(chart)
+    every = math.ceil(len(found) / _TABLE_ROWS)
+    more = f" (every {every}-th of {len(found)})" if every > 1 else ""
+    title = _safe(chart["title"])
+    return (
+        f'<figure><figcaption><h2>{title}</h2></figcaption><div id="chart-{number}" class="chart" role="img"'
+        f' aria-label="Chart: {title}. Its figures follow as a table."></div><details><summary>Figures{more}</summary>'
+        f"{_region(title, _table(head, found[:: max(1, every)]))}</details></figure>"
+    )
+
+
+def _headline(run: Record, *, several: bool) -> str:
+    summary = run.summary
+    best = summary.get("best") or {}
+    cards = [
+        (name.partition("/")[2].replace("_", " ") + (" (test)" if name.startswith("test/") else ""), _short(value))
+        for name, value in summary.items()
+        if name.startswith(("eval/", "test/")) and isinstance(value, float)
+    ]
+    if best.get("value") is not None:
+        cards.append((f"best {best['metric'].partition('/')[2]}, at step {best['step']}", _short(best["value"])))
+    cards += [
+        (name, f"{summary[name]:,.0f}{unit}")
+        for name, unit in (("step", ""), ("samples", ""), ("tokens", ""), ("seconds", " s"))
+        if name in summary
+    ]
+    shown = "".join(f"<div><dt>{_safe(name)}</dt><dd>{_safe(value)}</dd></div>" for name, value in cards)
+    reason = summary.get("exit_reason") or (
+        f"not finished: at step {run.lines[-1]['step']:,}" if run.lines else "not begun"
+    )
+    said = [summary[key] for key in ("time", "noise_scale") if summary.get(key)]
+    said += [
+        f"Of the profiled steps {100 * value:.1f} % was communication that nothing else overlapped."
+        for value in run.curve("profile/exposed_communication")[1][-1:]
+    ]
+    head = f"<h2>{_safe(run.name)}</h2>" if several else ""
+    words = "".join(f"<p>{_safe(sentence)}</p>" for sentence in said)
+    return f'<section>{head}<p class="reason">{_safe(str(reason))}</p><dl class="cards">{shown}</dl>{words}</section>'
+
+
+def _differences(runs: Sequence[Record]) -> str:
+    flat = [_flat(run.recipe) for run in runs]
+    keys = [
+        key
+        for key in dict.fromkeys(key for one in flat for key in one)
+        if len({json.dumps(one.get(key)) for one in flat}) > 1 and key != "run.dir"
+    ]
+    found = [(key, *(one.get(key) for one in flat)) for key in keys]
+    table = _table(["key", *(run.name for run in runs)], found) if found else "<p>nothing</p>"
+    return f"<section><h2>What differs in their recipes</h2>{_region('What differs', table)}</section>"
+
+
+def _events(run: Record) -> str:
+    events = run.events()
+    if not events:
+        return ""
+    found = [
+        (event["step"], event["event"], event.get("why", ""), ", ".join(map(str, event.get("ids", [])[:32])))
+        for event in events
+    ]
+    table = _table(["step", "event", "why", "samples"], found)
+    return (
+        f"<section><details><summary>Events of {_safe(run.name)} ({len(events)})</summary>"
+        f"{_region('Events', table)}</details></section>"
+    )
+
+
+def _about(run: Record, *, several: bool) -> str:
+    of = f" of {_safe(run.name)}" if several else ""
+    recipe, environment = (yaml.safe_dump(one, sort_keys=False) for one in (run.recipe, run.environment))
+    return (
+        f'<section><h2>To repeat it{of}</h2><pre tabindex="0"><code>{_safe(_command(run.environment))}</code></pre>'
+        f'<details><summary>Recipe{of}</summary><pre tabindex="0">{_safe(recipe)}</pre></details>'
+        f'<details><summary>Environment{of}</summary><pre tabindex="0">{_safe(environment)}</pre></details></section>'
+    )
+
+
+def _command(environment: Mapping[str, Any]) -> str:
+    """What to type to repeat the run, on as many processes."""
+    words = [str(word) for word in (environment.get("command") or [""])[1:]]
+    if "--run.dir" in words[:-1]:  # a finished run's folder would not take another
+        at = words.index("--run.dir") + 1
+        words[at] = f"{words[at]}-again"
+    else:
+        words += ["--run.dir", "runs/again"]
+    settings, processes = environment.get("accelerate") or {}, environment.get("processes", 1)
+    precision = settings.get("ACCELERATE_MIXED_PRECISION", "no")
+    if processes == 1 and precision == "no":
+        return shlex.join(["python", "-m", "oneloop.train", *words])
+    sharded = settings.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    config = f"accelerate_configs/{'fsdp2' if sharded else 'ddp' if processes > 1 else 'single'}.yaml"
+    several = ["--num_processes", str(processes)] if processes > 1 else []
+    precise = ["--mixed_precision", precision] if precision != "no" else []
+    return shlex.join(
+        ["accelerate", "launch", "--config_file", config, *several, *precise, "-m", "oneloop.train", *words]
+    )
+
+
+def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"{group}.{key}" if key else group: value
+        for group, inside in recipe.items()
+        for key, value in (inside.items() if isinstance(inside, Mapping) else (("", inside),))
+    }
+
+
+def _region(name: str, table: str) -> str:
+    """A table that scrolls by itself, also with the keyboard."""
+    return f'<div class="wide" role="region" aria-label="{name}" tabindex="0">{table}</div>'
+
+
+def _table(head: Sequence[str], found: Sequence[Sequence[Any]]) -> str:
+    cells = "".join(f'<th scope="col">{_safe(one)}</th>' for one in head)
+    body = "".join(f"<tr>{''.join(f'<td>{_safe(_short(cell))}</td>' for cell in row)}</tr>" for row in found)
+    return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _safe(text: str) -> str:
+    return html.escape(text)

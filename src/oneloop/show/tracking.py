@@ -1,0 +1,256 @@
+"""Where figures go: metrics.jsonl, and the trackers that accelerate knows. Only rank 0 writes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from numpy.typing import NDArray
+
+from oneloop.basics.errors import BadInput
+from oneloop.basics.files import replacing
+from oneloop.basics.mappings import flattened
+from oneloop.basics.plain_json import dumps
+from oneloop.show.examples import Examples
+from oneloop.show.pictures import matrix, tiles
+
+_HAND_OVER = 5.0
+"""seconds between two times that TensorBoard gets what was logged: together, and waited for"""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuses trackers that cannot be used.
+
+    Raises:
+        BadInput: not one of accelerate's, or its package is not installed.
+    """
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise BadInput(
+                f"track {name!r} is none of accelerate's trackers: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
+            )
+        package = {"comet_ml": "comet_ml", "dvclive": "dvclive"}.get(name, name)
+        if find_spec(package) is None:
+            raise BadInput(
+                f"track {name!r}: the package {package!r} is not installed; pip install {package}, or"
+                " choose another tracker (--track tensorboard)"
+            )
+
+
+class Tracking:
+    """One JSON object per line in metrics.jsonl, and the same figures to the trackers.
+
+    Trouble with a tracker, or with the disk under metrics.jsonl, never ends a run: it is said once, and the rest goes on.
+
+    Args:
+        accelerator: its main process writes.
+        folder: where metrics.jsonl stands.
+        project: name of the run for the trackers.
+        config: the resolved recipe, for the trackers.
+        resumed: state of an earlier start; what was written after it is cut off, or all where there is none.
+        step: of that state.
+        graph: draws the model, as a TensorBoard ``GraphDef``; asked where there is a TensorBoard, at the first start.
+        say: how a person is told of trouble.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        folder: Path,
+        *,
+        project: str,
+        config: Mapping[str, Any],
+        resumed: Mapping[str, Any] | None = None,
+        step: int = 0,
+        graph: Callable[[], Any] | None = None,
+        say: Callable[[str], object] = print,
+    ) -> None:
+        self._accelerator, self._say, self._folder = accelerator, say, folder
+        self._told: set[str] = set()
+        self._good = int(resumed["bytes"]) if resumed else 0
+        """bytes of whole lines in metrics.jsonl"""
+        self._file: IO[bytes] | None = None
+        self._broken = True
+        """whether a part of a line may stand after the last whole one"""
+        self._waiting: list[tuple[Mapping[str, float], int, float]] = []
+        """figures for TensorBoard, their steps and times (seconds since 1970)"""
+        self._handed_over = time.monotonic()
+        self._writes = accelerator.is_main_process
+        if self._writes:
+            with self._bearing("metrics.jsonl"):
+                self._cut(self._good, b'"event": "resume"')
+        flat = {name: str(value) for name, value in flattened(config).items()}
+        for name in map(str, accelerator.log_with):
+            with self._bearing(f"tracker {name}"):
+                tracker = self._started(name, project, step + 1 if resumed else 0)
+                if not resumed:
+                    tracker.store_init_configuration(flat)
+                    if name == "tensorboard" and graph is not None and self._writes:
+                        self._draw(tracker.tracker, graph)
+
+    def _started(self, name: str, project: str, first: int) -> Any:
+        """One of accelerate's trackers. Not by ``init_trackers``: there one that fails keeps the next from starting."""
+        kind = LOGGER_TYPE_TO_CLASS[name]
+        where = [self._accelerator.logging_dir] if kind.requires_logging_directory else []
+        # TensorBoard hides what an earlier start wrote from this step on.
+        tracker = kind(project, *where, **({"purge_step": first} if name == "tensorboard" else {}))
+        tracker.start()
+        self._accelerator.trackers.append(tracker)
+        return tracker
+
+    def _draw(self, writer: Any, graph: Callable[[], Any]) -> None:
+        from tensorboard.compat.proto.config_pb2 import RunMetadata
+
+        with self._bearing("the model's graph"):
+            writer.file_writer.add_graph((graph(), RunMetadata()))
+
+    @contextmanager
+    def _bearing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if what not in self._told:
+                self._told.add(what)
+                self._say(f"{what} cannot be written ({type(error).__name__}: {error}); training goes on without")
+
+    def state_dict(self) -> dict[str, int]:
+        """How far metrics.jsonl is written; what TensorBoard has not yet got is handed over, as nobody writes it again."""
+        self._hand_over()
+        return {"bytes": self._good}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Cuts back what was written after ``state``, but for events: a rewind is not forgotten by the next one."""
+        if not self._writes:
+            return
+        with self._bearing("metrics.jsonl"):
+            self._cut(int(state["bytes"]), b'"event"')
+
+    def _cut(self, good: int, kept: bytes) -> None:
+        """Cuts back to ``good`` bytes, but for whole lines that hold ``kept``."""
+        file = self._opened()
+        file.seek(good)
+        rest = file.read() if good else b""
+        self._good, self._broken = good, True
+        self._append(b"".join(line for line in rest.splitlines(keepends=True) if kept in line and line.endswith(b"\n")))
+
+    def log(self, figures: Mapping[str, Any]) -> None:
+        """Writes one line; its numbers also go to the trackers. NaN and Inf are written as text: JSON has none."""
+        if not self._writes:
+            return
+        with self._bearing("metrics.jsonl"):
+            self._append(dumps(figures).encode() + b"\n")
+        head = f"{figures['weights']}/" if figures.get("weights", "raw") != "raw" else ""  # an average's own curve
+        numbers = {
+            f"{head}{name}": value for name, value in figures.items() if "/" in name and isinstance(value, int | float)
+        }
+        for tracker in self._accelerator.trackers if numbers else ():
+            with self._bearing(f"tracker {tracker.name}"):
+                if tracker.name == "tensorboard":
+                    self._waiting.append((numbers, figures["step"], time.time()))
+                else:
+                    tracker.log(numbers, step=figures["step"])
+        if time.monotonic() - self._handed_over > _HAND_OVER:
+            self._hand_over()
+
+    def show(self, step: int, examples: Examples) -> None:
+        """Keeps what is to be looked at in examples.json, and gives it to the trackers that take pictures or texts."""
+        if examples.trouble and self._writes and "show" not in self._told:
+            self._told.add("show")
+            self._say(f"{examples.trouble}; training goes on, --eval.samples 0 shows none")
+        if not self._writes or not (examples.samples or examples.confusion):
+            return
+        with self._bearing("examples.json"), replacing(self._folder / "examples.json") as draft:
+            draft.write_text(dumps({"step": step, **examples.plain()}))
+        for tracker in self._accelerator.trackers:
+            with self._bearing(f"tracker {tracker.name}"):
+                _give(tracker, step, examples)
+
+    def _opened(self) -> IO[bytes]:
+        """metrics.jsonl, to be read and written without a buffer."""
+        if self._file is None:
+            path = self._folder / "metrics.jsonl"
+            self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
+        return self._file
+
+    def _append(self, lines: bytes) -> None:
+        """After the last whole line: of what a full disk takes only a part of, nothing stays."""
+        file = self._opened()
+        if self._broken:
+            file.truncate(self._good)
+            file.seek(self._good)
+        self._broken = True
+        rest = memoryview(lines)
+        while rest:
+            rest = rest[file.write(rest) :]
+        self._good += len(lines)
+        self._broken = False
+
+    def _hand_over(self) -> None:
+        """To TensorBoard, one event for all figures of a step: accelerate makes one for each, and waits for the disk, which
+        takes thirty times as long."""
+        waiting, self._waiting, self._handed_over = self._waiting, [], time.monotonic()
+        if not waiting:
+            return
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        (writer,) = (tracker.tracker for tracker in self._accelerator.trackers if tracker.name == "tensorboard")
+        with self._bearing("tracker tensorboard"):
+            for numbers, step, when in waiting:
+                values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+                writer.file_writer.add_summary(Summary(value=values), step, when)
+            writer.flush()
+
+    def close(self) -> None:
+        """Ends the trackers, and the file."""
+        self._hand_over()
+        for tracker in self._accelerator.trackers:  # not end_training(), which also ends the process group
+            with self._bearing(f"tracker {tracker.name}"):
+                tracker.finish()
+        if self._file is not None:
+            self._file.close()
+
+
+def _give(tracker: Any, step: int, examples: Examples) -> None:
+    """Pictures to trackers that take pictures, texts to those that take texts or tables."""
+    if hasattr(tracker, "log_images"):
+        layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+        for name, picture in _pictures(examples).items():
+            several = picture if tracker.name == "aim" else picture[None]  # aim takes one, the others a list
+            tracker.log_images({name: several}, step=step, **layout)
+    texts = _texts(examples)
+    if texts and tracker.name == "tensorboard":
+        tracker.log(texts, step=step)
+    elif texts and hasattr(tracker, "log_table"):
+        tracker.log_table("examples", columns=["which", "text"], data=[[*row] for row in texts.items()], step=step)
+
+
+def _pictures(examples: Examples) -> dict[str, NDArray[np.uint8]]:
+    found = {}
+    for name, worst in (("examples/fixed", False), ("examples/worst", True)):
+        if chosen := [one for one in examples.samples if "image" in one and one["worst"] == worst]:
+            found[name] = tiles(chosen)
+    return found | ({"examples/confusion": matrix(examples.confusion)} if examples.confusion else {})
+
+
+def _texts(examples: Examples) -> dict[str, str]:
+    """Texts by name, in Markdown; code blocks keep their lines."""
+    found = {}
+    for one in examples.samples:
+        name = f"{'worst' if one['worst'] else 'fixed'}/{one['index']}"
+        text = one.get("text") or "".join(piece for piece, _ in one.get("tokens", ()))
+        said = f"is {one.get('target', 'unknown')}, said {one['prediction']}" if "prediction" in one else ""
+        if "continuation" in one:
+            text, said = (
+                one["prompt"] + "\N{RIGHTWARDS ARROW}" + one["continuation"],
+                "what the model writes after the arrow",
+            )
+        if text:
+            found[name] = f"{said}\n\n" + "\n".join(f"    {line}" for line in text.splitlines())
+    return found
