@@ -33,10 +33,10 @@ launch  Starts the training processes as `accelerate launch … -m oneloop.train
 verify  Reads every checkpoint of a run and lists what is wrong; exits with 1 where anything is.
 report  Writes one HTML page about a run (by default its report.html), or about several laid over one another (by
         default ./report.html); nothing in it is fetched from a network.
-watch   Draws a run in the terminal while it goes on, or several side by side; --once: as they are now. Figures are named as in
-        metrics.jsonl (train/loss, eval/accuracy, speed/mfu).
-export  Writes a checkpoint's weights as plain safetensors, with what the task adds (config, tokenizer): raw, an average by
-        its name, or the power-function average of any width (when trained with --ema.power)."""
+watch   Draws a run in the terminal while it goes on, or several side by side; --once: as they are now. Figures have
+        their names of metrics.jsonl (train/loss, eval/accuracy, speed/mfu).
+export  Writes a checkpoint's weights as plain safetensors, with what the task adds (config, tokenizer): raw, an average
+        by its name, or the power-function average of any width (when trained with --ema.power)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

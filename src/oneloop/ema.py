@@ -236,7 +236,7 @@ def _room(parameter: Tensor, dtype: torch.dtype, device: str | None) -> Tensor:
 
 
 def _as(tensors: list[Tensor], like: list[Tensor]) -> list[Tensor]:
-    return [one if one.dtype == other.dtype else one.to(other.dtype) for one, other in zip(tensors, like, strict=True)]
+    return [tensor.to(other.dtype) for tensor, other in zip(tensors, like, strict=True)]
 
 
 class _Copies:
@@ -249,7 +249,7 @@ class _Copies:
         if optimizer is None:
             raise ValueError("an EMA in host memory needs the optimizer, whose next step waits until the copy is made")
         self._mine, self._theirs = mine, theirs
-        self._landing = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in theirs]
+        self._landing = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in theirs]
         self._stream = torch.Stream(theirs[0].device)
         self._copied: torch.Event | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ema")

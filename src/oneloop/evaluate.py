@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -14,9 +15,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from oneloop.basics.progress import tracked
-from oneloop.data.groups import Keyed, Weighed, loader, transferred
+from oneloop.data.groups import Batch, Keyed, Weighed, loader, transferred
 from oneloop.ema import EMA
-from oneloop.show.examples import Examples
+from oneloop.show.examples import Examples, Shows
+from oneloop.tasks.base import Objective
 from oneloop.tasks.metrics import confusion, prefix, single_values
 
 
@@ -37,7 +39,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def evaluate(
-    task: Any,
+    task: Objective,
     model: nn.Module,
     dataset: Any,
     *,
@@ -74,35 +76,41 @@ def evaluate(
     metrics = task.metrics().to(device) if hasattr(task, "metrics") else None
     total, weight = torch.zeros((), dtype=wide, device=device), 0.0
     loaded = loader(keyed, collate, places, workers=workers, device=device)
-    weights: list[float] = []
-
-    def batches() -> Iterator[dict[str, Any]]:
-        for batch, its_weight in loaded:
-            weights.append(its_weight)
-            yield batch
-
     with evaluating(model):
-        for turn, batch in enumerate(tracked(transferred(batches(), device), "evaluating", total=len(places))):
+        for turn, (batch, its_weight) in enumerate(tracked(_weighed(loaded, device), "evaluating", total=len(places))):
             if interrupted():
                 return None
             loss, outputs = task.loss(model, batch)
             if turn >= kept:
                 continue
             total += loss
-            weight += weights[turn]
+            weight += its_weight
             if metrics is not None:
-                task.update(metrics, batch, outputs)
+                task.update(metrics, batch, outputs)  # type: ignore[attr-defined]
             if examples is not None:
                 examples.take(batch, outputs)
         if examples is not None and hasattr(task, "show"):
             chosen = partial(_chosen, keyed, collate, device)
-            examples.look(task, model, len(dataset), chosen, micro=micro, accelerator=accelerator)
+            examples.look(cast(Shows, task), model, len(dataset), chosen, micro=micro, accelerator=accelerator)
     sums = torch.stack([total, torch.tensor(weight, dtype=wide, device=device)])
     summed = accelerator.reduce(sums, "sum").tolist()
     return {"loss": summed[0] / summed[1]} | (_computed(task, metrics, examples) if metrics is not None else {})
 
 
-def _computed(task: Any, metrics: Any, examples: Examples | None) -> dict[str, float]:
+def _weighed(loaded: Iterable[tuple[Batch, float]], device: torch.device) -> Iterator[tuple[Batch, float]]:
+    """The batches on the device, each with its weight; one may be on its way while another is used."""
+    weights: deque[float] = deque()
+
+    def batches() -> Iterator[Batch]:
+        for batch, weight in loaded:
+            weights.append(weight)
+            yield batch
+
+    for batch in transferred(batches(), device):
+        yield batch, weights.popleft()
+
+
+def _computed(task: Objective, metrics: Any, examples: Examples | None) -> dict[str, float]:
     """The metrics' figures; a confusion matrix goes to the examples."""
     values = metrics.compute()
     if examples is not None:
@@ -119,8 +127,10 @@ def _chosen(
 
 
 def _share(samples: int, micro: int, ranks: int, rank: int) -> tuple[list[list[tuple[int, int]]], int]:
-    """This rank's micro-batches, as (epoch, index) of their samples, and how many of them count: FSDP2 needs equal forward
-    counts, so a rank that has none left takes the first one again, and drops it."""
+    """This rank's micro-batches, as (epoch, index) of their samples, and how many of them count.
+
+    FSDP2 needs equal forward counts, so a rank that has none left takes the first one again, and drops it.
+    """
     count = math.ceil(samples / micro)
     mine = [turn * ranks + rank for turn in range(math.ceil(count / ranks))]
     places = [
@@ -131,7 +141,7 @@ def _share(samples: int, micro: int, ranks: int, rank: int) -> tuple[list[list[t
 
 
 def evaluate_all(
-    task: Any,
+    task: Objective,
     model: nn.Module,
     sets: Mapping[str, Any],
     *,
@@ -152,9 +162,9 @@ def evaluate_all(
         results[weights] = {}
         with held():
             for name, dataset in sets.items():
-                found = evaluate(task, model, dataset, examples=examples, **options)
+                figures = evaluate(task, model, dataset, examples=examples, **options)
                 examples = None
-                if found is None:
+                if figures is None:
                     return None
-                results[weights] |= {f"{prefix(name)}/{metric}": value for metric, value in found.items()}
+                results[weights] |= {f"{prefix(name)}/{metric}": value for metric, value in figures.items()}
     return results

@@ -10,9 +10,8 @@ def flattened(groups: Mapping[str, Any]) -> dict[str, Any]:
     """``{"seed": 0, "batch": {"size": 64}}`` as ``{"seed": 0, "batch.size": 64}``; one level, no further."""
     flat: dict[str, Any] = {}
     for group, value in groups.items():
-        flat |= (
-            {f"{group}.{key}": inside for key, inside in value.items()}
-            if isinstance(value, Mapping)
-            else {group: value}
-        )
+        if isinstance(value, Mapping):
+            flat |= {f"{group}.{key}": inside for key, inside in value.items()}
+        else:
+            flat[group] = value
     return flat

@@ -1,8 +1,8 @@
 """Checkpoints: save while training goes on, load what verifies. Works alone in a plain Accelerate script.
 
 >>> checkpoints = Checkpoints(Path("checkpoints"), accelerator)
->>> found = checkpoints.newest()                    # verified, on all ranks; None at first
->>> state = checkpoints.load(found, model, optimizer) if found else {"step": 0}
+>>> newest = checkpoints.newest()                   # verified, on all ranks; None at first
+>>> state = checkpoints.load(newest, model, optimizer) if newest else {"step": 0}
 >>> checkpoints.save(step, model, optimizer, {"step": step})       # every rank; waits for a copy to host memory
 >>> checkpoints.finish()                            # before the end
 """
@@ -46,7 +46,7 @@ class Checkpoints:
         root: the folder.
         accelerator: its ranks write together.
         sync: write in the training process instead of another one.
-        max_failures: failing saves in a row that are borne.
+        max_failures: failing saves in a row that do not end the run.
         say: how a person is told of bad checkpoints, on rank 0.
     """
 
@@ -103,7 +103,7 @@ class Checkpoints:
         mine = pieces(tensors, rank=self.rank, ranks=self.ranks)
         header, size = header_of(mine)
         self._attempt += 1
-        order = writer.Order(
+        request = writer.SaveRequest(
             root=str(self.store.root.absolute()),
             step=step,
             attempt=self._attempt,
@@ -118,29 +118,29 @@ class Checkpoints:
         if self._sync:
             buffer = torch.empty(size, dtype=torch.uint8)
             stage(mine, buffer)
-            self._write_here(order, buffer.numpy().data)
+            self._write_here(request, buffer.numpy().data)
             return self.finish() or trouble
         if self._process is None or self._process.size < size or not self._process.alive():
             if self._process is not None:
                 self._process.close()
             self._process = WritingProcess(WRITER, size, pin=self._pin)
         stage(mine, self._process.buffer)
-        self._process.tell(order)
+        self._process.tell(request)
         self._pending = True
         self._shown = Working(f"saving step {step}")
         return trouble
 
-    def _write_here(self, order: writer.Order, data: memoryview) -> None:
+    def _write_here(self, request: writer.SaveRequest, data: memoryview) -> None:
         """Rank 0 last, when the others' parts are there or known to have failed."""
         self._pending = True
         if self.rank != 0:
-            self._trouble = _attempt(lambda: writer.write(order, data))
+            self._trouble = _attempt(lambda: writer.write(request, data))
         others = self._all(self._trouble)
         if self.rank == 0 and not any(others):
-            self._trouble = _attempt(lambda: writer.write(order, data))
+            self._trouble = _attempt(lambda: writer.write(request, data))
 
     def poll(self) -> str | None:
-        """This rank's trouble with the save under way, if it is known by now; costs a microsecond, waits for nothing."""
+        """This rank's trouble with the save under way, if it is known by now; a microsecond, without a wait."""
         if self._pending and self._process is not None:
             self._note(self._process.answer(wait=False))
         return self._trouble
@@ -163,12 +163,12 @@ class Checkpoints:
             if any(others):
                 self._process.call_off()
             self._note(self._process.answer(wait=True))
-        found = [trouble for trouble in (*others, *self._all(self._trouble)) if trouble]
+        troubles = [trouble for trouble in (*others, *self._all(self._trouble)) if trouble]
         self._trouble, self._pending = None, False
-        if not found:
+        if not troubles:
             self._failures = 0
             return None
-        trouble: str = next((one for one in found if not one.startswith("Gone")), found[0])
+        trouble: str = next((first for first in troubles if not first.startswith("Gone")), troubles[0])
         self._failures += 1
         if self._failures > self._max_failures:
             raise OSError(f"{self._failures} saves in a row have failed, the last one: {trouble}")

@@ -39,15 +39,15 @@ _TYPES = {
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers, each under its first name; the tensors themselves, not copies."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"the model's state holds {name}, a {type(tensor).__name__}; only tensors can be saved")
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            found[f"model.{bare_name(name)}"] = tensor.detach()
-    return found
+            tensors[f"model.{bare_name(name)}"] = tensor.detach()
+    return tensors
 
 
 def optimizer_values(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def load_tensors(
             for key in [key for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor)]:
                 if f"{prefix}{key}" not in saved:
                     del optimizer.state[parameter][key]
-            for entry in (one for one in saved if one.startswith(prefix) and "." not in one.removeprefix(prefix)):
+            for entry in (name for name in saved if name.startswith(prefix) and "." not in name.removeprefix(prefix)):
                 known = optimizer.state[parameter]
                 key = entry.removeprefix(prefix)
                 if key not in known:
@@ -172,13 +172,13 @@ def load_tensors(
 
 def averages_in(saved: Mapping[str, Any]) -> list[str]:
     """Names of the averages among these tensors' names."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for name in saved:
         if name.startswith("ema."):
             for parameter in saved:
                 if parameter.startswith("model.") and name.endswith(tail := parameter.removeprefix("model")):
-                    found[name.removeprefix("ema.").removesuffix(tail)] = None
-    return list(found)
+                    names[name.removeprefix("ema.").removesuffix(tail)] = None
+    return list(names)
 
 
 def load_values(values: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:

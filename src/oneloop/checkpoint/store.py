@@ -115,11 +115,11 @@ class Store:
 
     def prune(self, keep: Keep) -> list[Path]:
         """Removes what need not be kept; a kill in the midst leaves no half checkpoint under a checkpoint's name."""
-        found = self.sealed()
-        spared = set(found[-max(1, keep.newest) :])
-        spared |= {path for path in found if keep.every and step_of(path) % keep.every == 0}
-        spared |= {path for path in found if step_of(path) == keep.best}
-        gone = [path for path in found if path not in spared]
+        sealed = self.sealed()
+        spared = set(sealed[-max(1, keep.newest) :])
+        spared |= {path for path in sealed if keep.every and step_of(path) % keep.every == 0}
+        spared |= {path for path in sealed if step_of(path) == keep.best}
+        gone = [path for path in sealed if path not in spared]
         for path in gone:
             path.rename(self.root / f".{path.name}.removed")
         self.sweep()
@@ -176,16 +176,16 @@ def problems(folder: Path) -> list[str]:
         manifest = read_manifest(folder)
     except ValueError as error:
         return [str(error)]
-    found = []
+    wrong = []
     for name, entry in manifest["files"].items():
         file = folder / name
         try:
             size = file.stat().st_size
             if size != entry["size"]:
-                found.append(f"{name}: expected {entry['size']} bytes, found {size}")
+                wrong.append(f"{name}: expected {entry['size']} bytes, found {size}")
             elif (actual := checksum(file)) != entry["xxh3"]:
-                found.append(f"{name}: expected checksum {entry['xxh3']}, found {actual}")
+                wrong.append(f"{name}: expected checksum {entry['xxh3']}, found {actual}")
         except OSError as error:
-            found.append(f"{name}: {error.strerror}")
+            wrong.append(f"{name}: {error.strerror}")
     strangers = {path.name for path in folder.iterdir()} - set(manifest["files"]) - {MANIFEST}
-    return found + [f"{name}: not in the manifest" for name in sorted(strangers)]
+    return wrong + [f"{name}: not in the manifest" for name in sorted(strangers)]

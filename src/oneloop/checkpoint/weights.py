@@ -59,20 +59,20 @@ def load_weights(model: nn.Module, source: str, weights: str = "raw") -> None:
     """
     path, name = Path(source), "model.safetensors" if weights == "raw" else f"{weights}.safetensors"
     tried = [path] if path.suffix == ".safetensors" else [path / "final" / name, path / name]
-    file = next((one for one in tried if one.is_file()), None)
+    file = next((candidate for candidate in tried if candidate.is_file()), None)
     if file is None:
         raise ValueError(f"init.from {source!r}: no weights there (looked for {' and '.join(map(str, tried))})")
     try:
-        found = load_file(file)
+        loaded = load_file(file)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"init.from {source!r}: {file} cannot be read: {error}") from error
     own = model.state_dict()
-    missing = sorted(own.keys() - found.keys() - tied_names(model))
-    unexpected = sorted(found.keys() - own.keys())
+    missing = sorted(own.keys() - loaded.keys() - tied_names(model))
+    unexpected = sorted(loaded.keys() - own.keys())
     shapes = [
-        f"{name} {tuple(found[name].shape)} for {tuple(own[name].shape)}"
-        for name in sorted(own.keys() & found.keys())
-        if own[name].shape != found[name].shape
+        f"{name} {tuple(loaded[name].shape)} for {tuple(own[name].shape)}"
+        for name in sorted(own.keys() & loaded.keys())
+        if own[name].shape != loaded[name].shape
     ]
     if missing or unexpected or shapes:
         wrong = [
@@ -85,4 +85,4 @@ def load_weights(model: nn.Module, source: str, weights: str = "raw") -> None:
             " choose weights of the same task.* settings"
         )
     with torch.no_grad():
-        model.load_state_dict(found, strict=False)
+        model.load_state_dict(loaded, strict=False)

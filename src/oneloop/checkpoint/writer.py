@@ -1,4 +1,4 @@
-"""Writes one rank's part of a checkpoint; rank 0 waits for the others' and seals. As a process: no torch, no GIL shared.
+"""Writes one rank's part of a checkpoint, in a process without torch; rank 0 waits for the others, and seals.
 
 A part is one safetensors file, its data section being the staged bytes as they are. Ranks tell each other through the
 draft folder, on the storage they share anyway: ``rank-00001.json`` says a part is done, ``rank-00001.failed`` that it
@@ -28,7 +28,7 @@ _CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
-class Order:
+class SaveRequest:
     """What to write: all that a writer needs to know."""
 
     root: str
@@ -54,32 +54,32 @@ class Gone(Exception):
     """Another rank's part failed, or this save was called off."""
 
 
-def write(order: Order, data: memoryview, called_off: Callable[[], bool] = lambda: False) -> None:
+def write(request: SaveRequest, data: memoryview, called_off: Callable[[], bool] = lambda: False) -> None:
     """Writes this rank's part; on rank 0 also seals the checkpoint and prunes older ones.
 
     Raises:
         OSError: the storage refused.
         Gone: another rank's part failed.
     """
-    store = Store(Path(order.root))
-    draft = store.draft(order.step, order.attempt)
-    part = f"rank-{order.rank:05d}"
+    store = Store(Path(request.root))
+    draft = store.draft(request.step, request.attempt)
+    part = f"rank-{request.rank:05d}"
     try:
-        entry = write_tensors(draft / f"{part}.safetensors", order.header, data)
-        if order.rank != 0:
+        entry = write_tensors(draft / f"{part}.safetensors", request.header, data)
+        if request.rank != 0:
             write_file(draft / f"{part}.draft", json.dumps(entry).encode())
             (draft / f"{part}.draft").rename(draft / f"{part}.json")
             return
         files = {f"{part}.safetensors": entry}
-        files["state.json"] = write_file(draft / "state.json", json.dumps(order.state, indent=1).encode())
-        files |= gathered(draft, order.ranks, called_off)
+        files["state.json"] = write_file(draft / "state.json", json.dumps(request.state, indent=1).encode())
+        files |= gathered(draft, request.ranks, called_off)
     except OSError:
         try:
             (draft / f"{part}.failed").touch()
         finally:
             raise
-    store.seal(draft, order.step, files, order.about)
-    store.prune(Keep(**order.keep))
+    store.seal(draft, request.step, files, request.about)
+    store.prune(Keep(**request.keep))
 
 
 def write_tensors(file: Path, header: str, data: memoryview) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def gathered(draft: Path, ranks: int, called_off: Callable[[], bool]) -> dict[st
 
 
 def main() -> None:
-    """Takes orders from standard input, one JSON object a line; answers each on standard output."""
+    """Takes requests from standard input, one JSON object a line; answers each on standard output."""
     die_with(int(sys.argv[1]))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the trainer decides when to stop
@@ -137,13 +137,13 @@ def main() -> None:
         told = json.loads(line)
         if told is None:
             continue  # called off too late: it had ended already
-        order = Order(**told)
+        request = SaveRequest(**told)
         began = time.perf_counter()
         try:
-            write(order, data[: order.size], called_off=_waiting)
-            answer: dict[str, Any] = {"step": order.step, "seconds": time.perf_counter() - began}
+            write(request, data[: request.size], called_off=_waiting)
+            answer: dict[str, Any] = {"step": request.step, "seconds": time.perf_counter() - began}
         except Exception as error:
-            answer = {"step": order.step, "error": f"{type(error).__name__}: {error}"}
+            answer = {"step": request.step, "error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
 
 
@@ -152,8 +152,8 @@ def _waiting() -> bool:
     return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
-def as_line(order: Order | None) -> bytes:
-    return json.dumps(None if order is None else asdict(order)).encode() + b"\n"
+def as_line(request: SaveRequest | None) -> bytes:
+    return json.dumps(None if request is None else asdict(request)).encode() + b"\n"
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ class WritingProcess:
         os.set_blocking(self._process.stdout.fileno(), False)
         self._heard = b""
 
-    def tell(self, order: writer.Order) -> None:
-        self._send(writer.as_line(order))
+    def tell(self, request: writer.SaveRequest) -> None:
+        self._send(writer.as_line(request))
 
     def call_off(self) -> None:
         self._send(writer.as_line(None))
@@ -60,7 +60,7 @@ class WritingProcess:
             return  # it is gone, which answer() will say
 
     def answer(self, *, wait: bool) -> dict[str, Any] | None:
-        """The answer to the last order; None while there is none."""
+        """The answer to the last request; None while there is none."""
         assert self._process.stdout is not None
         handle = self._process.stdout.fileno()
         os.set_blocking(handle, wait)

@@ -29,18 +29,18 @@ def blocks(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
         classes = {name for several in said for name in several} & present
     if not classes:
         classes = _repeated(model)
-    found: list[nn.Module] = []
+    chosen: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
         if _class_name(module) in classes and module not in inside:
-            found.append(module)
+            chosen.append(module)
             inside.update(module.modules())
-    return found
+    return chosen
 
 
-def class_names(found: Sequence[nn.Module]) -> list[str]:
+def class_names(modules: Sequence[nn.Module]) -> list[str]:
     """The class names of these blocks, each once."""
-    return sorted({_class_name(module) for module in found})
+    return sorted({_class_name(module) for module in modules})
 
 
 def _class_name(module: nn.Module) -> str:

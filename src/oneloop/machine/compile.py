@@ -3,8 +3,8 @@
 >>> compile_(model, "regional")         # before accelerator.prepare, after recompute
 
 ``forward`` itself is compiled, not the module: hooks of FSDP2 and DDP stay outside, and no ``_orig_mod.`` appears. Each
-part is one graph; what breaks a graph is an error, so that nothing falls back to slow code unsaid. A part that meets a
-second shape (samples of several lengths) is compiled once more, for any shape.
+part is one graph; what breaks a graph is an error, so that nothing falls back to slow code in silence. A part that
+meets a second shape (samples of several lengths) is compiled once more, for any shape.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def compile_(
                 " regional or whole, or machine.recompute selective"
             )
         return 0
-    found = blocks(model, names)
-    if scope == "regional" and not found:
+    layers = blocks(model, names)
+    if scope == "regional" and not layers:
         raise ValueError(
             f"compile regional: {type(model).__name__} has no repeated blocks; set machine.compile whole, or"
             " name the classes of its layers with machine.blocks"
         )
-    if scope == "whole" and sharded and found:
+    if scope == "whole" and sharded and layers:
         raise ValueError(
             "compile whole is asked for under FSDP2, which gathers block by block and so cuts the graph there;"
             " set machine.compile regional"
@@ -67,7 +67,7 @@ def compile_(
         torch._functorch.config.activation_memory_budget = budget
     if mode in ("reduce-overhead", "max-autotune"):  # CUDA graphs reuse their memory from one forward to the next
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
-    parts = found if scope == "regional" else [model]
+    parts = layers if scope == "regional" else [model]
     for part in parts:
         part.forward = torch.compile(
             part.forward, mode=mode if backend == "inductor" else None, backend=backend, fullgraph=True

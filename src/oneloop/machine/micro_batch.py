@@ -54,24 +54,24 @@ def search(candidates: Sequence[int], attempt: Callable[[int], Attempt], *, fast
         MemoryError: not even the smallest fits.
     """
     ordered = sorted(candidates)
-    found = [tried for tried in [attempt(ordered[-1])] if tried.fits]
+    fitting = [tried for tried in [attempt(ordered[-1])] if tried.fits]
     low, high = -1, len(ordered) - 1  # low: the largest that is known to fit, high: the smallest that is known not to
-    while not (found and found[-1].micro == ordered[-1]) and high - low > 1:
+    while not (fitting and fitting[-1].micro == ordered[-1]) and high - low > 1:
         middle = (low + high) // 2
         tried = attempt(ordered[middle])
         if tried.fits:
             low = middle
-            found.append(tried)
+            fitting.append(tried)
         else:
             high = middle
-    if not found:
+    if not fitting:
         raise MemoryError(f"not even a micro-batch of {ordered[0]} fits into memory")
-    largest = max(found, key=lambda tried: tried.micro)
+    largest = max(fitting, key=lambda tried: tried.micro)
     if not fastest:
         return largest
-    tried_already = {tried.micro for tried in found}
-    found += [attempt(micro) for micro in ordered if micro < largest.micro and micro not in tried_already]
-    return min((tried for tried in found if tried.fits), key=lambda tried: tried.seconds)
+    tried_already = {tried.micro for tried in fitting}
+    fitting += [attempt(micro) for micro in ordered if micro < largest.micro and micro not in tried_already]
+    return min((tried for tried in fitting if tried.fits), key=lambda tried: tried.seconds)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

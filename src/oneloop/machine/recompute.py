@@ -33,7 +33,7 @@ _KEPT = (
     "_scaled_dot_product_attention_math",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-"""aten's products and attentions: dear to compute again, and few"""
+"""aten's products and attentions: few, and costly to compute again"""
 
 
 def recompute(model: nn.Module, mode: str = "full", *, names: Sequence[str] = (), offload: bool = False) -> int:
@@ -59,8 +59,8 @@ def recompute(model: nn.Module, mode: str = "full", *, names: Sequence[str] = ()
                 f"offload is asked for with recompute {mode}, which keeps nothing by block; use full or every:K"
             )
         return 0
-    found = blocks(model, names)
-    if not found:
+    layers = blocks(model, names)
+    if not layers:
         raise ValueError(
             f"recompute {mode}: {type(model).__name__} has no repeated blocks; name the classes of its layers"
             " with machine.blocks, or set machine.recompute none"
@@ -68,9 +68,9 @@ def recompute(model: nn.Module, mode: str = "full", *, names: Sequence[str] = ()
     if offload and kind == "selective":
         raise ValueError("offload is asked for with recompute selective; it can offload what full and every:K keep")
     step = int(share) if kind == "every" else 1
-    chosen = found[step - 1 :: step]
+    chosen = layers[step - 1 :: step]
     if not chosen:
-        raise ValueError(f"recompute {mode}: {type(model).__name__} has only {len(found)} blocks; choose a smaller K")
+        raise ValueError(f"recompute {mode}: {type(model).__name__} has only {len(layers)} blocks; choose a smaller K")
     contexts = partial(create_selective_checkpoint_contexts, _kept_operations()) if kind == "selective" else None
     for block in chosen:
         block.forward = _recomputing(block.forward, contexts, offload=offload)  # type: ignore[method-assign]

@@ -52,10 +52,10 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int) -> None
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
     ranks = dist.get_process_group_ranks(group)
-    found = dict(zip(ranks, torch.stack(gathered).tolist(), strict=True))  # host sync
+    hashes_by_rank = dict(zip(ranks, torch.stack(gathered).tolist(), strict=True))  # host sync
     differing: list[tuple[str, list[int]]] = []
     for place, name in enumerate(named):
-        hashes = {rank: values[place] for rank, values in found.items()}
+        hashes = {rank: values[place] for rank, values in hashes_by_rank.items()}
         usual = Counter(hashes.values()).most_common(1)[0][0]  # of two, rank 0's
         if odd := [rank for rank, value in hashes.items() if value != usual]:
             differing.append((name, odd))

@@ -6,8 +6,8 @@
 ...     optimizer.step(); clock.mark("update"); clock.step()
 >>> clock.read()                                 # {"share/data": 0.31, …, "speed/step_seconds": 0.012}
 
-On a CPU the host's clock says it all. A GPU works behind the host: there events are recorded at the marks of the last steps,
-without a wait, and :meth:`read` asks them; a device that has nothing to do between two marks counts for the later one.
+On a CPU the host's clock says it all. A GPU works behind the host: there events are recorded at the marks of the last
+steps, without a wait, and :meth:`read` asks them; the time that a device idles between two marks counts for the later.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 Item = TypeVar("Item")
 
 PHASES = ("data", "transfer", "compute", "update", "evaluate", "save", "other")
-"""waiting for data; waiting for its copy to the device; forward and backward (with the reduction of gradients); norm, clipping, optimizer and averages;
-evaluation; the copy that a checkpoint waits for; the rest"""
+"""waiting for data; waiting for its copy to the device; forward and backward (with the reduction of gradients); norm,
+clipping, optimizer and averages; evaluation; the copy that a checkpoint waits for; the rest"""
 
 _ON_DEVICE = ("data", "transfer", "compute", "update")
 _STEP = "step"
@@ -92,8 +92,8 @@ class Clock:
         self._marks = []
 
     def read(self) -> dict[str, float]:
-        """Since the last read: shares of the time, which sum to 1; median and spread (between the quartiles) of a step's
-        seconds; ``seconds`` in all, without evaluation and saving.
+        """Since the last read: shares of the time, which sum to 1; median and interquartile range of a step's seconds;
+        ``seconds`` in all, without evaluation and saving.
 
         On a GPU: to be called after a wait for the device.
         """

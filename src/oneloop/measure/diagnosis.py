@@ -50,8 +50,8 @@ def diagnosis(
         every = f" from {save_every} steps to {_rounder(save_every * largest / 0.02)}" if save_every else ""
         return f"{percent} training waits for checkpoints: raise save.every{every}"
     return (
-        f"{percent} goes into the optimizer's update: take a fused optimizer (adamw, sgd), or a larger batch.size, so that"
-        " there are fewer updates"
+        f"{percent} goes into the optimizer's update: take a fused optimizer (adamw, sgd), or a larger batch.size, so"
+        " that there are fewer updates"
     )
 
 
@@ -88,14 +88,16 @@ class Advice:
 
 
 def _more_workers(share: float, workers: int, cores: int) -> str:
-    needed = math.ceil(max(1, workers) * (1.0 if not workers else 1.0 / (1.0 - min(share, 0.95)))) + (
-        1 if workers else 0
-    )
-    needed = max(needed, math.ceil(share / (1.0 - min(share, 0.95)))) if not workers else needed
-    if needed <= cores and needed > workers:
+    """What to do about waiting for data for this share of the time: so many more workers, or cheaper samples."""
+    times = 1.0 / (1.0 - min(share, 0.95))  # as much loading would fill the time without a wait
+    needed = math.ceil(workers * times) + 1 if workers else max(1, math.ceil(share * times))
+    if workers < needed <= cores:
         return f"raise machine.workers from {workers} to {needed}"
     if workers < cores:
-        return f"raise machine.workers from {workers} to {cores}, and make the samples cheaper to load; {needed} would be needed"
+        return (
+            f"raise machine.workers from {workers} to {cores}, and make the samples cheaper to load; {needed} would be"
+            " needed"
+        )
     return "all cores load already; store the samples in a form that is cheaper to load"
 
 

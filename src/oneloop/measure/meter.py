@@ -108,8 +108,10 @@ class Meter:
         return figures
 
     def _gathered(self, told: list[Tensor], host: list[float]) -> tuple[list[float], list[list[float]]]:
-        """Every rank's summed loss, and its other figures: 0-dim tensors, and what the host knows. The losses are added one by
-        one, on the host: so their sum does not depend on where a save came between."""
+        """Every rank's summed loss, and its other figures: 0-dim tensors, and what the host knows.
+
+        The losses are added one by one, on the host: so their sum does not depend on where a save came between.
+        """
         single = torch.stack([*self._losses, *told])
         mine = torch.cat([*self._chunks, single]) if self._chunks else single
         self._losses, self._chunks = [], []
@@ -149,19 +151,19 @@ def _in_order(values: list[float]) -> float:
 class UpdateRatio:
     """How large an update is against the weights: |change| / |weights|; about 1e-3 is usual.
 
-    Of models of more than some thousand weights a fixed sample is taken, the same share of each parameter as far as that
-    goes: what is taken of one counts for all of it.
+    Of models with more than some thousand weights a fixed sample is taken, the same share of each parameter where that
+    is possible: each weight of the sample stands for as many of its parameter.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         mine = [_dense(local(parameter.detach())) for parameter in parameters]
-        stride = max(1, sum(one.numel() for one in mine) // _SAMPLED)
+        stride = max(1, sum(part.numel() for part in mine) // _SAMPLED)
         by_width: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for one in mine:
-            if one.numel() and one.is_contiguous():
-                width = min(_RUN, one.numel())
-                runs = one.view(-1)[: one.numel() // width * width].view(-1, width)[::stride]
-                counts = torch.full((runs.numel(),), one.numel() / runs.numel(), device=one.device)
+        for part in mine:
+            if part.numel() and part.is_contiguous():
+                width = min(_RUN, part.numel())
+                runs = part.view(-1)[: part.numel() // width * width].view(-1, width)[::stride]
+                counts = torch.full((runs.numel(),), part.numel() / runs.numel(), device=part.device)
                 by_width[width].append((runs, counts))
         self._samples = [_Sample(*map(list, zip(*each, strict=True))) for each in by_width.values()]
         self._begun = False
@@ -173,8 +175,10 @@ class UpdateRatio:
         self._begun = True
 
     def squares(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared norms of the change since :meth:`before` and of the weights then, 0-dim; 0 where that was not called, and on
-        a rank that holds no weights."""
+        """Squared norms of the change since :meth:`before` and of the weights then, 0-dim.
+
+        Both are 0 where :meth:`before` was not called, and on a rank that holds no weights.
+        """
         each = [sample.squares() for sample in self._samples] if self._begun else []
         self._begun = False
         moved, size = reduce(torch.add, each) if each else like.new_zeros(2)

@@ -100,8 +100,8 @@ class Sensor:
             samples: of the step, over all ranks.
 
         Returns:
-            (mean squared norm of the parts' own mean gradients, mean of 1 / samples of a part, 1 / samples of the step);
-            NaN where no part weighed anything, which :meth:`NoiseScale.add` leaves out. A rank may have none of its own.
+            Mean squared norm of the parts' own mean gradients, mean of 1 / samples of a part, 1 / samples of the step.
+            NaN where no part weighed anything, which :meth:`NoiseScale.add` leaves out; a rank may have no such part.
         """
         # A part's gradient was scaled so that the ranks' mean is the step's: undone, and divided by its own weight.
         squares = [square.double().cpu() for square, _ in self._parts]
@@ -142,7 +142,7 @@ class NoiseScale:
     """
 
     def __init__(self, window: int = 64) -> None:
-        self._found: deque[tuple[float, float]] = deque(maxlen=window)
+        self._measured: deque[tuple[float, float]] = deque(maxlen=window)
 
     def add(self, small_square: float, small_inverse: float, big_inverse: float, *, norm: float) -> None:
         """Takes in one step.
@@ -156,12 +156,12 @@ class NoiseScale:
         noise = (small_square - norm**2) / (small_inverse - big_inverse)
         signal = norm**2 - noise * big_inverse
         if noise == noise and signal == signal and abs(noise) != float("inf"):
-            self._found.append((noise, signal))
+            self._measured.append((noise, signal))
 
     @property
     def value(self) -> float | None:
         """B_simple in samples; None before the first measurement, or where the noise hides the gradient altogether."""
-        noise, signal = (sum(values) for values in zip(*self._found, strict=True)) if self._found else (0.0, 0.0)
+        noise, signal = (sum(values) for values in zip(*self._measured, strict=True)) if self._measured else (0.0, 0.0)
         return noise / signal if noise > 0 and signal > 0 else None
 
     def figures(self) -> dict[str, float]:
@@ -169,11 +169,11 @@ class NoiseScale:
         return {} if self.value is None else {"train/noise_scale": self.value}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"found": [list(pair) for pair in self._found]}
+        return {"found": [list(pair) for pair in self._measured]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._found.clear()
-        self._found.extend((noise, signal) for noise, signal in state["found"])
+        self._measured.clear()
+        self._measured.extend((noise, signal) for noise, signal in state["found"])
 
 
 def meaning(value: float | None, batch: int, why_not: str | None = None) -> str:

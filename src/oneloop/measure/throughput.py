@@ -4,8 +4,8 @@
 >>> flops * samples_per_second / peak_flops(device, torch.bfloat16)
 
 Counted by torch's own FlopCounterMode over a forward and a backward on the meta device: no memory, no time, no
-randomness. Attention counts in full, also where it is causal (as in PaLM, Chowdhery et al. 2022, appendix B); what recompute
-does twice counts once.
+randomness. Attention counts in full, also where it is causal (as in PaLM, Chowdhery et al. 2022, appendix B); what
+recompute does twice counts once.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 
 
 def utilisation(device: torch.device) -> float:
-    """Share of the driver's last sampling period (at most a second) in which a kernel ran, 0 to 1; NaN where nobody says."""
+    """Share of the driver's last sampling period (at most a second) in which a kernel ran; NaN where unknown."""
     handle = _handle(device)
     if handle is None:
         return math.nan

@@ -22,9 +22,9 @@ _SMALLEST_SCALE = 2.0**-10
 
 
 def contagious(loss: Tensor, factor: float = 1.0) -> Tensor:
-    """``loss`` times ``factor``, whose gradient is not finite where the loss is not: the gradient norm then tells all ranks.
+    """``loss`` times ``factor``; where the loss is not finite, neither is its gradient.
 
-    Some losses are infinite with a finite gradient (a clamp before them); others are NaN on one rank only.
+    So the gradient norm tells all ranks of a loss that is NaN on one of them, or infinite with a finite gradient.
     """
     return loss * (factor + 0 * loss.detach())
 

@@ -57,12 +57,12 @@ class Policy:
 
 
 class BadSteps:
-    """What is done about bad steps, and how many of them were borne in a row.
+    """What is done about bad steps, and how many of them came in a row.
 
     Args:
         policy: what a bad step is answered with.
-        patience: bad steps in a row that are borne. A step that is taken ends a row of skipped ones; a row of rewinds is
-            ended by a checkpoint only: the steps before the bad one are taken again and again.
+        patience: bad steps in a row that do not end the run. A step that is taken ends a row of skipped ones; only a
+            checkpoint ends a row of rewinds, since the steps before the bad one are taken again and again.
     """
 
     def __init__(self, policy: Policy, patience: int) -> None:

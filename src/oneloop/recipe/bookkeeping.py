@@ -1,4 +1,4 @@
-"""Recipe keys that neither say what is learned nor how it runs: when it is evaluated, saved, stopped and logged, and where."""
+"""Recipe keys that keep the books of a run: when it is evaluated, saved, stopped and logged, and where it lies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SaveConfig:
     sync: bool = False
     """write in the training process, which waits, instead of another one"""
     max_failures: int = 3
-    """failing saves in a row that are borne (a full disk) before the run ends with exit code 1"""
+    """failing saves in a row (a full disk) before the run ends with exit code 1"""
 
     def __post_init__(self) -> None:
         at_least(1, save__keep=self.keep)

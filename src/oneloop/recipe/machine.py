@@ -35,9 +35,9 @@ class MachineConfig:
     channels_last: bool | Literal["auto"] = "auto"
     """memory layout of convolutional models: channels last (auto: on a GPU)"""
     matmul: Literal["highest", "high", "medium"] = "highest"
-    """float32 products: highest is IEEE; high is TF32 (quicker on GPUs, and another split is then exact to 1e-3 only)"""
+    """float32 products: highest is IEEE; high is TF32 (quicker on GPUs; another split is then exact to 1e-3 only)"""
     cudnn_benchmark: bool = False
-    """let cuDNN try its algorithms (quicker for one shape; a resume may choose others, and is then not exact to the bit)"""
+    """let cuDNN try its algorithms (quicker for one shape; a resume may choose others, and is then not exact)"""
     check_every: Duration = Duration(1000)
     """duration between two comparisons of weights and optimizer state over the processes (0: never)"""
     gc_every: Duration = Duration(1000)

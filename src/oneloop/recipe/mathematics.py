@@ -79,7 +79,7 @@ class ScheduleConfig:
 @dataclass(frozen=True)
 class EmaConfig:
     half_life: Duration | list[Duration] = Duration(0)
-    """samples or tokens (or steps, epochs) after which a weight counts half in the average (0: none; several: a list)"""
+    """samples (or tokens, steps, epochs) after which a weight counts half in the average (0: none; several: a list)"""
     decay: float = 0.0
     """a fixed share of the average kept per step, instead of a half-life (0: none)"""
     power: list[float] = field(default_factory=list)
@@ -94,7 +94,7 @@ class EmaConfig:
     @property
     def half_lives(self) -> list[Duration]:
         several = self.half_life if isinstance(self.half_life, list) else [self.half_life]
-        return [one for one in several if one.amount]
+        return [half_life for half_life in several if half_life.amount]
 
     def __post_init__(self) -> None:
         at_least(0, ema__decay=self.decay, ema__ramp=self.ramp)
@@ -119,7 +119,7 @@ class GuardConfig:
     window: int = 100
     """steps of the window"""
     patience: int = 10
-    """bad steps in a row (rewinds without a checkpoint between them) that are borne before the run ends with code 3"""
+    """bad steps in a row (rewinds without a checkpoint between them) before the run ends with code 3"""
 
     def __post_init__(self) -> None:
         at_least(0, guard__sigma=self.sigma, guard__patience=self.patience)

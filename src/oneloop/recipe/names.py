@@ -36,7 +36,7 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
             f" (module.Name){suggestion(name, known)}"
         )
     try:
-        found = getattr(import_module(module), attribute)
+        chosen = getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
         raise BadInput(
             f"{group}.name {name!r} needs the module {error.name!r}, which is not installed and not found from this"
@@ -44,9 +44,9 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
         ) from error
     except AttributeError:
         raise BadInput(f"{group}.name {name!r}: the module {module!r} has no {attribute!r}") from None
-    if not callable(found):
-        raise BadInput(f"{group}.name {name!r} is a {type(found).__name__}, not a class or function")
-    return found  # type: ignore[no-any-return]
+    if not callable(chosen):
+        raise BadInput(f"{group}.name {name!r} is a {type(chosen).__name__}, not a class or function")
+    return chosen  # type: ignore[no-any-return]
 
 
 def _extra(module: str | None) -> str:

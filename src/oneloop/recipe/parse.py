@@ -180,7 +180,7 @@ def _choose(typed: Mapping[str, Any], written: dict[str, Any]) -> tuple[dict[str
         if not isinstance(new, str):
             raise BadInput(f"{group}.name must be a name or a class path, found {new!r}")
         if new != old:
-            common = {f"{group}.{one.name}" for one in fields(GROUPS[group])}
+            common = {f"{group}.{field.name}" for field in fields(GROUPS[group])}
             written = {key: value for key, value in written.items() if not key.startswith(f"{group}.") or key in common}
         chosen[group] = new
     return chosen, written
@@ -195,7 +195,7 @@ def _refuse_unknown(given: Mapping[str, Any], made: ArgumentParser) -> None:
     known = _types(made)
     for key in given:
         if key in GROUPS:
-            inside = [one for one in known if one.startswith(f"{key}.")]
+            inside = [name for name in known if name.startswith(f"{key}.")]
             raise BadInput(f"{key} is a group of keys, and takes no value; its keys: {', '.join(inside)}")
         if key not in known:
             raise BadInput(f"unknown key {key!r}{suggestion(key, known)} (--help lists all)")
@@ -232,7 +232,7 @@ def _build(name: str, namespace: Namespace, resolved: dict[str, Any]) -> Recipe:
         values = namespace[group].as_dict()
         if group == "init":
             values["source"] = values.pop("from")
-        common = {one.name for one in fields(kind)}
+        common = {field.name for field in fields(kind)}
         own = {key: values.pop(key) for key in list(values) if key not in common}
         built[group] = kind(**values, options=own) if "options" in common else kind(**values)
     return Recipe(

@@ -62,11 +62,8 @@ def main(train: Callable[[Job, Run, Folder], dict[str, Any]], argv: Sequence[str
             leave(errors.ERROR, main=is_main)
         if is_out_of_memory(error):
             if run.device.type == "cuda":
-                print(
-                    f"oneloop: {memory_snapshot(folder.path / 'profile' / f'out-of-memory-{run.rank}.pickle')} shows what"
-                    " holds the memory (pytorch.org/memory_viz)",
-                    file=sys.stderr,
-                )
+                snapshot = memory_snapshot(folder.path / "profile" / f"out-of-memory-{run.rank}.pickle")
+                print(f"oneloop: {snapshot} shows what holds the memory (pytorch.org/memory_viz)", file=sys.stderr)
             summary["exit_reason"] = f"error: {explained(job, run)}"
             print(f"oneloop: {summary['exit_reason']}", file=sys.stderr)
     if is_main:

@@ -57,7 +57,7 @@ def _mix(checkpoint: Path, model: nn.Module, wanted: str) -> None:
     except ValueError as error:
         raise ValueError(f"--weights {wanted}: {error}") from error
     saved: list[tuple[Path, str, float, float]] = []
-    for folder in (one for one in Store(checkpoint.parent).sealed() if one.name <= checkpoint.name):
+    for folder in (other for other in Store(checkpoint.parent).sealed() if other.name <= checkpoint.name):
         if problems(folder):
             continue
         state = json.loads((folder / "state.json").read_text())

@@ -298,7 +298,7 @@ def peak(optimizer: OptimizerConfig, batch: int) -> float:
 
 
 def _flops(task: Task, train_set: Any, collate: Weighed) -> tuple[float, list[str]]:
-    """Operations of training on a sample (the mean of a few, where they differ), and a line where they are not known."""
+    """Operations of training on a sample (the mean of a few, where they differ), or a line that says why not."""
     samples = Keyed(train_set, seed=0)
     number = 1 if collate.sample_weight is not None else min(4, len(train_set))
     try:

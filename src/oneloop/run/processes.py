@@ -95,21 +95,7 @@ def start(
         torch.backends.cudnn.benchmark = False
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     sharding = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if sharding and os.environ.get("FSDP_VERSION", "1") != "2":
-        raise BadInput("fsdp_version 1 is asked for, and only FSDP2 is supported; set fsdp_version: 2")
-    for other in ("DEEPSPEED", "MEGATRON_LM"):
-        if os.environ.get(f"ACCELERATE_USE_{other}", "false").lower() == "true":
-            raise BadInput(
-                f"{other} is asked for, and only one process, DDP and FSDP2 are supported; use another"
-                " config file from accelerate_configs/"
-            )
-    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
-        raise BadInput("accelerate's dynamo_backend is asked for, and is not supported; set dynamo_backend: 'no'")
-    if any(int(os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", 1)) > 1 for axis in ("TP", "CP", "SP")):
-        raise BadInput(
-            "tensor, context or sequence parallelism is asked for, and only data parallelism (dp_replicate,"
-            " dp_shard) is supported; set the other sizes to 1"
-        )
+    _refuse_strategy(sharding=sharding)
     on_cpu = not torch.accelerator.is_available()  # said to accelerate, several processes then get gloo
     # Before the ranks connect: each finds the same, and none waits for another.
     _refuse_precision(precision, torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator())
@@ -134,6 +120,25 @@ def start(
         step_scheduler_with_optimizer=False,
     )
     return Run(accelerator)
+
+
+def _refuse_strategy(*, sharding: bool) -> None:
+    """Refuses what accelerate was set to that is not one process, DDP or FSDP2."""
+    if sharding and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise BadInput("fsdp_version 1 is asked for, and only FSDP2 is supported; set fsdp_version: 2")
+    for other in ("DEEPSPEED", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{other}", "false").lower() == "true":
+            raise BadInput(
+                f"{other} is asked for, and only one process, DDP and FSDP2 are supported; use another"
+                " config file from accelerate_configs/"
+            )
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        raise BadInput("accelerate's dynamo_backend is asked for, and is not supported; set dynamo_backend: 'no'")
+    if any(int(os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", 1)) > 1 for axis in ("TP", "CP", "SP")):
+        raise BadInput(
+            "tensor, context or sequence parallelism is asked for, and only data parallelism (dp_replicate,"
+            " dp_shard) is supported; set the other sizes to 1"
+        )
 
 
 def _refuse_precision(precision: str, device: torch.device | None) -> None:

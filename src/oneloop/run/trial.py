@@ -1,4 +1,4 @@
-"""``batch.micro auto``: tries micro-batches of the job itself before the run, on all ranks, and remembers the answer."""
+"""``batch.micro auto``: tries micro-batches of the job itself before the run, on all ranks; remembers the answer."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
                     tried, fault = child.attempt(micro), None
             except RuntimeError as error:
                 tried, fault = Attempt(micro, fits=False), str(error)
-            if faults := [found for found in run.gathered(fault) if found]:
+            if faults := [reason for reason in run.gathered(fault) if reason]:
                 raise RuntimeError(faults[0])
             seconds, peak = run.largest(tried.seconds, tried.peak)
             tried = Attempt(micro, tried.fits, seconds, int(peak))
@@ -148,7 +148,7 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
             return tried
 
         try:
-            found = search(
+            best = search(
                 [micro for micro in range(1, share + 1) if share % micro == 0], attempt, fastest=asked == "fastest"
             )
         except MemoryError as error:
@@ -157,8 +157,8 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
                 " make it smaller"
             ) from error
     if run.main:
-        memory.write(found.micro)
-    return found.micro
+        memory.write(best.micro)
+    return best.micro
 
 
 def _everyone(run: Run, answered: bool, failed: bool) -> tuple[bool, bool]:

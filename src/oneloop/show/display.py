@@ -31,8 +31,10 @@ from oneloop.basics.progress import BARS
 
 
 class _Bars(Progress):
-    """Asks how far the run is when it draws itself: a step has nothing to do for it. A redraw holds the interpreter for about
-    2 ms, so there is one a second (rich: ten)."""
+    """Asks how far the run is when it draws itself, so that a step has nothing to do for it.
+
+    A redraw holds the interpreter for about 2 ms, so there is one a second (rich: ten).
+    """
 
     def __init__(self, *columns: Any, console: Console) -> None:
         self.steps: tuple[TaskID, Callable[[], int]] | None = None
@@ -161,8 +163,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     kinds = dict.fromkeys(name.rpartition("/")[0].rpartition("/")[0] or "weights" for name in names)
     table = Table("", *kinds, title=None, show_edge=False, pad_edge=False)
     for row in dict.fromkeys("/".join(name.split("/")[-2:]) for name in names):
-        found = [summary.get(row if kind == "weights" else f"{kind}/{row}") for kind in kinds]
-        table.add_row(row, *("" if value is None else f"{value:.4f}" for value in found))
+        values = [summary.get(row if kind == "weights" else f"{kind}/{row}") for kind in kinds]
+        table.add_row(row, *("" if value is None else f"{value:.4f}" for value in values))
     table.add_section()
     if best.get("value") is not None:
         table.add_row(f"best {best['metric']}", f"{best['value']:.4f} at step {best['step']:,}")

@@ -2,7 +2,7 @@
 
 >>> examples = Examples()
 >>> evaluate(task, model, dataset, accelerator=accelerator, micro=64, examples=examples)
->>> examples.samples        # [{"index": 7, "loss": 4.2, "worst": True, "image": …, "target": "3", "prediction": "8"}, …]
+>>> examples.samples        # [{"index": 7, "loss": 4.2, "worst": True, "image": …, "target": "3", …}, …]
 >>> examples.confusion      # {"classes": ["0", …], "counts": [[31, 0, …], …]}, rows are the true classes
 
 How a sample looks is its task's to say (``show`` and ``generate`` of :class:`oneloop.tasks.base.Task`).
@@ -11,13 +11,23 @@ How a sample looks is its task's to say (``show`` and ``generate`` of :class:`on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from oneloop.show.pictures import data_url
+
+
+class Shows(Protocol):
+    """What is asked of a task that can show a sample; it may also ``generate``."""
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """As of a task."""
+
+    def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
+        """How a person sees a sample."""
 
 
 class Examples:
@@ -53,7 +63,7 @@ class Examples:
 
     def look(
         self,
-        task: Any,
+        task: Shows,
         model: nn.Module,
         number: int,
         load: Callable[[list[int]], Any],
@@ -83,13 +93,13 @@ class Examples:
         indices = torch.zeros(self._most, dtype=torch.int64, device=accelerator.device)
         if self._losses is not None and self._indices is not None:
             losses[: len(self._losses)], indices[: len(self._losses)] = self._losses, self._indices
-        found, places = accelerator.gather(losses).topk(self._most)
+        largest, places = accelerator.gather(losses).topk(self._most)
         chosen = accelerator.gather(indices)[places]
-        return {index: loss for index, loss in zip(chosen.tolist(), found.tolist(), strict=True) if loss > -torch.inf}
+        return {index: loss for index, loss in zip(chosen.tolist(), largest.tolist(), strict=True) if loss > -torch.inf}
 
     def _show(
         self,
-        task: Any,
+        task: Shows,
         model: nn.Module,
         indices: list[int],
         known: Mapping[int, float],
@@ -118,7 +128,9 @@ class Examples:
 
     def plain(self) -> dict[str, Any]:
         """All of it as JSON can hold it; images as PNG in data URLs."""
-        samples = [{**one, "image": data_url(one["image"])} if "image" in one else one for one in self.samples]
+        samples = [
+            {**sample, "image": data_url(sample["image"])} if "image" in sample else sample for sample in self.samples
+        ]
         return {"samples": samples, "confusion": self.confusion}
 
 
@@ -130,14 +142,14 @@ def plain(shown: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(shown, Mapping):
         raise ValueError(f"a dict is needed, not a {type(shown).__name__}")
-    found: dict[str, Any] = {
+    clean: dict[str, Any] = {
         name: value.tolist() if torch.is_tensor(value) and name != "image" else value for name, value in shown.items()
     }
     for name in ("text", "target", "prediction", "prompt", "continuation"):
-        if name in found:
-            found[name] = str(found[name])
-    if "image" in found:
-        found["image"] = torch.as_tensor(found["image"])
-        if found["image"].ndim not in (2, 3) or not found["image"].numel():
-            raise ValueError(f"an image of shape {tuple(found['image'].shape)}; (channels, height, width) is needed")
-    return found
+        if name in clean:
+            clean[name] = str(clean[name])
+    if "image" in clean:
+        clean["image"] = torch.as_tensor(clean["image"])
+        if clean["image"].ndim not in (2, 3) or not clean["image"].numel():
+            raise ValueError(f"an image of shape {tuple(clean['image'].shape)}; (channels, height, width) is needed")
+    return clean

@@ -47,7 +47,7 @@ def watch(
     once: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Draws the runs until all have ended; once where they have already, or where nobody looks (no terminal).
+    """Draws the runs until all have ended; once where they have already, or where there is no terminal.
 
     Args:
         folders: of runs.

@@ -21,7 +21,7 @@ _GOOD, _BAD, _INK = (24, 110, 60), (180, 35, 45), (30, 36, 48)
 
 
 def picture(image: Tensor) -> Image.Image:
-    """An image of (channels, height, width) or (height, width), whatever the range of its values; small ones are enlarged by whole factors."""
+    """An image of (channels, height, width) or (height, width), of any range; small ones grow by whole factors."""
     values = image.detach().float().cpu()
     values = values[None] if values.ndim == 2 else values[:3] if len(values) >= 3 else values[:1]
     low, high = values.amin(), values.amax()
@@ -44,20 +44,20 @@ def data_url(image: Tensor) -> str:
 
 def tiles(samples: Sequence[Mapping[str, Any]], *, columns: int = 8) -> NDArray[np.uint8]:
     """Samples with an "image", in rows, what was predicted under each: (height, width, 3)."""
-    drawn = [picture(one["image"]) for one in samples]
-    width = max(90, *(one.width for one in drawn)) + 8
-    height = max(one.height for one in drawn) + 2 * _LINE + 10
+    drawn = [picture(sample["image"]) for sample in samples]
+    width = max(90, *(image.width for image in drawn)) + 8
+    height = max(image.height for image in drawn) + 2 * _LINE + 10
     columns = min(columns, len(drawn))
     sheet = Image.new("RGB", (columns * width, math.ceil(len(drawn) / columns) * height), "white")
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default()
-    for place, (one, image) in enumerate(zip(samples, drawn, strict=True)):
+    for place, (sample, image) in enumerate(zip(samples, drawn, strict=True)):
         x, y = place % columns * width + 4, place // columns * height + 4
         sheet.paste(image, (x, y))
-        pen.text((x, y + image.height + 1), f"is {one.get('target', '')}"[:14], fill=_INK, font=font)
+        pen.text((x, y + image.height + 1), f"is {sample.get('target', '')}"[:14], fill=_INK, font=font)
         pen.text(
             (x, y + image.height + 1 + _LINE),
-            f"said {one.get('prediction', '')}"[:14],
-            fill=_GOOD if one.get("right") else _BAD,
+            f"said {sample.get('prediction', '')}"[:14],
+            fill=_GOOD if sample.get("right") else _BAD,
             font=font,
         )
     return np.asarray(sheet)

@@ -30,14 +30,14 @@ class Record:
 
     def curve(self, figure: str, weights: str | None = None) -> tuple[list[int], list[float]]:
         """Steps and values of one figure; of an evaluation, with these weights."""
-        found = [
+        points = [
             (line["step"], float(line[figure]))
             for line in self.lines  # NaN and Inf are written as text
             if isinstance(line.get(figure), int | float | str)
             and "event" not in line
             and (weights is None or line.get("weights") == weights)
         ]
-        return [step for step, _ in found], [value for _, value in found]
+        return [step for step, _ in points], [value for _, value in points]
 
     def figures(self) -> list[str]:
         """Names of all figures, in the order of their appearance."""
@@ -84,11 +84,11 @@ def parsed(text: str) -> Iterator[dict[str, Any]]:
     """The whole lines of metrics.jsonl; one that is being written is left out."""
     for line in text.splitlines():
         try:
-            found = json.loads(line)
+            content = json.loads(line)
         except ValueError:
             continue
-        if isinstance(found, dict) and "step" in found:
-            yield found
+        if isinstance(content, dict) and "step" in content:
+            yield content
 
 
 def distinct(records: list[Record]) -> list[Record]:
@@ -96,14 +96,14 @@ def distinct(records: list[Record]) -> list[Record]:
     names = [record.name for record in records]
     return [
         Record(
-            f"{one.name} [{number}]" if names.count(one.name) > 1 else one.name,
-            one.lines,
-            one.summary,
-            one.recipe,
-            one.environment,
-            one.examples,
+            f"{record.name} [{number}]" if names.count(record.name) > 1 else record.name,
+            record.lines,
+            record.summary,
+            record.recipe,
+            record.environment,
+            record.examples,
         )
-        for number, one in enumerate(records, 1)
+        for number, record in enumerate(records, 1)
     ]
 
 

@@ -47,7 +47,8 @@ def check_trackers(names: Sequence[str]) -> None:
 class Tracking:
     """One JSON object per line in metrics.jsonl, and the same figures to the trackers.
 
-    Trouble with a tracker, or with the disk under metrics.jsonl, never ends a run: it is said once, and the rest goes on.
+    Trouble with a tracker, or with the disk under metrics.jsonl, never ends a run: it is said once, and the rest goes
+    on.
 
     Args:
         accelerator: its main process writes.
@@ -121,7 +122,7 @@ class Tracking:
                 self._say(f"{what} cannot be written ({type(error).__name__}: {error}); training goes on without")
 
     def state_dict(self) -> dict[str, int]:
-        """How far metrics.jsonl is written; what TensorBoard has not yet got is handed over, as nobody writes it again."""
+        """How far metrics.jsonl is written; TensorBoard gets all up to here, since a resume does not write it again."""
         self._hand_over()
         return {"bytes": self._good}
 
@@ -193,8 +194,10 @@ class Tracking:
         self._broken = False
 
     def _hand_over(self) -> None:
-        """To TensorBoard, one event for all figures of a step: accelerate makes one for each, and waits for the disk, which
-        takes thirty times as long."""
+        """To TensorBoard, one event for all figures of a step.
+
+        accelerate makes an event for each, and waits for the disk: that takes thirty times as long.
+        """
         waiting, self._waiting, self._handed_over = self._waiting, [], time.monotonic()
         if not waiting:
             return
@@ -232,25 +235,25 @@ def _give(tracker: Any, step: int, examples: Examples) -> None:
 
 
 def _pictures(examples: Examples) -> dict[str, NDArray[np.uint8]]:
-    found = {}
+    pictures = {}
     for name, worst in (("examples/fixed", False), ("examples/worst", True)):
-        if chosen := [one for one in examples.samples if "image" in one and one["worst"] == worst]:
-            found[name] = tiles(chosen)
-    return found | ({"examples/confusion": matrix(examples.confusion)} if examples.confusion else {})
+        if chosen := [sample for sample in examples.samples if "image" in sample and sample["worst"] == worst]:
+            pictures[name] = tiles(chosen)
+    return pictures | ({"examples/confusion": matrix(examples.confusion)} if examples.confusion else {})
 
 
 def _texts(examples: Examples) -> dict[str, str]:
     """Texts by name, in Markdown; code blocks keep their lines."""
-    found = {}
-    for one in examples.samples:
-        name = f"{'worst' if one['worst'] else 'fixed'}/{one['index']}"
-        text = one.get("text") or "".join(piece for piece, _ in one.get("tokens", ()))
-        said = f"is {one.get('target', 'unknown')}, said {one['prediction']}" if "prediction" in one else ""
-        if "continuation" in one:
+    texts = {}
+    for sample in examples.samples:
+        name = f"{'worst' if sample['worst'] else 'fixed'}/{sample['index']}"
+        text = sample.get("text") or "".join(piece for piece, _ in sample.get("tokens", ()))
+        said = f"is {sample.get('target', 'unknown')}, said {sample['prediction']}" if "prediction" in sample else ""
+        if "continuation" in sample:
             text, said = (
-                one["prompt"] + "\N{RIGHTWARDS ARROW}" + one["continuation"],
+                sample["prompt"] + "\N{RIGHTWARDS ARROW}" + sample["continuation"],
                 "what the model writes after the arrow",
             )
         if text:
-            found[name] = f"{said}\n\n" + "\n".join(f"    {line}" for line in text.splitlines())
-    return found
+            texts[name] = f"{said}\n\n" + "\n".join(f"    {line}" for line in text.splitlines())
+    return texts

@@ -7,7 +7,20 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 
-class Task(Protocol):
+class Objective(Protocol):
+    """What is minimized: how samples become a batch, what it weighs, and what it costs."""
+
+    def collate(self, samples: list[Any]) -> dict[str, Any]:
+        """One batch of samples."""
+
+    def weight(self, batch: dict[str, Any]) -> Tensor:
+        """How much this batch counts: its samples, or its target tokens. 0-dim, on the host."""
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """SUM of the losses over what ``weight`` counts (0-dim), and detached outputs."""
+
+
+class Task(Objective, Protocol):
     """What is learned. No ``.item()``, no boolean indexing, no other data-dependent shape: each is a device wait.
 
     Optional members:
@@ -15,10 +28,10 @@ class Task(Protocol):
         ``unit: str``: what the weight counts, "samples" (default) or "tokens".
         ``metrics() -> torchmetrics.MetricCollection`` with ``update(metrics, batch, outputs) -> None``.
         ``save(model, folder) -> None``: more files for ``final/`` (a tokenizer, a config).
-        ``show(sample, outputs) -> dict``: how a person sees one held-out sample, given the rows of ``outputs`` that are its
-        own: any of "image" (channels, height, width), "text", "tokens" (pairs of text and loss), "target", "prediction",
-        "right", "confidence", "prompt" and "continuation". The worst are those with the largest mean ``outputs["loss"]``
-        (samples, or samples x positions).
+        ``show(sample, outputs) -> dict``: how a person sees one held-out sample, given the rows of ``outputs`` that are
+        its own: any of "image" (channels, height, width), "text", "tokens" (pairs of text and loss), "target",
+        "prediction", "right", "confidence", "prompt" and "continuation". The worst are those with the largest mean
+        ``outputs["loss"]`` (samples, or samples x positions).
         ``generate(model, batch) -> dict[str, Tensor]``: more outputs, of the few samples that are shown at every
         evaluation. Every process calls it with the same samples, and must call the model equally often.
         ``classes: list[str]``: names of the rows and columns of a confusion matrix among ``metrics``.
@@ -33,15 +46,6 @@ class Task(Protocol):
     def eval_sets(self) -> dict[str, Any]:
         """Map-style data sets by name; "validation" is logged as eval/…, "test" is evaluated at the end only."""
 
-    def collate(self, samples: list[Any]) -> dict[str, Any]:
-        """One batch of samples."""
-
-    def weight(self, batch: dict[str, Any]) -> Tensor:
-        """How much this batch counts: its samples, or its target tokens. 0-dim, on the host."""
-
-    def loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """SUM of the losses over what ``weight`` counts (0-dim), and detached outputs."""
-
 
 _NEEDED = ("model", "train_set", "eval_sets", "collate", "weight", "loss")
 
@@ -52,13 +56,19 @@ def check(task: Any) -> None:
     Raises:
         ValueError: names what is missing.
     """
-    missing = [name for name in _NEEDED if not callable(getattr(task, name, None))]
+    missing = [name for name in _NEEDED if not callable(getattr(task, name, None)) or _is_stub(task, name)]
     if hasattr(task, "metrics") and not callable(getattr(task, "update", None)):
         missing.append("update (since it has metrics)")
     if missing:
         raise ValueError(
-            f"task.name {type(task).__name__} is not a task: it lacks {', '.join(missing)} (see oneloop.tasks.base.Task)"
+            f"task.name {type(task).__name__} is not a task: it lacks {', '.join(missing)}"
+            " (see oneloop.tasks.base.Task)"
         )
+
+
+def _is_stub(task: Any, name: str) -> bool:
+    """Whether the member is the protocol's own, inherited and not written."""
+    return getattr(type(task), name, None) is getattr(Task, name)
 
 
 def check_sets(train: Any, evals: dict[str, Any]) -> None:

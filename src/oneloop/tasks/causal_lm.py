@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.basics.progress import Working, tracked
+from oneloop.tasks.base import Task
 from oneloop.tasks.corpora import Document, held_out, hub_text, local_text, stdlib
 from oneloop.tasks.fused_loss import fuse_loss
 
@@ -21,7 +22,7 @@ _IGNORE = -100
 _WRITTEN, _TEMPERATURE = 48, 0.8
 
 
-class CausalLM:
+class CausalLM(Task):
     """Text, predicted token by token; the weight of a sample is its number of target tokens.
 
     Args:
@@ -165,7 +166,7 @@ class CausalLM:
         }
 
     def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the model writes after the first half of each text, drawn at a temperature of 0.8, the same each time."""
+        """What the model writes after the first half of each text, at a temperature of 0.8; the same each time."""
         length = (batch["target"] != _IGNORE).sum(1).cpu()
         text = F.pad(batch["input"], (0, self.block - batch["input"].shape[1]))
         at, rows = (length // 2).clamp(min=1), torch.arange(len(text))
@@ -198,14 +199,14 @@ class CausalLM:
 def _documents(data: str, column: str) -> list[Document]:
     if data == "stdlib":
         return stdlib()
-    found = hub_text(data[3:], column=column) if data.startswith("hf:") else local_text(data, column=column)
-    if len(found) >= 40:
-        return found
+    documents = hub_text(data[3:], column=column) if data.startswith("hf:") else local_text(data, column=column)
+    if len(documents) >= 40:
+        return documents
     # Too few texts to hold some out whole: cut them into pieces of whole lines first.
     pieces = []
-    for document in found:
+    for document in documents:
         lines = document.text.splitlines(keepends=True)
-        length = max(1, len(lines) * len(found) // 100)
+        length = max(1, len(lines) * len(documents) // 100)
         for start in range(0, len(lines), length):
             pieces.append(Document(f"{document.name}#{start}", "".join(lines[start : start + length])))
     return pieces

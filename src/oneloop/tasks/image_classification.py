@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oneloop.tasks.base import Task
+
 _Augment = Literal["none", "shifted", "mirrored"]
 _TORCHVISION = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}
 
 
-class ImageClassification:
+class ImageClassification(Task):
     """Images into classes.
 
     Args:

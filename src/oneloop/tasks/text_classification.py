@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oneloop.tasks.base import Task
 from oneloop.tasks.corpora import held_out, stdlib
 
 _PAD = 256
 
 
-class TextClassification:
+class TextClassification(Task):
     """Texts into classes, byte by byte.
 
     Args:

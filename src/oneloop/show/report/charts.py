@@ -64,7 +64,7 @@ def _shares(run: Record, *, several: bool) -> dict[str, Any]:
 
 
 def _traces(run: Record, figure: str, runs: Sequence[Record]) -> list[dict[str, Any]]:
-    found = []
+    traces = []
     evaluation = not figure.startswith(_TRAINING)
     for weights in run.weights() if evaluation else [None]:
         steps, values = run.curve(figure, weights)
@@ -74,7 +74,7 @@ def _traces(run: Record, figure: str, runs: Sequence[Record]) -> list[dict[str, 
         words = [run.name if len(runs) > 1 else "", what, f"({weights})" if weights not in (None, "raw") else ""]
         number = runs.index(run) if len(runs) > 1 else 1 + run.weights().index(weights) if weights else 0
         dash = "solid" if weights is None else "dot" if weights == "raw" else "dash"
-        found.append(
+        traces.append(
             {
                 "type": "scatter",
                 "x": steps,
@@ -84,19 +84,19 @@ def _traces(run: Record, figure: str, runs: Sequence[Record]) -> list[dict[str, 
                 "line": {"color": _COLOURS[number % len(_COLOURS)], "dash": dash},
             }
         )
-    return found
+    return traces
 
 
 def _event_marks(runs: Sequence[Record]) -> list[dict[str, Any]]:
     """One trace of marks per kind of event, at the height of the training loss then."""
-    found = []
+    traces = []
     for run in runs:
         curve = [pair for pair in zip(*run.curve("train/loss"), strict=True) if math.isfinite(pair[1])]
         for kind, symbol in _MARKS.items():
             events = [event for event in run.events() if event["event"] == kind]
             heights = [min(curve, key=lambda pair: abs(pair[0] - event["step"]))[1] for event in events if curve]
             if heights:
-                found.append(
+                traces.append(
                     {
                         "type": "scatter",
                         "x": [event["step"] for event in events],
@@ -107,7 +107,7 @@ def _event_marks(runs: Sequence[Record]) -> list[dict[str, Any]]:
                         "marker": {"symbol": symbol, "size": 9, "color": "#999", "line": {"width": 1, "color": "#555"}},
                     }
                 )
-    return found
+    return traces
 
 
 def _confusion(confusion: dict[str, Any], of: str) -> dict[str, Any]:
@@ -141,13 +141,13 @@ def rows(chart: dict[str, Any]) -> tuple[list[str], list[tuple[Any, ...]]]:
     """The figures of a chart as a table: its head, and its rows."""
     if chart["data"][0]["type"] == "heatmap":
         trace = chart["data"][0]
-        found = [
+        cells = [
             (trace["y"][row], trace["x"][column], count)
             for row, counts in enumerate(trace["customdata"])
             for column, count in enumerate(counts)
             if count
         ]
-        return ["true class", "predicted", "samples"], found
+        return ["true class", "predicted", "samples"], cells
     return ["curve", "step", "value"], [
         (trace["name"], x, y) for trace in chart["data"] for x, y in zip(trace["x"], trace["y"], strict=True)
     ]

@@ -2,8 +2,8 @@
 
 >>> Path("report.html").write_text(report([Path("runs/digits")]))
 
-Curves are drawn by plotly, whose code is in the page: nothing is fetched. Colours follow the reader's light or dark theme;
-every chart has its figures as a table beside it, for screen readers and for copying.
+Curves are drawn by plotly, whose code is in the page: nothing is fetched. Colours follow the reader's light or dark
+theme; every chart has its figures as a table beside it, for screen readers and for copying.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from oneloop.basics.mappings import flattened
 from oneloop.show.report.charts import charts, rows
 from oneloop.show.report.samples import sections
 from oneloop.show.runs import Record, distinct, read_record
@@ -65,14 +66,14 @@ def _plotly() -> str:
 
 
 def _figure(number: int, chart: dict[str, Any]) -> str:
-    head, found = rows(chart)
-    every = math.ceil(len(found) / _TABLE_ROWS)
-    more = f" (every {every}-th of {len(found)})" if every > 1 else ""
+    head, lines = rows(chart)
+    every = math.ceil(len(lines) / _TABLE_ROWS)
+    more = f" (every {every}-th of {len(lines)})" if every > 1 else ""
     title = _safe(chart["title"])
     return (
         f'<figure><figcaption><h2>{title}</h2></figcaption><div id="chart-{number}" class="chart" role="img"'
         f' aria-label="Chart: {title}. Its figures follow as a table."></div><details><summary>Figures{more}</summary>'
-        f"{_region(title, _table(head, found[:: max(1, every)]))}</details></figure>"
+        f"{_region(title, _table(head, lines[:: max(1, every)]))}</details></figure>"
     )
 
 
@@ -106,14 +107,14 @@ def _headline(run: Record, *, several: bool) -> str:
 
 
 def _differences(runs: Sequence[Record]) -> str:
-    flat = [_flat(run.recipe) for run in runs]
+    flat = [flattened(run.recipe) for run in runs]
     keys = [
         key
-        for key in dict.fromkeys(key for one in flat for key in one)
-        if len({json.dumps(one.get(key)) for one in flat}) > 1 and key != "run.dir"
+        for key in dict.fromkeys(key for recipe in flat for key in recipe)
+        if len({json.dumps(recipe.get(key)) for recipe in flat}) > 1 and key != "run.dir"
     ]
-    found = [(key, *(one.get(key) for one in flat)) for key in keys]
-    table = _table(["key", *(run.name for run in runs)], found) if found else "<p>nothing</p>"
+    changed = [(key, *(recipe.get(key) for recipe in flat)) for key in keys]
+    table = _table(["key", *(run.name for run in runs)], changed) if changed else "<p>nothing</p>"
     return f"<section><h2>What differs in their recipes</h2>{_region('What differs', table)}</section>"
 
 
@@ -121,11 +122,11 @@ def _events(run: Record) -> str:
     events = run.events()
     if not events:
         return ""
-    found = [
+    lines = [
         (event["step"], event["event"], event.get("why", ""), ", ".join(map(str, event.get("ids", [])[:32])))
         for event in events
     ]
-    table = _table(["step", "event", "why", "samples"], found)
+    table = _table(["step", "event", "why", "samples"], lines)
     return (
         f"<section><details><summary>Events of {_safe(run.name)} ({len(events)})</summary>"
         f"{_region('Events', table)}</details></section>"
@@ -134,7 +135,7 @@ def _events(run: Record) -> str:
 
 def _about(run: Record, *, several: bool) -> str:
     of = f" of {_safe(run.name)}" if several else ""
-    recipe, environment = (yaml.safe_dump(one, sort_keys=False) for one in (run.recipe, run.environment))
+    recipe, environment = (yaml.safe_dump(part, sort_keys=False) for part in (run.recipe, run.environment))
     return (
         f'<section><h2>To repeat it{of}</h2><pre tabindex="0"><code>{_safe(_command(run.environment))}</code></pre>'
         f'<details><summary>Recipe{of}</summary><pre tabindex="0">{_safe(recipe)}</pre></details>'
@@ -163,22 +164,14 @@ def _command(environment: Mapping[str, Any]) -> str:
     )
 
 
-def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        f"{group}.{key}" if key else group: value
-        for group, inside in recipe.items()
-        for key, value in (inside.items() if isinstance(inside, Mapping) else (("", inside),))
-    }
-
-
 def _region(name: str, table: str) -> str:
     """A table that scrolls by itself, also with the keyboard."""
     return f'<div class="wide" role="region" aria-label="{name}" tabindex="0">{table}</div>'
 
 
-def _table(head: Sequence[str], found: Sequence[Sequence[Any]]) -> str:
-    cells = "".join(f'<th scope="col">{_safe(one)}</th>' for one in head)
-    body = "".join(f"<tr>{''.join(f'<td>{_safe(_short(cell))}</td>' for cell in row)}</tr>" for row in found)
+def _table(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+    cells = "".join(f'<th scope="col">{_safe(title)}</th>' for title in head)
+    body = "".join(f"<tr>{''.join(f'<td>{_safe(_short(cell))}</td>' for cell in row)}</tr>" for row in lines)
     return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
 
 

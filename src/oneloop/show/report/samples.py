@@ -15,18 +15,18 @@ def sections(examples: Mapping[str, Any], *, of: str = "") -> list[str]:
     """HTML sections of what the last evaluation left to look at."""
     samples = examples.get("samples") or []
     at = f"at step {examples.get('step')}"
-    worst = [one for one in samples if one.get("worst")]
-    fixed = [one for one in samples if not one.get("worst")]
-    written = [one for one in fixed if "continuation" in one]
-    found = []
+    worst = [sample for sample in samples if sample.get("worst")]
+    fixed = [sample for sample in samples if not sample.get("worst")]
+    written = [sample for sample in fixed if "continuation" in sample]
+    shown = []
     if written:
-        found.append(_section(f"What the model writes{of}, {at}", [_written(one) for one in written], "texts"))
+        shown.append(_section(f"What the model writes{of}, {at}", [_written(sample) for sample in written], "texts"))
         fixed = []
     if fixed:
-        found.append(_section(f"Predictions{of}, {at}", [_card(one) for one in fixed], _kind(fixed)))
+        shown.append(_section(f"Predictions{of}, {at}", [_card(sample) for sample in fixed], _kind(fixed)))
     if worst:
-        found.append(_section(f"The largest losses{of}, {at}", [_card(one) for one in worst], _kind(worst)))
-    return found
+        shown.append(_section(f"The largest losses{of}, {at}", [_card(sample) for sample in worst], _kind(worst)))
+    return shown
 
 
 def _kind(samples: Sequence[Mapping[str, Any]]) -> str:
@@ -38,34 +38,34 @@ def _section(title: str, cards: Sequence[str], kind: str) -> str:
     return f'<section><h2>{html.escape(title)}</h2><ul class="samples {kind}">{items}</ul></section>'
 
 
-def _card(one: Mapping[str, Any]) -> str:
-    return _body(one) + f'<p class="verdict">{_verdict(one)}</p>'
+def _card(sample: Mapping[str, Any]) -> str:
+    return _body(sample) + f'<p class="verdict">{_verdict(sample)}</p>'
 
 
-def _verdict(one: Mapping[str, Any]) -> str:
+def _verdict(sample: Mapping[str, Any]) -> str:
     words = []
-    if "prediction" in one:
-        right = one.get("right", one["prediction"] == one.get("target"))
-        sure = f", {100 * one['confidence']:.0f} %" if "confidence" in one else ""
-        words.append(
-            f'<b class="{"right" if right else "wrong"}">{"✓" if right else "✗"} {_safe(one["prediction"])}{sure}</b>'
-        )
+    if "prediction" in sample:
+        right = sample.get("right", sample["prediction"] == sample.get("target"))
+        sure = f", {100 * sample['confidence']:.0f} %" if "confidence" in sample else ""
+        mark, kind = ("✓", "right") if right else ("✗", "wrong")
+        words.append(f'<b class="{kind}">{mark} {_safe(sample["prediction"])}{sure}</b>')
         if not right:
-            words.append(f"is {_safe(one.get('target', ''))}")
-    elif "target" in one:
-        words.append(_safe(one["target"]))
-    if one.get("loss") is not None:
-        words.append(f"loss {one['loss']:.3g}")
-    return " · ".join([*words, f'<span class="soft">sample {one["index"]}</span>'])
+            words.append(f"is {_safe(sample.get('target', ''))}")
+    elif "target" in sample:
+        words.append(_safe(sample["target"]))
+    if sample.get("loss") is not None:
+        words.append(f"loss {sample['loss']:.3g}")
+    return " · ".join([*words, f'<span class="soft">sample {sample["index"]}</span>'])
 
 
-def _body(one: Mapping[str, Any]) -> str:
-    if "image" in one:
-        said = f"sample {one['index']}: is {one.get('target', 'unknown')}, predicted {one.get('prediction', 'nothing')}"
-        return f'<img src="{_safe(one["image"])}" alt="{_safe(said)}">'
-    if "tokens" in one:
-        return f'<pre tabindex="0">{"".join(_token(text, loss) for text, loss in one["tokens"])}</pre>'
-    return f'<pre tabindex="0">{_safe(one.get("text", ""))}</pre>'
+def _body(sample: Mapping[str, Any]) -> str:
+    if "image" in sample:
+        target, prediction = sample.get("target", "unknown"), sample.get("prediction", "nothing")
+        said = _safe(f"sample {sample['index']}: is {target}, predicted {prediction}")
+        return f'<img src="{_safe(sample["image"])}" alt="{said}">'
+    if "tokens" in sample:
+        return f'<pre tabindex="0">{"".join(_token(text, loss) for text, loss in sample["tokens"])}</pre>'
+    return f'<pre tabindex="0">{_safe(sample.get("text", ""))}</pre>'
 
 
 def _token(text: str, loss: float) -> str:
@@ -73,10 +73,11 @@ def _token(text: str, loss: float) -> str:
     return f'<span style="--s:{shade:.2f}" title="{loss:.2f}">{_safe(text)}</span>' if shade > 0.05 else _safe(text)
 
 
-def _written(one: Mapping[str, Any]) -> str:
+def _written(sample: Mapping[str, Any]) -> str:
     return (
-        f'<pre tabindex="0"><span class="soft">{_safe(one.get("prompt", ""))}</span><mark>{_safe(one["continuation"])}</mark></pre>'
-        f'<p class="verdict"><span class="soft">given text, then the model\'s · sample {one["index"]}</span></p>'
+        f'<pre tabindex="0"><span class="soft">{_safe(sample.get("prompt", ""))}</span>'
+        f"<mark>{_safe(sample['continuation'])}</mark></pre>"
+        f'<p class="verdict"><span class="soft">given text, then the model\'s · sample {sample["index"]}</span></p>'
     )
 
 
