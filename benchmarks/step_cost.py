@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from oneloop.run.folder import Folder
-from oneloop.run.job import build_job
+from oneloop.run.build import build_job
 from oneloop.recipe.parse import read
 from oneloop.run.processes import start
 from oneloop.run.processes import Run

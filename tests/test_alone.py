@@ -168,8 +168,8 @@ def test_recompute_and_compile_in_a_plain_script():
 
 
 def test_noise_scale_in_a_plain_loop():
-    from oneloop.optim.clip import global_norm
     from oneloop.measure.noise_scale import NoiseScale, Sensor
+    from oneloop.optim.clip import global_norm
 
     torch.manual_seed(0)
     accelerator = Accelerator(gradient_accumulation_steps=4)
@@ -210,8 +210,8 @@ def test_replica_check_garbage_and_switches_in_a_plain_loop():
     import gc
 
     from oneloop.machine.garbage import scheduled_garbage
-    from oneloop.machine.switches import channels_last, float32_products
     from oneloop.machine.replicas import check_replicas
+    from oneloop.machine.switches import channels_last, float32_products
 
     accelerator = Accelerator()
     float32_products("highest")

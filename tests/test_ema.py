@@ -182,6 +182,42 @@ def test_a_run_averages_evaluates_and_exports(tmp_path, ranks, config):
             assert torch.allclose(final[name].flatten().double(), wanted, atol=1e-6)
 
 
+@pytest.mark.parametrize("left_out", [None, 50])
+def test_a_run_of_120_steps_has_the_closed_form_of_its_weights(tmp_path, left_out):
+    """Also shows that one update in fifty that is left out would be seen."""
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    words = ["r.yaml", "--duration", "120", "--save.every", "1", "--save.keep", "999", "--eval.every", "0"]
+    run(_leaving_out, left_out, [*words, "--run.dir", "a"], folder=tmp_path).ok()
+    weights = [start_weights(), *(saved(path, tmp_path) for path in Store(tmp_path / "a" / "checkpoints").sealed())]
+    assert len(weights) == 121
+    final = load_file(tmp_path / "a" / "final" / "ema.safetensors")
+    assert (apart(final, weights) < 1e-5) == (left_out is None)
+
+
+def apart(average: dict[str, torch.Tensor], weights: list[dict[str, torch.Tensor]]) -> float:
+    """Largest difference from the closed form of RECIPE's average, relative to the weights' size."""
+    largest = 0.0
+    for name, values in average.items():
+        keeps = lambda n: 0.5 ** (8 / min(40, 0.05 * 8 * n))  # noqa: E731
+        wanted = closed_form([step[name].flatten() for step in weights], keeps)
+        largest = max(largest, float((values.flatten() - wanted).abs().max() / wanted.abs().max()))
+    return largest
+
+
+def _leaving_out(every: int | None, words: list[str]) -> None:
+    """Trains, leaving out each so manieth update of the averages."""
+    update, count = EMA.update, 0
+
+    def sometimes(self, amount):
+        nonlocal count
+        count += 1
+        if every is None or count % every:
+            update(self, amount)
+
+    EMA.update = sometimes
+    train(words)
+
+
 def start_weights() -> dict[str, torch.Tensor]:
     from oneloop.basics.seeds import key
     from tiny import Ragged

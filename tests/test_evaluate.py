@@ -130,9 +130,9 @@ def test_a_metric_of_several_values_has_their_names_or_is_refused(tmp_path, rank
 
 
 def test_directions_come_from_torchmetrics():
-    from oneloop.tasks.metrics import higher_is_better, metric_names
     from oneloop.tasks.causal_lm import CausalLM
     from oneloop.tasks.image_classification import ImageClassification
+    from oneloop.tasks.metrics import higher_is_better, metric_names
 
     digits = ImageClassification()
     assert higher_is_better(digits, "eval/accuracy") and not higher_is_better(digits, "eval/loss")

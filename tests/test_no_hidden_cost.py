@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from test_same_weights import words
+from splits import words
 from worlds import run
 
 READS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::masked_select")

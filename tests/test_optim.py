@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from oneloop.run.counters import Best, Counters
 from oneloop.basics.duration import Duration, Scale
 from oneloop.optim import schedule
 from oneloop.optim.build import adamw, build, muon, set_lr, sgd
@@ -17,6 +16,7 @@ from oneloop.optim.guard import Guard
 from oneloop.optim.muon import orthogonalized
 from oneloop.optim.policy import Verdict
 from oneloop.optim.schedule import learning_rate
+from oneloop.run.counters import Best, Counters
 
 SCALE = Scale(batch=10, epoch=100)
 
@@ -158,8 +158,8 @@ def test_set_lr_reaches_every_group():
 
 
 def test_the_learning_rate_follows_the_batch():
-    from oneloop.run.job import peak
     from oneloop.recipe.mathematics import OptimizerConfig
+    from oneloop.run.build import peak
 
     def rate(rule: str, at: int = 64) -> float:
         return peak(OptimizerConfig(lr=0.1, lr_at_batch=at, lr_rule=rule), 256)

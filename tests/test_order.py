@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from oneloop.data.groups import Split
 from oneloop.basics.seeds import key
+from oneloop.data.groups import Split
 from oneloop.data.order import Order
 
 

@@ -13,12 +13,12 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_quoted_loop_is_the_loop():
-    quoted = next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "in to_do" in block)
-    source = textwrap.dedent((ROOT / "src/oneloop/train.py").read_text())
-    loop = source[source.index("        for group, weight, stopped") :]
-    for line in quoted.splitlines():
-        if line.strip() and not line.strip().startswith("..."):
-            assert line.strip() in loop, line
+    quoted = next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "clock.over" in block)
+    source = (ROOT / "src/oneloop/train.py").read_text()
+    start, end = source.index('    def settle() ->'), source.index("        if not stopped and")
+    settle, loop = source[start : source.index("    if job.policy.rewinds")], source[:end]
+    loop = loop[loop.rindex("        for group in clock.over") :]
+    assert quoted.strip() == f"{textwrap.dedent(settle).strip()}\n\n\n{textwrap.dedent(loop).strip()}"
 
 
 def test_the_task_of_ones_own_trains(tmp_path):
@@ -48,10 +48,3 @@ def test_every_file_named_in_the_tree_exists():
             here = name
         path = ROOT / here / name if line.startswith(" ") else ROOT / name
         assert path.exists(), path
-
-
-def test_the_loop_is_one_page():
-    source = (ROOT / "src/oneloop/train.py").read_text().splitlines()
-    start = next(n for n, line in enumerate(source) if "stopped, trouble in to_do" in line)
-    end = next(n for n, line in enumerate(source) if n > start and line.startswith("        if not stopped and"))
-    assert end - start <= 90 and len(source) <= 275

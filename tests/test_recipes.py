@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from oneloop.recipe.parse import packaged, read
-from test_same_weights import distance, furthest
+from splits import distance, furthest
 from worlds import CONFIGS, run, train
 
 WAYS = {"big": ("single", 1, ["--batch.micro", "64"]), "accumulated": ("single", 1, ["--batch.micro", "16"]),

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from oneloop.checkpoint.store import Store, problems
-from test_same_weights import distance, furthest
+from splits import distance, furthest
 from worlds import CONFIGS, run, timeless, train
 
 RECIPE = """

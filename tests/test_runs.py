@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 from oneloop.checkpoint.store import Store, problems, step_of
-from test_same_weights import distance
+from splits import distance
 from worlds import CONFIGS, run, train
 
 RECIPE = "task: tiny.Ragged\nbatch: {size: 8}\nduration: 30\nlog: {every: 10}\neval: {every: 10}\ntrack: []\n"

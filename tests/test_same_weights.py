@@ -2,104 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from reference import PlainMuon, cosine_with_warmup, plain_loop
-from tiny import Ragged, Sequences, drawn
-from worlds import run, train
-
-BATCH, CLIP, LR, DECAY = 16, 0.4, 0.01, 0.1  # about half of the steps are clipped
+from splits import distance, expected, furthest, trained
 
 # (ranks, accumulation, strategy)
 SPLITS = [(1, 1, "single"), (1, 2, "single"), (1, 4, "single"), (2, 1, "ddp"), (2, 2, "ddp"), (2, 4, "ddp"),
           (2, 1, "fsdp2"), (2, 2, "fsdp2"), (2, 4, "fsdp2")]  # fmt: skip
-
-
-def words(folder: Path, *, ranks: int, accumulate: int, steps: int, dtype: str, optimizer: str) -> list[str]:
-    (folder / "recipe.yaml").write_text("task: tiny.Ragged\n")
-    return [str(folder / "recipe.yaml"), "--duration", str(steps), "--batch.size", str(BATCH), "--log.every", "1",
-            "--batch.micro", str(BATCH // ranks // accumulate), "--optimizer.name", optimizer, "--optimizer.lr", str(LR),
-            "--optimizer.weight_decay", str(DECAY), "--optimizer.clip", str(CLIP), "--schedule.name", "cosine",
-            "--schedule.warmup", "5", "--machine.dtype", dtype, "--eval.every", "0", "--track", "none",
-            "--machine.workers", "0", "--run.dir", str(folder / "run")]  # fmt: skip
-
-
-def trained(folder: Path, *, ranks: int, accumulate: int, strategy: str, steps: int = 40, dtype: str = "float32",
-            optimizer: str = "adamw", function=train, extra: tuple[str, ...] = ()):  # fmt: skip
-    """Weights and losses of a real run, and the sample ids of each step."""
-    folder.mkdir()
-    world = run(function, [*words(folder, ranks=ranks, accumulate=accumulate, steps=steps, dtype=dtype,
-                                  optimizer=optimizer), *extra],
-                ranks=ranks, config=strategy, variables={"TINY_FOLDER": str(folder)})  # fmt: skip
-    world.ok()
-    weights = load_file(folder / "run" / "final" / "model.safetensors")
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["train/loss"] for line in lines if "train/loss" in line]
-    share = BATCH // ranks
-    by_rank = [drawn(folder, rank) for rank in range(ranks)]
-    ids = [[i for one in by_rank for i in one[step * share : (step + 1) * share]] for step in range(steps)]
-    return weights, losses, ids
-
-
-def expected(ids: list[list[int]], *, dtype: torch.dtype, optimizer: str):
-    """Weights and losses of the plain loop on the same samples, from the same initial weights."""
-    from oneloop.basics.seeds import key
-
-    torch.manual_seed(key(0))
-    model = Ragged().model().to(dtype)
-    samples = Sequences(37, seed=1).samples
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    groups = [{"params": matrices, "weight_decay": DECAY},
-              {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]  # fmt: skip
-    rates = [cosine_with_warmup(step, len(ids), 5, LR) for step in range(len(ids))]
-    kinds = {"adamw": lambda: torch.optim.AdamW(groups, lr=LR),
-             "sgd": lambda: torch.optim.SGD(groups, lr=LR, momentum=0.9),
-             "adafactor": lambda: torch.optim.Adafactor(groups, lr=LR)}  # fmt: skip
-    if optimizer == "muon":
-        return both_optimizers(model, samples, ids, rates)
-    losses = plain_loop(model, kinds[optimizer](), ([samples[i] for i in step] for step in ids),
-                        rate=rates.__getitem__, clip=CLIP)  # fmt: skip
-    return {name: p.detach() for name, p in model.state_dict().items()}, losses
-
-
-def both_optimizers(model, samples, ids, rates):
-    """Muon for the inner matrix, AdamW for embedding, head and vectors."""
-    inner = [model.inner.weight]
-    rest = [p for p in model.parameters() if p is not inner[0]]
-    adamw = torch.optim.AdamW([{"params": [p for p in rest if p.ndim >= 2], "weight_decay": DECAY},
-                               {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}], lr=LR,
-                              betas=(0.9, 0.95))  # fmt: skip
-    muon = PlainMuon(inner, lr=LR, weight_decay=DECAY)
-
-    class Both:
-        param_groups = adamw.param_groups + muon.param_groups
-
-        def zero_grad(self):
-            model.zero_grad()
-
-        def step(self):
-            adamw.step()
-            muon.step()
-
-    losses = plain_loop(model, Both(), ([samples[i] for i in step] for step in ids), rate=rates.__getitem__, clip=CLIP)
-    return {name: p.detach() for name, p in model.state_dict().items()}, losses
-
-
-def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """Relative L2 distance of two sets of weights."""
-    assert found.keys() == wanted.keys()
-    apart = sum((found[name].double() - wanted[name].double()).square().sum() for name in wanted)
-    return float((apart / sum(one.double().square().sum() for one in wanted.values())).sqrt())
-
-
-def furthest(found: list[float], wanted: list[float]) -> float:
-    assert len(found) == len(wanted)
-    return max(abs(a - b) / b for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize(("ranks", "accumulate", "strategy"), SPLITS)

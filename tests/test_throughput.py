@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from oneloop.run.processes import start
-from oneloop.tasks.causal_lm import CausalLM
 from oneloop.measure.diagnosis import diagnosis
 from oneloop.measure.meter import Meter, UpdateRatio
 from oneloop.measure.throughput import measured_peak, training_flops
 from oneloop.measure.utilisation import utilisation
+from oneloop.run.processes import start
+from oneloop.tasks.causal_lm import CausalLM
 from tiny import Ragged, Sequences
 from worlds import ROOT, run, train
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from oneloop.basics.progress import tracked
 from oneloop.cli import main
 from oneloop.measure.diagnosis import Advice
-from oneloop.show.live import view, watch
-from oneloop.basics.progress import tracked
 from oneloop.show.display import Display
+from oneloop.show.live import view, watch
 from oneloop.show.runs import Follower
 from worlds import ROOT, run, train
 

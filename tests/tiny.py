@@ -14,8 +14,10 @@ WORDS = 13
 
 
 def drawn(folder: Path, rank: int) -> list[int]:
-    """Sample ids that a rank loaded for training, in order; four before them were for counting operations."""
-    return [int(line) for line in (folder / f"drawn-{rank}.txt").read_text().split()][4:]
+    """Sample ids that a rank loaded for training, in order; those before them were for counting operations."""
+    from oneloop.run.build import SAMPLED
+
+    return [int(line) for line in (folder / f"drawn-{rank}.txt").read_text().split()][SAMPLED:]
 
 
 class Sequences:

@@ -16,10 +16,11 @@ from oneloop.machine.switches import float32_products
 from oneloop.measure.profiling import memory_snapshot
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
+from oneloop.run.build import build_job
 from oneloop.run.ending import leave
 from oneloop.run.environment import environment
 from oneloop.run.folder import Folder
-from oneloop.run.job import Job, build_job
+from oneloop.run.job import Job
 from oneloop.run.processes import Run, start
 from oneloop.run.trial import explained, find_micro
 from oneloop.show.display import Display

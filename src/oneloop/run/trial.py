@@ -20,7 +20,8 @@ from oneloop.machine.micro_batch import Attempt, Child, Steps, search
 from oneloop.machine.switches import float32_products
 from oneloop.optim.clip import clip_, global_norm
 from oneloop.recipe.schema import Recipe
-from oneloop.run.job import Job, build_job
+from oneloop.run.build import build_job
+from oneloop.run.job import Job
 from oneloop.run.processes import Run, start
 
 _LAUNCHED = (

@@ -1,0 +1,162 @@
+"""Builds a job from a recipe, and checks it before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.utils.data import Subset
+
+from oneloop.basics.duration import Duration, Scale
+from oneloop.data.groups import Keyed, Split, Weighed
+from oneloop.data.order import Order
+from oneloop.ema import gamma
+from oneloop.measure.noise_scale import Sensor
+from oneloop.measure.throughput import training_flops
+from oneloop.optim.build import refuse_if_sharded
+from oneloop.optim.schedule import LearningRate, learning_rate
+from oneloop.recipe.mathematics import OptimizerConfig
+from oneloop.recipe.names import resolve
+from oneloop.recipe.schema import Recipe
+from oneloop.run.job import Job
+from oneloop.run.model import build_model
+from oneloop.run.rhythm import Rhythm
+from oneloop.tasks.base import Task, check, check_sets
+from oneloop.tasks.metrics import higher_is_better, metric_names, prefix
+
+SAMPLED = 4
+"""samples at most, of which operations are counted"""
+
+
+def build_job(
+    recipe: Recipe, *, ranks: int, sharded: bool = False, device: str = "cpu", micro: int | None = None
+) -> Job:
+    """Builds what the recipe names.
+
+    Args:
+        recipe: as read.
+        ranks: processes.
+        sharded: whether FSDP2 shards the model.
+        device: type of the device.
+        micro: what was found for a ``batch.micro`` that is no number.
+
+    Raises:
+        ValueError: what was asked, what was found, what to do.
+    """
+    if sharded:
+        refuse_if_sharded(resolve("optimizer", recipe.optimizer.name))
+    split = Split(recipe.batch.size, ranks, recipe.batch.micro if isinstance(recipe.batch.micro, int) else micro)
+    task = resolve("task", recipe.task.name)(**recipe.task.options)
+    check(task)
+    train_set, eval_sets = task.train_set(), task.eval_sets()
+    check_sets(train_set, eval_sets)
+    if recipe.debug.overfit:
+        train_set = Subset(train_set, range(min(recipe.debug.overfit, len(train_set))))
+    sample_weight = getattr(task, "sample_weight", None)
+    tokens = sample_weight if getattr(task, "unit", "samples") == "tokens" else None
+    scale = Scale(split.size, len(train_set), tokens)
+    total = recipe.duration.steps(scale)
+    averages = _averages(recipe, scale, total)
+    _check_best(recipe.eval.best, task, eval_sets, [average["name"] for average in averages])
+    if total < 1:
+        raise ValueError(f"duration {recipe.duration} is no step at all; the shortest is 1")
+    collate = Weighed(task.collate, task.weight, sample_weight=sample_weight, dtype=recipe.machine.torch_dtype)
+    built = build_model(recipe, task, split, sharded=sharded, device=device)
+    flops, unknown = _flops(task, train_set, collate)
+    return Job(
+        recipe=recipe,
+        task=task,
+        train_set=train_set,
+        eval_sets=eval_sets,
+        split=split,
+        order=Order(len(train_set), seed=recipe.seed),
+        collate=collate,
+        rhythm=_rhythm(recipe, scale, total),
+        keep_every=recipe.save.forever.steps(scale, total=total, key="save.forever"),
+        rate=_rate(recipe, scale, total),
+        averages=averages,
+        built=built,
+        flops=flops,
+        notes=[*built.notes, *unknown],
+        upward=higher_is_better(task, recipe.eval.best),
+        no_noise_scale=Sensor.why_not(ranks, split.accumulate, sharded=sharded),
+    )
+
+
+def _check_best(best: str, task: Task, eval_sets: Iterable[str], averages: Iterable[str]) -> None:
+    """Refuses an ``eval.best`` that no evaluation finds."""
+    metrics = sorted(
+        f"{prefix(name)}/{metric}" for name in eval_sets if name != "test" for metric in metric_names(task)
+    )
+    metrics += [f"{average}/{metric}" for average in averages for metric in metrics]
+    if metrics and best not in metrics:
+        raise ValueError(f"eval.best {best!r} is none of this task's metrics: {', '.join(metrics)}")
+
+
+def _rhythm(recipe: Recipe, scale: Scale, total: int) -> Rhythm:
+    def steps(every: Duration, key: str) -> int:
+        return every.steps(scale, total=total, key=key)
+
+    machine = recipe.machine
+    every = {
+        "log": max(1, steps(recipe.log.every, "log.every")),
+        "eval": steps(recipe.eval.every, "eval.every"),
+        "save": steps(recipe.save.every, "save.every"),
+    }
+    if machine.check_every.amount:
+        every["check"] = steps(machine.check_every, "machine.check_every")
+    if machine.gc_every.amount:
+        every["collect"] = steps(machine.gc_every, "machine.gc_every")
+    return Rhythm(every, 1 if recipe.debug.dry_run else total)
+
+
+def _rate(recipe: Recipe, scale: Scale, total: int) -> LearningRate:
+    schedule = recipe.schedule
+    return learning_rate(
+        resolve("schedule", schedule.name),
+        peak(recipe.optimizer, recipe.batch.size),
+        warmup=schedule.warmup,
+        final=schedule.final,
+        options=schedule.options,
+        scale=scale,
+        total=total,
+    )
+
+
+def peak(optimizer: OptimizerConfig, batch: int) -> float:
+    """The peak learning rate at this global batch: linear (Goyal et al. 2017) or sqrt (Malladi et al. 2022) scaling."""
+    if not optimizer.lr_at_batch:
+        return optimizer.lr
+    power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[optimizer.lr_rule]
+    return float(optimizer.lr * (batch / optimizer.lr_at_batch) ** power)
+
+
+def _flops(task: Task, train_set: Any, collate: Weighed) -> tuple[float, list[str]]:
+    """Operations of training on a sample (the mean of a few, where they differ), or a line that says why not."""
+    samples = Keyed(train_set, seed=0)
+    number = 1 if collate.sample_weight is not None else min(SAMPLED, len(train_set))
+    try:
+        each = [training_flops(task.model, task.loss, collate([samples[0, index]])[0]) for index in range(number)]
+    except Exception as error:  # a model that cannot be built or run without values is no worse for that
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        return 0.0, [f"MFU n/a: the model's operations cannot be counted without running it ({why})"]
+    return sum(each) / number, []
+
+
+def _averages(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:
+    """Arguments of each EMA, named after what it is where there are several."""
+    ema = recipe.ema
+    averages: list[dict[str, Any]] = [
+        {"half_life": half_life.samples(scale, total=total, key="ema.half_life"), "name": f"ema-{half_life.text}"}
+        for half_life in ema.half_lives
+    ]
+    averages += [{"decay": ema.decay, "name": f"ema-{ema.decay}"}] if ema.decay else []
+    averages += [{"power": width, "name": f"ema-power-{width}"} for width in ema.power]
+    for width in ema.power:
+        gamma(width)  # refuses what is too wide
+    if len(averages) == 1 and not ema.power:
+        averages[0]["name"] = "ema"
+    names = [average["name"].replace(" ", "") for average in averages]
+    if len(set(names)) < len(names):
+        raise ValueError(f"ema: two averages are the same, of {', '.join(names)}; give each once")
+    return [{**average, "name": name} for average, name in zip(averages, names, strict=True)]

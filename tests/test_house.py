@@ -1,0 +1,135 @@
+"""The house: which room may import which, and how large its files, functions and the page may grow."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from worlds import ROOT
+
+PACKAGE = ROOT / "src" / "oneloop"
+LEAVES = ("ema", "recipe", "data", "optim", "machine", "checkpoint", "measure", "show", "tasks")
+"""rooms that import nothing of oneloop but the bottom room"""
+ALLOWED = {
+    "basics": set(),
+    **{leaf: {"basics"} for leaf in LEAVES},
+    "evaluate": {"basics", "data", "ema", "show", "tasks"},
+    "run": {"basics", "evaluate", *LEAVES},
+    "train": {"basics", "evaluate", "run", *LEAVES},
+    "cli": {"basics", "evaluate", "run", "train", *LEAVES},
+}
+AT_THE_TOP_OF_TASKS = {"torch", "numpy", "oneloop"}
+"""what a task may import before it is used, beside the standard library"""
+
+
+def files(package: Path) -> list[Path]:
+    return sorted(package.rglob("*.py"))
+
+
+def room_of(module: str) -> str:
+    """``oneloop.data.order`` -> ``data``; ``oneloop`` itself has no room."""
+    return [*module.split("."), ""][1]
+
+
+def imports(file: Path, *, within_functions: bool = True) -> Iterator[str]:
+    """Modules that a file imports, wherever in it; ``from oneloop import train`` counts as ``oneloop.train``."""
+    tree = ast.parse(file.read_text())
+    inside = {
+        id(inner)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
+        for inner in ast.walk(outer)
+    }
+    for node in ast.walk(tree):
+        if not within_functions and id(node) in inside:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} imports by dots"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def wrong_ways(package: Path) -> list[str]:
+    """Imports against the direction, as ``room/file.py imports oneloop.other.thing``."""
+    wrong = []
+    for file in files(package):
+        place = file.relative_to(package)
+        room = place.parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        assert room in ALLOWED, f"{place}: say in this test what the room {room} may import"
+        for module in imports(file):
+            if module.split(".")[0] == "oneloop" and room_of(module) not in {room, "", *ALLOWED[room]}:
+                wrong.append(f"{place} imports {module}")
+    return wrong
+
+
+def test_imports_go_one_way():
+    assert wrong_ways(PACKAGE) == []
+
+
+@pytest.mark.parametrize(("file", "line"), [
+    ("optim/clip.py", "from oneloop.checkpoint.store import Keep"),  # a leaf another leaf
+    ("machine/garbage.py", "from oneloop.recipe.schema import Recipe"),  # a leaf the recipe
+    ("basics/files.py", "from oneloop import ema"),  # the bottom anything
+    ("run/book.py", "import oneloop.train"),  # the loop is imported by the command line only
+    ("ema.py", "def late():\n    from oneloop.show.runs import Record"),  # inside a function too
+])  # fmt: skip
+def test_a_wrong_import_is_found(tmp_path, file, line):
+    shutil.copytree(PACKAGE, tmp_path / "oneloop")
+    broken = tmp_path / "oneloop" / file
+    broken.write_text(f"{broken.read_text()}\n{line}\n")
+    assert len(wrong_ways(tmp_path / "oneloop")) == 1
+
+
+def test_tasks_import_their_libraries_when_they_use_them():
+    import sys
+
+    for file in files(PACKAGE / "tasks"):
+        named = {module.split(".")[0] for module in imports(file, within_functions=False)}
+        assert named - set(sys.stdlib_module_names) <= AT_THE_TOP_OF_TASKS, file
+
+
+def test_every_room_says_what_is_in_it():
+    for room in {file.parent for file in files(PACKAGE)}:
+        assert ast.get_docstring(ast.parse((room / "__init__.py").read_text())), room
+    assert len(list(PACKAGE.glob("*.py"))) <= 10
+
+
+def test_no_two_public_classes_have_one_name():
+    where = defaultdict(list)
+    for file in files(PACKAGE):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where[node.name].append(str(file.relative_to(PACKAGE)))
+    assert not {name: places for name, places in where.items() if len(places) > 1}
+
+
+def length(node: ast.stmt) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def test_nothing_grows_without_bounds():
+    for file in files(PACKAGE):
+        source = file.read_text()
+        assert "fmt: skip" not in source and "fmt: off" not in source, file
+        assert len(source.splitlines()) <= 300, file
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "train":
+                assert length(node) <= 60, f"{file}: {node.name}"
+
+
+def test_the_loop_is_one_page():
+    source = (PACKAGE / "train.py").read_text()
+    (train,) = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == "train")
+    (loop,) = (n for n in ast.walk(train) if isinstance(n, ast.For) and "clock.over" in ast.unparse(n.iter)
+               and "data" in ast.unparse(n.iter))  # fmt: skip
+    assert len(source.splitlines()) <= 260 and length(train) <= 220 and length(loop) <= 60
+    assert max(map(len, source.splitlines())) <= 120 and "fmt: skip" not in source
