@@ -29,8 +29,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.basics.tensors import optimizer_tensors
+from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.state import model_tensors
 from oneloop.data.groups import Split, Weighed, groups
 from oneloop.data.order import Order
@@ -57,8 +57,16 @@ def position_cost(position: int) -> float:
     """Seconds from nothing to the first batch."""
     began = time.perf_counter()
     collate = Weighed(lambda xs: {"x": torch.tensor(xs)}, lambda batch: batch["x"].sum())
-    stream = groups(range(10**6), collate, Order(10**6, seed=0), Split(64, 1), rank=0, seed=0, start=position,
-                    device=torch.device("cpu"))  # fmt: skip
+    stream = groups(
+        range(10**6),
+        collate,
+        Order(10**6, seed=0),
+        Split(64, 1),
+        rank=0,
+        seed=0,
+        start=position,
+        device=torch.device("cpu"),
+    )
     next(iter(next(stream).batches))
     return time.perf_counter() - began
 
@@ -97,8 +105,11 @@ def main() -> None:
 
     def dcp_async(kind: AsyncCheckpointerType) -> Callable[[], None]:
         def save() -> None:
-            waiting.append(dcp.async_save(dcp_state(), checkpoint_id=str(root / f"{kind.name}-{number}"),
-                                          async_checkpointer_type=kind))  # fmt: skip
+            waiting.append(
+                dcp.async_save(
+                    dcp_state(), checkpoint_id=str(root / f"{kind.name}-{number}"), async_checkpointer_type=kind
+                )
+            )
 
         return save
 
@@ -140,18 +151,23 @@ def main() -> None:
     ours.close()
     copy = statistics.median(blocked["a warm copy of the state"])
     print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
-    print(f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.processor() or platform.machine()},"
-          f" {torch.get_num_threads()} thread; state {sum(t.numel() * t.element_size() for t in tensors) / 2**20:.0f} MiB,"
-          f" {given.rounds} rounds")  # fmt: skip
+    size = sum(t.numel() * t.element_size() for t in tensors) / 2**20
+    print(
+        f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.processor() or platform.machine()}"
+        f", {torch.get_num_threads()} thread; state {size:.0f} MiB, {given.rounds} rounds"
+    )
     print(f"{'way':28} {'blocked s':>10} {'min':>8} {'max':>8} {'x copy':>8} {'step, x quiet':>14}")
     for name in ways:
         times = blocked[name]
-        print(f"{name:28} {statistics.median(times):10.4f} {min(times):8.4f} {max(times):8.4f}"
-              f" {statistics.median(times) / copy:8.2f} {statistics.median(steps[name]):14.2f}")  # fmt: skip
+        print(
+            f"{name:28} {statistics.median(times):10.4f} {min(times):8.4f} {max(times):8.4f}"
+            f" {statistics.median(times) / copy:8.2f} {statistics.median(steps[name]):14.2f}"
+        )
     position_cost(0)
-    near, far = ([position_cost(at) for _ in range(20)] for at in (0, 64 * 10**6))
-    print(f"start to first batch: {statistics.median(near) * 1e3:.2f} ms at position 0,"
-          f" {statistics.median(far) * 1e3:.2f} ms at batch 10^6 ({statistics.median(far) / statistics.median(near):.2f}x)")  # fmt: skip
+    near, far = (statistics.median(position_cost(at) for _ in range(20)) for at in (0, 64 * 10**6))
+    print(
+        f"start to first batch: {near * 1e3:.2f} ms at position 0, {far * 1e3:.2f} ms at batch 10^6 ({far / near:.2f}x)"
+    )
     shutil.rmtree(root)
 
 

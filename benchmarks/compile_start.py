@@ -2,8 +2,8 @@
 
     python benchmarks/compile_start.py --layers 12
 
-Each cold start is a process of its own with an empty compiler cache. Then, in one process without compile, time and kept
-activations of a step under each way to recompute, alternating.
+Each cold start is a process of its own with an empty compiler cache. Then, in one process without compile, time and
+kept activations of a step under each way to recompute, alternating.
 """
 
 from __future__ import annotations
@@ -87,18 +87,26 @@ def main() -> None:
         cold(given.cold, given.layers)
         return
     print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
-    print(f"# torch {torch.__version__}, Python {platform.python_version()}, {device()}, {torch.get_num_threads()} threads,"
-          f" GPT-2 of {given.layers} blocks, width 192, 8 x 128 tokens")  # fmt: skip
+    print(
+        f"# torch {torch.__version__}, Python {platform.python_version()}, {device()}"
+        f", {torch.get_num_threads()} threads, GPT-2 of {given.layers} blocks, width 192, 8 x 128 tokens"
+    )
     for scope in ("none", "whole", "regional"):
         found = []
         for _ in range(given.starts):
             with tempfile.TemporaryDirectory() as cache:
-                ran = subprocess.run([sys.executable, __file__, "--cold", scope, "--layers", str(given.layers)],
-                                     capture_output=True, text=True, check=True,
-                                     env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache})  # fmt: skip
+                ran = subprocess.run(
+                    [sys.executable, __file__, "--cold", scope, "--layers", str(given.layers)],
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                    env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache},
+                )
             found.append([float(word) for word in ran.stdout.split()[-2:]])
-        print(f"compile {scope:9} first step {', '.join(f'{first:.1f}' for first, _ in found)} s;"
-              f" later {min(later for _, later in found) * 1e3:.0f} ms")  # fmt: skip
+        print(
+            f"compile {scope:9} first step {', '.join(f'{first:.1f}' for first, _ in found)} s;"
+            f" later {min(later for _, later in found) * 1e3:.0f} ms"
+        )
     modes = ["none", "full", "every:2", "selective", "none (control)"]
     models = {mode: transformer(given.layers).to(device()) for mode in modes}
     for mode, model in models.items():
@@ -111,8 +119,10 @@ def main() -> None:
                 times[mode].append(took)
     for mode, model in models.items():
         ratio = statistics.median(a / b for a, b in zip(times[mode], times["none"], strict=True))
-        print(f"recompute {mode:16} step median {statistics.median(times[mode]) * 1e3:6.0f} ms   {ratio:.2f}x   kept"
-              f" {kept(model) / 2**20:7.1f} MiB")  # fmt: skip
+        print(
+            f"recompute {mode:16} step median {statistics.median(times[mode]) * 1e3:6.0f} ms   {ratio:.2f}x   kept"
+            f" {kept(model) / 2**20:7.1f} MiB"
+        )
 
 
 if __name__ == "__main__":

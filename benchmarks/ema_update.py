@@ -2,8 +2,8 @@
 
     python benchmarks/ema_update.py
 
-A GPT-2 shape of 12 blocks (148 tensors). Rounds alternate: the bare lerp, EMA.update, the bare lerp again (control), and
-for comparison the usual loop over ``mul_().add_()``.
+A GPT-2 shape of 12 blocks (148 tensors). Rounds alternate: the bare lerp, EMA.update, the bare lerp again (control),
+and for comparison the usual loop over ``mul_().add_()``.
 """
 
 from __future__ import annotations
@@ -68,14 +68,15 @@ def main() -> None:
                 found[name].append(took)
     number = sum(weight.numel() for weight in weights)
     print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
-    print(f"# torch {torch.__version__}, Python {platform.python_version()}, {device}, {len(weights)} tensors, {number:,}"
-          f" parameters; microseconds per update, {given.pairs} rounds of {given.times}")  # fmt: skip
+    print(
+        f"# torch {torch.__version__}, Python {platform.python_version()}, {device}, {len(weights)} tensors, {number:,}"
+        f" parameters; microseconds per update, {given.pairs} rounds of {given.times}"
+    )
     base = found["one _foreach_lerp_"]
     for name, times in found.items():
         ratio = statistics.median(a / b for a, b in zip(times, base, strict=True))
-        print(
-            f"{name:30} median {statistics.median(times):9.1f}   min {min(times):9.1f}   max {max(times):9.1f}   {ratio:.3f}x"
-        )
+        middle, low, high = statistics.median(times), min(times), max(times)
+        print(f"{name:30} median {middle:9.1f}   min {low:9.1f}   max {high:9.1f}   {ratio:.3f}x")
 
 
 if __name__ == "__main__":

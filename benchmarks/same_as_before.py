@@ -27,14 +27,27 @@ from typing import Any
 HERE = Path(__file__).parent
 BATCH, STEPS = 16, 24
 COMMON = [
-    *("--batch.size", str(BATCH), "--batch.micro", "4", "--duration", str(STEPS), "--log.every", "4", "--eval.every", "8"),
+    *(
+        "--batch.size",
+        str(BATCH),
+        "--batch.micro",
+        "4",
+        "--duration",
+        str(STEPS),
+        "--log.every",
+        "4",
+        "--eval.every",
+        "8",
+    ),
     *("--save.every", "5", "--save.keep", "99", "--schedule.name", "cosine", "--schedule.warmup", "3"),
     *("--ema.half_life", "100 samples", "--track", "none"),
-]  # fmt: skip
+]
 RECIPES = {
     "digits": ["--task", "same_as_before_tasks.Digits"],
-    "gpt": ["--task", "same_as_before_tasks.GPT", "--task.data", str(Path(asyncio.__file__).parent)]
-    + ["--task.width", "32", "--task.layers", "2", "--task.heads", "2", "--task.block", "32"],
+    "gpt": [
+        *("--task", "same_as_before_tasks.GPT", "--task.data", str(Path(asyncio.__file__).parent)),
+        *("--task.width", "32", "--task.layers", "2", "--task.heads", "2", "--task.block", "32"),
+    ],
 }
 STRATEGIES = {"single": 1, "ddp": 2, "fsdp2": 2}
 POLICIES = ("none bad", "stop", "skip", "rewind")

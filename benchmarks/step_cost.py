@@ -3,9 +3,9 @@
     python benchmarks/step_cost.py
 
 One process on a CPU, a model so small that the loop is what is timed. Both do: batches from a DataLoader, accelerate's
-`accumulate` and `backward`, the global gradient norm, clipping, a learning rate per step, fused AdamW with weight decay
-on matrices only, the loss summed on the device. The hand-written one seeds nothing, guards nothing, counts nothing and can be stopped by nothing. Runs
-alternate: hand, oneloop, hand (control), …
+`accumulate` and `backward`, the global gradient norm, clipping, a learning rate per step, fused AdamW with weight
+decay on matrices only, the loss summed on the device. The hand-written one seeds nothing, guards nothing, counts
+nothing and can be stopped by nothing. Runs alternate: hand, oneloop, hand (control), …
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from oneloop.run.folder import Folder
-from oneloop.run.build import build_job
 from oneloop.recipe.parse import read
-from oneloop.run.processes import start
-from oneloop.run.processes import Run
+from oneloop.run.build import build_job
+from oneloop.run.folder import Folder
+from oneloop.run.processes import Run, start
 from oneloop.train import train
 
 BATCH = 8
@@ -81,8 +80,10 @@ def by_hand(run: Run, steps: int) -> float:
     """Seconds per step of the hand-written loop."""
     task, accelerator = Tiny(), run.accelerator
     model = accelerator.prepare(task.model())
-    groups = [{"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.05},
-              {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]  # fmt: skip
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.05},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
     data = Points()
     sampler = RandomSampler(data, num_samples=(steps + 50) * BATCH, replacement=False)
@@ -109,9 +110,29 @@ def by_oneloop(run: Run, steps: int) -> float:
     """Seconds per step of oneloop's, between its log lines at step 50 and at the end."""
     with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()):
         sys.path.insert(0, str(Path(__file__).parent))
-        recipe = read(["digits", "--task", "step_cost.Tiny", "--duration", str(steps + 50), "--batch.size", str(BATCH),
-                       "--schedule.name", "linear", "--schedule.warmup", "0", "--track", "none", "--save.every", "0",
-                       "--log.every", "50", "--run.dir", scratch])  # fmt: skip
+        recipe = read(
+            [
+                "digits",
+                "--task",
+                "step_cost.Tiny",
+                "--duration",
+                str(steps + 50),
+                "--batch.size",
+                str(BATCH),
+                "--schedule.name",
+                "linear",
+                "--schedule.warmup",
+                "0",
+                "--track",
+                "none",
+                "--save.every",
+                "0",
+                "--log.every",
+                "50",
+                "--run.dir",
+                scratch,
+            ]
+        )
         folder = Folder(Path(scratch) / "run")
         folder.open()
         with run.closing:
@@ -139,14 +160,18 @@ def main() -> None:
             if turn:
                 found[name].append(took)
     print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
-    print(f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, 1 thread,"
-          f" {given.steps} steps, {given.pairs} rounds; microseconds per step")  # fmt: skip
+    print(
+        f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, 1 thread,"
+        f" {given.steps} steps, {given.pairs} rounds; microseconds per step"
+    )
     for name, times in found.items():
         print(f"{name:26} median {statistics.median(times):7.1f}   min {min(times):7.1f}   max {max(times):7.1f}")
     over = [a - b for a, b in zip(found["oneloop"], found["by hand"], strict=True)]
     control = [a / b for a, b in zip(found["by hand again (control)"], found["by hand"], strict=True)]
-    print(f"oneloop over by hand: median {statistics.median(over):.1f} us per step ({min(over):.1f} to {max(over):.1f});"
-          f" control {statistics.median(control):.3f}x")  # fmt: skip
+    print(
+        f"oneloop over by hand: median {statistics.median(over):.1f} us per step ({min(over):.1f} to {max(over):.1f});"
+        f" control {statistics.median(control):.3f}x"
+    )
 
 
 if __name__ == "__main__":

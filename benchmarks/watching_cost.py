@@ -1,15 +1,17 @@
-"""What all watching costs of a step of about 5 ms: marks of the clock and sums of the meter at every step; at every fiftieth
-(the default of log.every) the update ratio and the read, a line in metrics.jsonl, TensorBoard, the terminal, and advice.
+"""What all watching costs of a step of about 5 ms: marks of the clock and sums of the meter at every step; at every
+fiftieth (the default of log.every) the update ratio and the read, a line in metrics.jsonl, TensorBoard, the terminal,
+and advice.
 
     python benchmarks/watching_cost.py
 
-One process on a CPU. Machines are noisier than 1 %, so single steps alternate, bare, watched, bare (control), each turn in
-another order: of the differences to the bare step of the same turn the median, with the 95 % interval of that median. What
-comes at the fiftieth step is timed by itself, as it comes after a step, with cold caches; so is how much longer the step
-after it takes. What comes more rarely is timed and added as if nothing overlapped it: TensorBoard gets its lines every five
-seconds, here twenty of them together; the bars are redrawn once a second by a thread of their own.
-Python's garbage is left lying, as in train.py between two times of machine.gc_every. glibc is told to keep freed memory:
-else it gives it back and takes it again in turns that any small allocation moves about, by more than what is to be measured.
+One process on a CPU. Machines are noisier than 1 %, so single steps alternate, bare, watched, bare (control), each
+turn in another order: of the differences to the bare step of the same turn the median, with the 95 % interval of that
+median. What comes at the fiftieth step is timed by itself, as it comes after a step, with cold caches; so is how much
+longer the step after it takes. What comes more rarely is timed and added as if nothing overlapped it: TensorBoard gets
+its lines every five seconds, here twenty of them together; the bars are redrawn once a second by a thread of their
+own. Python's garbage is left lying, as in train.py between two times of machine.gc_every. glibc is told to keep freed
+memory: else it gives it back and takes it again in turns that any small allocation moves about, by more than what is
+to be measured.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import nn
 
-from oneloop.recipe.bookkeeping import LogConfig
 from oneloop.machine.garbage import scheduled_garbage
-from oneloop.show import tracking as tracking_module
 from oneloop.measure.diagnosis import Advice
 from oneloop.measure.meter import Meter
+from oneloop.recipe.bookkeeping import LogConfig
+from oneloop.show import tracking as tracking_module
 from oneloop.show.display import Display
 from oneloop.show.tracking import Tracking
 
@@ -121,8 +123,10 @@ def measure(turns: int, rows: int, folder: Path) -> None:
     drawn, pause = redraw()
     middle = statistics.median(found["bare"])
     print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
-    print(f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, 1 thread, {turns} turns of three"
-          f" steps, {len(logged)} lines, one every {EVERY} steps")  # fmt: skip
+    print(
+        f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, 1 thread, {turns} turns of"
+        f" three steps, {len(logged)} lines, one every {EVERY} steps"
+    )
     print(f"a bare step {middle:.0f} us; microseconds per step over it, with the 95 % interval of the median:")
     parts = {
         "marks and sums, every step": over(found["watched"], found["bare"], 1),
@@ -135,7 +139,8 @@ def measure(turns: int, rows: int, folder: Path) -> None:
         print(f"  {name:36} {value:6.1f} ({low:.1f} to {high:.1f})")
     value, low, high = (sum(column) for column in zip(*parts.values(), strict=True))
     print(
-        f"  {'all of it':36} {value:6.1f} ({low:.1f} to {high:.1f}), of 5 ms {value / 50:.2f} % ({low / 50:.2f} to {high / 50:.2f})"
+        f"  {'all of it':36} {value:6.1f} ({low:.1f} to {high:.1f}),"
+        f" of 5 ms {value / 50:.2f} % ({low / 50:.2f} to {high / 50:.2f})"
     )
     value, low, high = over(found["control"], found["bare"], 1)
     print(f"  {'control: bare over bare':36} {value:6.1f} ({low:.1f} to {high:.1f})")

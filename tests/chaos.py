@@ -70,8 +70,15 @@ def rank_of(
     die_with(parent)
     os.environ.update(environment)
     if ranks > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")  # fmt: skip
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(ranks),
+            LOCAL_WORLD_SIZE=str(ranks),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            OMP_NUM_THREADS="1",
+        )
     handle = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(handle, 1), os.dup2(handle, 2)
     import torch
@@ -280,15 +287,40 @@ def main() -> None:
     ranks = {"single": 1, "hsdp": 4}.get(config, 2)
     print(f"seed {given.seed}, {config}, {ranks} ranks", flush=True)
     began = time.monotonic()
-    made = chaos(given.recipe, config, ranks, given.kills, given.seed, words or list(WORDS),
-                 say=lambda text: print(text, flush=True))  # fmt: skip
+    made = chaos(
+        given.recipe,
+        config,
+        ranks,
+        given.kills,
+        given.seed,
+        words or list(WORDS),
+        say=lambda text: print(text, flush=True),
+    )
     print(f"{given.kills} of {given.kills} kills resumed, {made.starts} starts, {time.monotonic() - began:.0f} s")
     for phase in PHASES:
         assert given.kills < 100 or made.hits[phase] >= 10, f"{phase} was hit {made.hits[phase]} times only"
 
 
-WORDS = ("--duration", "40", "--save.every", "2", "--log.every", "3", "--eval.every", "10", "--batch.size", "16",
-         "--task.width", "8", "--save.max_failures", "100", "--ema.half_life", "1ep", "--guard.nonfinite", "skip")  # fmt: skip
+WORDS = (
+    "--duration",
+    "40",
+    "--save.every",
+    "2",
+    "--log.every",
+    "3",
+    "--eval.every",
+    "10",
+    "--batch.size",
+    "16",
+    "--task.width",
+    "8",
+    "--save.max_failures",
+    "100",
+    "--ema.half_life",
+    "1ep",
+    "--guard.nonfinite",
+    "skip",
+)
 
 if __name__ == "__main__":
     main()

@@ -17,20 +17,62 @@ BATCH, CLIP, LR, DECAY = 16, 0.4, 0.01, 0.1  # about half of the steps are clipp
 
 def words(folder: Path, *, ranks: int, accumulate: int, steps: int, dtype: str, optimizer: str) -> list[str]:
     (folder / "recipe.yaml").write_text("task: tiny.Ragged\n")
-    return [str(folder / "recipe.yaml"), "--duration", str(steps), "--batch.size", str(BATCH), "--log.every", "1",
-            "--batch.micro", str(BATCH // ranks // accumulate), "--optimizer.name", optimizer, "--optimizer.lr", str(LR),
-            "--optimizer.weight_decay", str(DECAY), "--optimizer.clip", str(CLIP), "--schedule.name", "cosine",
-            "--schedule.warmup", "5", "--machine.dtype", dtype, "--eval.every", "0", "--track", "none",
-            "--machine.workers", "0", "--run.dir", str(folder / "run")]  # fmt: skip
+    return [
+        str(folder / "recipe.yaml"),
+        "--duration",
+        str(steps),
+        "--batch.size",
+        str(BATCH),
+        "--log.every",
+        "1",
+        "--batch.micro",
+        str(BATCH // ranks // accumulate),
+        "--optimizer.name",
+        optimizer,
+        "--optimizer.lr",
+        str(LR),
+        "--optimizer.weight_decay",
+        str(DECAY),
+        "--optimizer.clip",
+        str(CLIP),
+        "--schedule.name",
+        "cosine",
+        "--schedule.warmup",
+        "5",
+        "--machine.dtype",
+        dtype,
+        "--eval.every",
+        "0",
+        "--track",
+        "none",
+        "--machine.workers",
+        "0",
+        "--run.dir",
+        str(folder / "run"),
+    ]
 
 
-def trained(folder: Path, *, ranks: int, accumulate: int, strategy: str, steps: int = 40, dtype: str = "float32",
-            optimizer: str = "adamw", function=train, extra: tuple[str, ...] = ()):  # fmt: skip
+def trained(
+    folder: Path,
+    *,
+    ranks: int,
+    accumulate: int,
+    strategy: str,
+    steps: int = 40,
+    dtype: str = "float32",
+    optimizer: str = "adamw",
+    function=train,
+    extra: tuple[str, ...] = (),
+):
     """Weights and losses of a real run, and the sample ids of each step."""
     folder.mkdir()
-    world = run(function, [*words(folder, ranks=ranks, accumulate=accumulate, steps=steps, dtype=dtype,
-                                  optimizer=optimizer), *extra],
-                ranks=ranks, config=strategy, variables={"TINY_FOLDER": str(folder)})  # fmt: skip
+    world = run(
+        function,
+        [*words(folder, ranks=ranks, accumulate=accumulate, steps=steps, dtype=dtype, optimizer=optimizer), *extra],
+        ranks=ranks,
+        config=strategy,
+        variables={"TINY_FOLDER": str(folder)},
+    )
     world.ok()
     weights = load_file(folder / "run" / "final" / "model.safetensors")
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -49,16 +91,21 @@ def expected(ids: list[list[int]], *, dtype: torch.dtype, optimizer: str):
     model = Ragged().model().to(dtype)
     samples = Sequences(37, seed=1).samples
     matrices = [p for p in model.parameters() if p.ndim >= 2]
-    groups = [{"params": matrices, "weight_decay": DECAY},
-              {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]  # fmt: skip
+    groups = [
+        {"params": matrices, "weight_decay": DECAY},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
     rates = [cosine_with_warmup(step, len(ids), 5, LR) for step in range(len(ids))]
-    kinds = {"adamw": lambda: torch.optim.AdamW(groups, lr=LR),
-             "sgd": lambda: torch.optim.SGD(groups, lr=LR, momentum=0.9),
-             "adafactor": lambda: torch.optim.Adafactor(groups, lr=LR)}  # fmt: skip
+    kinds = {
+        "adamw": lambda: torch.optim.AdamW(groups, lr=LR),
+        "sgd": lambda: torch.optim.SGD(groups, lr=LR, momentum=0.9),
+        "adafactor": lambda: torch.optim.Adafactor(groups, lr=LR),
+    }
     if optimizer == "muon":
         return both_optimizers(model, samples, ids, rates)
-    losses = plain_loop(model, kinds[optimizer](), ([samples[i] for i in step] for step in ids),
-                        rate=rates.__getitem__, clip=CLIP)  # fmt: skip
+    losses = plain_loop(
+        model, kinds[optimizer](), ([samples[i] for i in step] for step in ids), rate=rates.__getitem__, clip=CLIP
+    )
     return {name: p.detach() for name, p in model.state_dict().items()}, losses
 
 
@@ -66,9 +113,14 @@ def both_optimizers(model, samples, ids, rates):
     """Muon for the inner matrix, AdamW for embedding, head and vectors."""
     inner = [model.inner.weight]
     rest = [p for p in model.parameters() if p is not inner[0]]
-    adamw = torch.optim.AdamW([{"params": [p for p in rest if p.ndim >= 2], "weight_decay": DECAY},
-                               {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}], lr=LR,
-                              betas=(0.9, 0.95))  # fmt: skip
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p for p in rest if p.ndim >= 2], "weight_decay": DECAY},
+            {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=LR,
+        betas=(0.9, 0.95),
+    )
     muon = PlainMuon(inner, lr=LR, weight_decay=DECAY)
 
     class Both:

@@ -14,8 +14,10 @@ def test_order_and_groups_feed_a_plain_loop():
 
     accelerator = Accelerator()
     data = [(torch.randn(3), torch.randn(1)) for _ in range(20)]
-    collate = Weighed(lambda pairs: {"x": torch.stack([x for x, _ in pairs]), "y": torch.stack([y for _, y in pairs])},
-                      lambda batch: torch.tensor(float(len(batch["x"]))))  # fmt: skip
+    collate = Weighed(
+        lambda pairs: {"x": torch.stack([x for x, _ in pairs]), "y": torch.stack([y for _, y in pairs])},
+        lambda batch: torch.tensor(float(len(batch["x"]))),
+    )
     stream = groups(
         data, collate, Order(20, seed=0), Split(8, 1, 4), rank=0, seed=0, start=0, device=accelerator.device
     )

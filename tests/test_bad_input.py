@@ -26,8 +26,10 @@ BAD = {
     "unknown key": (["digits", "--batch.siez", "3"], ["batch.siez", "did you mean 'batch.size'"]),
     "misspelt recipe": (["digit"], ["'digit'", "did you mean 'digits'"]),
     "wrong type": (["digits", "--batch.size", "many"], ["batch.size", "int", "many"]),
-    "impossible split": (["digits", "--batch.size", "100", "--batch.micro", "16"],
-                         ["batch.size 100", "micro 16", "nearest size: 96"]),
+    "impossible split": (
+        ["digits", "--batch.size", "100", "--batch.micro", "16"],
+        ["batch.size 100", "micro 16", "nearest size: 96"],
+    ),
     "missing file": (["missing/recipe.yaml"], ["missing/recipe.yaml", "No such file"]),
     "missing weights": (["digits", "--init.from", "nowhere"], ["init.from", "nowhere", "looked for"]),
     "broken YAML": (["broken.yaml"], ["broken.yaml", "not valid YAML", "line 2"]),
@@ -53,27 +55,62 @@ BAD = {
     "an unknown data set": (["digits", "--task.data", "diggits"], ["task.data", "diggits"]),
     "a learning rate below zero": (["digits", "--optimizer.lr", "-1"], ["optimizer.lr", "at least 0"]),
     "a micro-batch that is no number": (["digits", "--batch.micro", "most"], ["batch.micro", "most", "auto"]),
-    "two averages that exclude each other": (["digits", "--ema.half_life", "2ep", "--ema.decay", "0.9"],
-                                             ["ema.half_life", "ema.decay", "one of them"]),
+    "two averages that exclude each other": (
+        ["digits", "--ema.half_life", "2ep", "--ema.decay", "0.9"],
+        ["ema.half_life", "ema.decay", "one of them"],
+    ),
     "an average wider than any": (["digits", "--ema.power", "[0.4]"], ["ema.power 0.4", "below 0.289"]),
     "the same average twice": (["digits", "--ema.half_life", "[2ep,2ep]"], ["two averages are the same"]),
-    "the metric of an average that is not kept": (["digits", "--eval.best", "ema/eval/accuracy"], ["eval.best", "eval/accuracy"]),
+    "the metric of an average that is not kept": (
+        ["digits", "--eval.best", "ema/eval/accuracy"],
+        ["eval.best", "eval/accuracy"],
+    ),
     "a way to recompute that is none": (["digits", "--machine.recompute", "most"], ["recompute 'most'", "every:K"]),
-    "recompute without blocks": (["digits", "--machine.recompute", "full"], ["CNN has no repeated blocks", "machine.blocks"]),
-    "a budget without a compiler": (["gpt", "--task.data", README, "--machine.recompute", "budget:0.5"], ["recompute budget", "machine.compile"]),
+    "recompute without blocks": (
+        ["digits", "--machine.recompute", "full"],
+        ["CNN has no repeated blocks", "machine.blocks"],
+    ),
+    "a budget without a compiler": (
+        ["gpt", "--task.data", README, "--machine.recompute", "budget:0.5"],
+        ["recompute budget", "machine.compile"],
+    ),
     "compile without blocks": (["digits", "--machine.compile", "regional"], ["CNN has no repeated blocks", "whole"]),
-    "a block that is none": (["gpt", "--task.data", README, "--machine.blocks", "[GPT3Block]"], ["no such class", "GPT2Block"]),
-    "offload on a CPU": (["gpt", "--task.data", README, "--machine.recompute", "full", "--machine.offload"], ["machine.offload", "CPU"]),
-    "channels last without a convolution": (["gpt", "--task.data", README, "--machine.channels_last", "true"], ["channels_last", "no 2-d convolution"]),
+    "a block that is none": (
+        ["gpt", "--task.data", README, "--machine.blocks", "[GPT3Block]"],
+        ["no such class", "GPT2Block"],
+    ),
+    "offload on a CPU": (
+        ["gpt", "--task.data", README, "--machine.recompute", "full", "--machine.offload"],
+        ["machine.offload", "CPU"],
+    ),
+    "channels last without a convolution": (
+        ["gpt", "--task.data", README, "--machine.channels_last", "true"],
+        ["channels_last", "no 2-d convolution"],
+    ),
     "a policy that is none": (["digits", "--guard.nonfinite", "ignore"], ["guard.nonfinite", "ignore", "rewind"]),
     "a K that is none": (["gpt", "--task.data", README, "--machine.recompute", "every:inf"], ["recompute 'every:inf'"]),
     "what is wrong beside a search": (["digits", "--batch.micro", "auto", "--eval.best", "eval/acc"], ["eval.best"]),
-    "a step left out with BatchNorm": (["digits", "--task.model", "resnet18", "--guard.nonfinite", "skip"], ["BatchNorm", "rewind"]),
-    "CUDA graphs with accumulation": (["gpt", "--task.data", README, "--machine.compile", "whole", "--machine.compile_mode",
-                                       "reduce-overhead", "--batch.micro", "4"], ["8 micro-batches", "CUDA graphs"]),
+    "a step left out with BatchNorm": (
+        ["digits", "--task.model", "resnet18", "--guard.nonfinite", "skip"],
+        ["BatchNorm", "rewind"],
+    ),
+    "CUDA graphs with accumulation": (
+        [
+            "gpt",
+            "--task.data",
+            README,
+            "--machine.compile",
+            "whole",
+            "--machine.compile_mode",
+            "reduce-overhead",
+            "--batch.micro",
+            "4",
+        ],
+        ["8 micro-batches", "CUDA graphs"],
+    ),
     "a decay of all": (["digits", "--ema.decay", "1"], ["ema.decay must be below 1"]),
     "a batch of none": (["digits", "--batch.size", "0"], ["batch.size", "at least 1"]),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -107,13 +144,16 @@ def _with_path(here: str, words: list[str]) -> None:
     train(words)
 
 
-@pytest.mark.parametrize(("words", "says", "config", "options"), [
-    (["digits", "--batch.size", "1"], ["batch.size 1", "2 ranks", "nearest size: 2"], "ddp", []),
-    (["digits", "--run.dir", "/proc/oneloop/run"], ["run.dir"], "ddp", []),
-    (["digits", "--optimizer.name", "adafactor"], ["adafactor", "ddp.yaml"], "fsdp2", []),
-    (["digits", "--machine.channels_last", "true"], ["channels_last", "FSDP2", "ddp.yaml"], "fsdp2", []),
-    (["digits"], ["fp16", "CPU", "bf16"], "ddp", ["--mixed_precision", "fp16"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "says", "config", "options"),
+    [
+        (["digits", "--batch.size", "1"], ["batch.size 1", "2 ranks", "nearest size: 2"], "ddp", []),
+        (["digits", "--run.dir", "/proc/oneloop/run"], ["run.dir"], "ddp", []),
+        (["digits", "--optimizer.name", "adafactor"], ["adafactor", "ddp.yaml"], "fsdp2", []),
+        (["digits", "--machine.channels_last", "true"], ["channels_last", "FSDP2", "ddp.yaml"], "fsdp2", []),
+        (["digits"], ["fp16", "CPU", "bf16"], "ddp", ["--mixed_precision", "fp16"]),
+    ],
+)
 def test_all_ranks_end_together(here, words, says, config, options):
     before = set(here.rglob("*"))
     world = run(train, words, ranks=2, config=config, options=options, folder=here)
@@ -126,15 +166,37 @@ def test_fp8_where_there_is_none(here):
     check(world.codes, world.output, ["fp8", "cpu", "bf16"], here, before)
 
 
-@pytest.mark.parametrize(("command", "words", "says"), [
-    ([sys.executable, "-m", "oneloop.train"], ["digits", "--batch.siez", "3"], ["batch.siez"]),
-    ([sys.executable, "-m", "oneloop.cli", "launch", "--config_file", str(CONFIGS / "single.yaml"),
-      "--mixed_precision", "fp16"], ["digits"], ["fp16", "CPU"]),
-    ([sys.executable, "-m", "oneloop.cli", "launch", "--config_file", str(CONFIGS / "ddp.yaml")],
-     ["digits", "--batch.size", "1"], ["2 ranks", "nearest size: 2"]),
-    ([sys.executable, "-m", "oneloop.cli", "launch", "--mixed_precision", "fp8"], ["digits"], ["fp8", "bf16"]),
-    ([sys.executable, "-m", "oneloop.cli", "launch", "--config_file", "nowhere.yaml"], ["digits"], ["nowhere.yaml"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "words", "says"),
+    [
+        ([sys.executable, "-m", "oneloop.train"], ["digits", "--batch.siez", "3"], ["batch.siez"]),
+        (
+            [
+                sys.executable,
+                "-m",
+                "oneloop.cli",
+                "launch",
+                "--config_file",
+                str(CONFIGS / "single.yaml"),
+                "--mixed_precision",
+                "fp16",
+            ],
+            ["digits"],
+            ["fp16", "CPU"],
+        ),
+        (
+            [sys.executable, "-m", "oneloop.cli", "launch", "--config_file", str(CONFIGS / "ddp.yaml")],
+            ["digits", "--batch.size", "1"],
+            ["2 ranks", "nearest size: 2"],
+        ),
+        ([sys.executable, "-m", "oneloop.cli", "launch", "--mixed_precision", "fp8"], ["digits"], ["fp8", "bf16"]),
+        (
+            [sys.executable, "-m", "oneloop.cli", "launch", "--config_file", "nowhere.yaml"],
+            ["digits"],
+            ["nowhere.yaml"],
+        ),
+    ],
+)
 def test_the_commands_as_typed(here, command, words, says):
     before = set(here.rglob("*"))
     ended = subprocess.run([*command, *words], cwd=here, capture_output=True, text=True, timeout=120, check=False)

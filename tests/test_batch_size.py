@@ -66,8 +66,14 @@ def test_what_is_a_lack_of_memory():
 WORDS = ["--batch.size", "16", "--duration", "6", "--track", "none", "--eval.every", "0", "--save.every", "0"]
 
 
-@pytest.mark.parametrize(("ranks", "config", "second", "found"), [pytest.param(1, "single", 4, 4, marks=pytest.mark.slow), (2, "ddp", 2, 2),
-                          pytest.param(2, "fsdp2", 2, 2, marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "config", "second", "found"),
+    [
+        pytest.param(1, "single", 4, 4, marks=pytest.mark.slow),
+        (2, "ddp", 2, 2),
+        pytest.param(2, "fsdp2", 2, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_the_run_is_that_of_a_fixed_micro_batch(tmp_path, ranks, config, second, found):
     (tmp_path / "r.yaml").write_text(f"task: {{name: test_batch_size.Heavy, fits: 4, fits_on_rank_1: {second}}}\n")
     variables = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
@@ -78,8 +84,14 @@ def test_the_run_is_that_of_a_fixed_micro_batch(tmp_path, ranks, config, second,
         f"batch.micro auto: {found} fits" in world.output
         and f"batch.micro auto: {2 * found} does not fit" in world.output
     )
-    run(heavy, ["r.yaml", *WORDS, "--batch.micro", str(found), "--run.dir", "fixed"], ranks=ranks, config=config,
-        folder=tmp_path, variables=variables).ok()  # fmt: skip
+    run(
+        heavy,
+        ["r.yaml", *WORDS, "--batch.micro", str(found), "--run.dir", "fixed"],
+        ranks=ranks,
+        config=config,
+        folder=tmp_path,
+        variables=variables,
+    ).ok()
     weights = [load_file(tmp_path / name / "final" / "model.safetensors") for name in ("auto", "fixed")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
     if config == "single":

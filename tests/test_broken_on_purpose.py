@@ -151,10 +151,30 @@ def test_fsdp2_reduces_in_float32(tmp_path, reduce_in):
     function = train
     if reduce_in != "float32":
         function = Broken("reduced in bf16")
-    extra = ("--optimizer.clip", "0", "--schedule.name", "constant", "--schedule.warmup", "0",
-             "--optimizer.momentum", "0", "--optimizer.weight_decay", "0", "--optimizer.lr", "1")  # fmt: skip
-    weights, _, ids = trained(tmp_path / "a", ranks=2, accumulate=2, strategy="fsdp2", steps=1, optimizer="sgd",
-                              function=InBf16(function), extra=extra)  # fmt: skip
+    extra = (
+        "--optimizer.clip",
+        "0",
+        "--schedule.name",
+        "constant",
+        "--schedule.warmup",
+        "0",
+        "--optimizer.momentum",
+        "0",
+        "--optimizer.weight_decay",
+        "0",
+        "--optimizer.lr",
+        "1",
+    )
+    weights, _, ids = trained(
+        tmp_path / "a",
+        ranks=2,
+        accumulate=2,
+        strategy="fsdp2",
+        steps=1,
+        optimizer="sgd",
+        function=InBf16(function),
+        extra=extra,
+    )
     from oneloop.basics.seeds import key
     from tiny import Ragged
 

@@ -19,9 +19,31 @@ def gpt(tmp_path):
     (tmp_path / "texts").mkdir()
     for number in range(60):
         (tmp_path / "texts" / f"{number}.txt").write_text(f"text {number}: " + "the cat sat on the mat. " * 9)
-    words = ["gpt", "--task.data", str(tmp_path / "texts"), "--task.layers", "2", "--task.width", "32", "--task.block", "16",
-             "--duration", "12", "--save.every", "4", "--eval.every", "4", "--save.keep", "9", "--track", "none",
-             "--run.dir", str(tmp_path / "run"), "--batch.size", "8"]  # fmt: skip
+    words = [
+        "gpt",
+        "--task.data",
+        str(tmp_path / "texts"),
+        "--task.layers",
+        "2",
+        "--task.width",
+        "32",
+        "--task.block",
+        "16",
+        "--duration",
+        "12",
+        "--save.every",
+        "4",
+        "--eval.every",
+        "4",
+        "--save.keep",
+        "9",
+        "--track",
+        "none",
+        "--run.dir",
+        str(tmp_path / "run"),
+        "--batch.size",
+        "8",
+    ]
     run(train, words, ranks=2, config="fsdp2", folder=tmp_path).ok()
     return tmp_path / "run"
 
@@ -49,8 +71,12 @@ def test_export_gives_what_transformers_loads(gpt, capsys):
     assert not all(torch.equal(final[name], one) for name, one in load_file(to / "model.safetensors").items())
     assert main(["export", str(gpt), "--to", str(to), "--checkpoint=best"]) == 0
     capsys.readouterr()
-    for words, says in ((["--checkpoint", "5"], "steps: 4, 8, 12"), (["--checkpoint", "x"], "there is none"),
-                        (["--weights", "ema"], "no average 'ema'; it has none"), (["--too"], "unexpected '--too'")):  # fmt: skip
+    for words, says in (
+        (["--checkpoint", "5"], "steps: 4, 8, 12"),
+        (["--checkpoint", "x"], "there is none"),
+        (["--weights", "ema"], "no average 'ema'; it has none"),
+        (["--too"], "unexpected '--too'"),
+    ):
         assert main(["export", str(gpt), "--to", str(to), *words]) == 2
         assert says in capsys.readouterr().err
     assert main(["export", str(gpt)]) == 2
@@ -59,8 +85,10 @@ def test_export_gives_what_transformers_loads(gpt, capsys):
 
 
 def test_nothing_is_unpickled_in_an_export(gpt):
-    code = ("import sys; sys.addaudithook(lambda event, _: event.startswith('pickle.find_class') and print('UNPICKLED'));"
-            f"from oneloop.cli import main; sys.exit(main(['export', {str(gpt)!r}, '--to', {str(gpt.parent / 'o')!r}]))")  # fmt: skip
+    code = (
+        "import sys; sys.addaudithook(lambda event, _: event.startswith('pickle.find_class') and print('UNPICKLED'));"
+        f"from oneloop.cli import main; sys.exit(main(['export', {str(gpt)!r}, '--to', {str(gpt.parent / 'o')!r}]))"
+    )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0 and "UNPICKLED" not in ended.stdout, ended.stderr
 

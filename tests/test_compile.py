@@ -15,8 +15,21 @@ from oneloop.machine.recompute import recompute
 from test_recompute import Transformer, fresh, gradients
 from worlds import ROOT, run, train
 
-GPT = ["gpt", "--task.layers", "3", "--task.width", "32", "--task.heads", "2", "--task.block", "32", "--task.data",
-       str(ROOT / "src/oneloop/run/processes.py"), "--batch.size", "8"]  # fmt: skip
+GPT = [
+    "gpt",
+    "--task.layers",
+    "3",
+    "--task.width",
+    "32",
+    "--task.heads",
+    "2",
+    "--task.block",
+    "32",
+    "--task.data",
+    str(ROOT / "src/oneloop/run/processes.py"),
+    "--batch.size",
+    "8",
+]
 DIGITS = ["digits", "--task.width", "8", "--batch.size", "16"]
 
 
@@ -27,11 +40,34 @@ def losses(folder: Path) -> list[float]:
 
 def pair(tmp_path: Path, words: list[str], scope: str, *, ranks: int, config: str, steps: int, compiled=()) -> None:
     """A run without and one with compile: the same losses, and files with the same names."""
-    common = [*words, "--duration", str(steps), "--log.every", "1", "--track", "none", "--save.every", "0", "--eval.every",
-              "0", "--optimizer.name", "sgd", "--optimizer.lr", "0.02", "--schedule.name", "constant"]  # fmt: skip
+    common = [
+        *words,
+        "--duration",
+        str(steps),
+        "--log.every",
+        "1",
+        "--track",
+        "none",
+        "--save.every",
+        "0",
+        "--eval.every",
+        "0",
+        "--optimizer.name",
+        "sgd",
+        "--optimizer.lr",
+        "0.02",
+        "--schedule.name",
+        "constant",
+    ]
     for name, how in (("plain", ["none"]), ("compiled", [scope, *compiled])):
-        run(train, [*common, "--run.dir", f"{config}-{name}", "--machine.compile", *how], ranks=ranks, config=config,
-            folder=tmp_path, timeout=280).ok()  # fmt: skip
+        run(
+            train,
+            [*common, "--run.dir", f"{config}-{name}", "--machine.compile", *how],
+            ranks=ranks,
+            config=config,
+            folder=tmp_path,
+            timeout=280,
+        ).ok()
     plain, found = (losses(tmp_path / f"{config}-{name}") for name in ("plain", "compiled"))
     assert len(plain) == steps and max(abs(a - b) / a for a, b in zip(plain, found, strict=True)) < 1e-5
     names = [

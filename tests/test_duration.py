@@ -7,10 +7,23 @@ from oneloop.basics.duration import Duration, Scale, is_time
 SCALE = Scale(batch=64, epoch=1000, sample_tokens=128)
 
 
-@pytest.mark.parametrize(("text", "steps"), [
-    (500, 500), ("500", 500), ("500 steps", 500), ("20ep", 313), ("1 epoch", 16), ("1M samples", 15625),
-    ("65 samples", 2), ("2M tokens", 245), ("1.5K samples", 24), ("10%", 25), ("0", 0), ("1e3 samples", 16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        (500, 500),
+        ("500", 500),
+        ("500 steps", 500),
+        ("20ep", 313),
+        ("1 epoch", 16),
+        ("1M samples", 15625),
+        ("65 samples", 2),
+        ("2M tokens", 245),
+        ("1.5K samples", 24),
+        ("10%", 25),
+        ("0", 0),
+        ("1e3 samples", 16),
+    ],
+)
 def test_durations_become_whole_steps_rounded_up(text, steps):
     assert Duration(text).steps(SCALE, total=250) == steps
 

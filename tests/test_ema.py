@@ -49,12 +49,15 @@ def closed_form(weights: list[torch.Tensor], keep) -> torch.Tensor:
     return (factors[:, None] * torch.stack(weights).double()).sum(0)
 
 
-@pytest.mark.parametrize(("kind", "keep"), [
-    ({"half_life": 400.0, "ramp": 0.0}, lambda n: 0.5 ** (16 / 400)),
-    ({"half_life": 400.0}, lambda n: 0.5 ** (16 / min(400, 0.05 * 16 * n))),
-    ({"decay": 0.99}, lambda n: 0.99),
-    ({"power": 0.1}, lambda n: (1 - 1 / n) ** (gamma(0.1) + 1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "keep"),
+    [
+        ({"half_life": 400.0, "ramp": 0.0}, lambda n: 0.5 ** (16 / 400)),
+        ({"half_life": 400.0}, lambda n: 0.5 ** (16 / min(400, 0.05 * 16 * n))),
+        ({"decay": 0.99}, lambda n: 0.99),
+        ({"power": 0.1}, lambda n: (1 - 1 / n) ** (gamma(0.1) + 1)),
+    ],
+)
 def test_200_updates_are_the_closed_form(kind, keep):
     weights = walk(200)
     assert (averaged(weights, **kind) - closed_form(weights, keep)).abs().max() / weights[-1].abs().max() < 1e-6
@@ -141,8 +144,13 @@ def on_given_weights() -> dict:
             inside = model(x)
         after = model(x)
     whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in ema.tensors().items()}
-    return {"ema": {n: t.tolist() for n, t in whole.items()}, "sent": sent, "raw": torch.equal(before, after),
-            "inside": inside.tolist(), "shards": [getattr(t, "to_local", lambda t=t: t)().numel() for t in ema.tensors().values()]}  # fmt: skip
+    return {
+        "ema": {n: t.tolist() for n, t in whole.items()},
+        "sent": sent,
+        "raw": torch.equal(before, after),
+        "inside": inside.tolist(),
+        "shards": [getattr(t, "to_local", lambda t=t: t)().numel() for t in ema.tensors().values()],
+    }
 
 
 def test_the_same_bits_under_every_strategy_and_nothing_sent():

@@ -1,4 +1,4 @@
-"""What is left to look at after an evaluation: fixed samples, the worst mistakes, the confusion, what a model writes."""
+"""What is left to look at after an evaluation: fixed samples, worst mistakes, confusion, what a model writes."""
 
 from __future__ import annotations
 
@@ -147,8 +147,27 @@ def test_a_run_leaves_them_in_its_folder_and_in_tensorboard(tmp_path, config, ra
 
 
 def test_texts_in_tensorboard(tmp_path):
-    words = ["gpt", "--task.data", str(ROOT / "src/oneloop"), "--task.layers", "1", "--task.width", "16", "--task.heads", "2",
-             "--task.block", "32", "--duration", "4", "--batch.size", "8", "--eval.every", "4", "--run.dir", "run"]  # fmt: skip
+    words = [
+        "gpt",
+        "--task.data",
+        str(ROOT / "src/oneloop"),
+        "--task.layers",
+        "1",
+        "--task.width",
+        "16",
+        "--task.heads",
+        "2",
+        "--task.block",
+        "32",
+        "--duration",
+        "4",
+        "--batch.size",
+        "8",
+        "--eval.every",
+        "4",
+        "--run.dir",
+        "run",
+    ]
     run(train, words, folder=tmp_path).ok()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -160,8 +179,21 @@ def test_texts_in_tensorboard(tmp_path):
 
 
 def test_a_task_that_cannot_show_leaves_nothing(tmp_path):
-    words = ["digits", "--task", "tiny.Ragged", "--duration", "3", "--batch.size", "6", "--eval.every", "3", "--run.dir", "run",
-             "--track", "none"]  # fmt: skip
+    words = [
+        "digits",
+        "--task",
+        "tiny.Ragged",
+        "--duration",
+        "3",
+        "--batch.size",
+        "6",
+        "--eval.every",
+        "3",
+        "--run.dir",
+        "run",
+        "--track",
+        "none",
+    ]
     run(train, words, folder=tmp_path).ok()
     assert not (tmp_path / "run" / "examples.json").exists()
 
@@ -257,8 +289,24 @@ def test_the_page_shows_them(tmp_path):
     folder = Path(tmp_path / "run")
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 4, "train/loss": 1.0}\n')
-    samples = [{"index": 3, "worst": True, "loss": 2.0, "image": "data:image/png;base64,AAAA", "target": "cat", "prediction": "dog"},
-               {"index": 4, "worst": False, "loss": None, "tokens": [["<b>", 8.0], ["x", 0.0]], "prompt": "say ", "continuation": "</pre>"}]  # fmt: skip
+    samples = [
+        {
+            "index": 3,
+            "worst": True,
+            "loss": 2.0,
+            "image": "data:image/png;base64,AAAA",
+            "target": "cat",
+            "prediction": "dog",
+        },
+        {
+            "index": 4,
+            "worst": False,
+            "loss": None,
+            "tokens": [["<b>", 8.0], ["x", 0.0]],
+            "prompt": "say ",
+            "continuation": "</pre>",
+        },
+    ]
     (folder / "examples.json").write_text(
         json.dumps(
             {"step": 4, "samples": samples, "confusion": {"classes": ["<!--<script>", "b"], "counts": [[1, 0], [0, 1]]}}

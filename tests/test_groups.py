@@ -34,8 +34,17 @@ def weight(batch):
 
 
 def taken(count: int, *, workers: int = 0, rank: int = 0, ranks: int = 1, micro: int | None = None, start: int = 0):
-    stream = groups(Noisy(), Weighed(collate, weight), Order(23, seed=5), Split(8, ranks, micro), rank=rank, seed=5,
-                    start=start, device=CPU, workers=workers)  # fmt: skip
+    stream = groups(
+        Noisy(),
+        Weighed(collate, weight),
+        Order(23, seed=5),
+        Split(8, ranks, micro),
+        rank=rank,
+        seed=5,
+        start=start,
+        device=CPU,
+        workers=workers,
+    )
     return [
         (group.weight, torch.cat([batch["x"] for batch in group.batches])) for group, _ in zip(stream, range(count))
     ]
@@ -74,8 +83,16 @@ def test_loading_draws_nothing_from_the_global_generator():
 
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    stream = groups(Still(), Weighed(collate, weight, sample_weight=1.0), Order(23, seed=5), Split(8, 1), rank=0,
-                    seed=5, start=0, device=CPU)  # fmt: skip
+    stream = groups(
+        Still(),
+        Weighed(collate, weight, sample_weight=1.0),
+        Order(23, seed=5),
+        Split(8, 1),
+        rank=0,
+        seed=5,
+        start=0,
+        device=CPU,
+    )
     group = next(stream)
     assert [batch["index"].shape for batch in group.batches] == [(8,)]
     assert torch.equal(before, torch.get_rng_state())

@@ -74,13 +74,16 @@ def test_imports_go_one_way():
     assert wrong_ways(PACKAGE) == []
 
 
-@pytest.mark.parametrize(("file", "line"), [
-    ("optim/clip.py", "from oneloop.checkpoint.store import Keep"),  # a leaf another leaf
-    ("machine/garbage.py", "from oneloop.recipe.schema import Recipe"),  # a leaf the recipe
-    ("basics/files.py", "from oneloop import ema"),  # the bottom anything
-    ("run/book.py", "import oneloop.train"),  # the loop is imported by the command line only
-    ("ema.py", "def late():\n    from oneloop.show.runs import Record"),  # inside a function too
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("optim/clip.py", "from oneloop.checkpoint.store import Keep"),  # a leaf another leaf
+        ("machine/garbage.py", "from oneloop.recipe.schema import Recipe"),  # a leaf the recipe
+        ("basics/files.py", "from oneloop import ema"),  # the bottom anything
+        ("run/book.py", "import oneloop.train"),  # the loop is imported by the command line only
+        ("ema.py", "def late():\n    from oneloop.show.runs import Record"),  # inside a function too
+    ],
+)
 def test_a_wrong_import_is_found(tmp_path, file, line):
     shutil.copytree(PACKAGE, tmp_path / "oneloop")
     broken = tmp_path / "oneloop" / file
@@ -129,7 +132,10 @@ def test_nothing_grows_without_bounds():
 def test_the_loop_is_one_page():
     source = (PACKAGE / "train.py").read_text()
     (train,) = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == "train")
-    (loop,) = (n for n in ast.walk(train) if isinstance(n, ast.For) and "clock.over" in ast.unparse(n.iter)
-               and "data" in ast.unparse(n.iter))  # fmt: skip
+    (loop,) = (
+        n
+        for n in ast.walk(train)
+        if isinstance(n, ast.For) and "clock.over" in ast.unparse(n.iter) and "data" in ast.unparse(n.iter)
+    )
     assert len(source.splitlines()) <= 260 and length(train) <= 220 and length(loop) <= 60
     assert max(map(len, source.splitlines())) <= 120 and "fmt: skip" not in source

@@ -27,8 +27,11 @@ def counted(argv: list[str]) -> dict[str, int]:
             code = end.code
         train.Run.end = original
     assert not code
-    return Counter(event.name for event in profiled.events()
-                   if event.name.startswith("c10d::") or (event.name in READS and not _inside_kernel(event)))  # fmt: skip
+    return Counter(
+        event.name
+        for event in profiled.events()
+        if event.name.startswith("c10d::") or (event.name in READS and not _inside_kernel(event))
+    )
 
 
 def _inside_kernel(event) -> bool:
@@ -48,8 +51,14 @@ def per_step(tmp_path, *, ranks: int, strategy: str, optimizer: str, accumulate:
     for steps in (10, 20):
         folder = tmp_path / str(steps)
         folder.mkdir(parents=True)
-        argv = [*words(folder, ranks=ranks, accumulate=accumulate, steps=steps, dtype="float32", optimizer=optimizer),
-                "--log.every", "1000", "--schedule.warmup", "0", *more]  # fmt: skip
+        argv = [
+            *words(folder, ranks=ranks, accumulate=accumulate, steps=steps, dtype="float32", optimizer=optimizer),
+            "--log.every",
+            "1000",
+            "--schedule.warmup",
+            "0",
+            *more,
+        ]
         counts.append(Counter(run(counted, argv, ranks=ranks, config=strategy).ok()[0]))
     return Counter({name: count for name in counts[1] if (count := counts[1][name] - counts[0][name])})
 

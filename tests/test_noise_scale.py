@@ -43,8 +43,10 @@ def measured(accumulate: int, ragged: bool, each_batch: bool, scaled: bool, step
     generator = torch.Generator().manual_seed(7 + started.rank)
     samples = 24 // started.ranks // accumulate
     for _ in range(steps):
-        lengths = [torch.randint(1, 6, (samples,), generator=generator) if ragged else torch.full((samples,), 3)
-                   for _ in range(accumulate)]  # fmt: skip
+        lengths = [
+            torch.randint(1, 6, (samples,), generator=generator) if ragged else torch.full((samples,), 3)
+            for _ in range(accumulate)
+        ]
         weight = float(started.total(torch.tensor(float(sum(int(one.sum()) for one in lengths)))))
         with sensor.measuring():
             for own in lengths:
@@ -64,12 +66,23 @@ def measured(accumulate: int, ragged: bool, each_batch: bool, scaled: bool, step
     return noise.value
 
 
-@pytest.mark.parametrize(("ranks", "config", "accumulate", "ragged", "each_batch", "scaled"), [
-    (2, "ddp", 1, True, False, False), (2, "fsdp2", 1, False, False, False),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (1, "single", 4, True, False, True), (1, "single", 4, False, False, False), (2, "ddp", 3, False, False, False), (2, "fsdp2", 3, True, False, False),
-        (2, "fsdp2", 3, True, True, False))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "config", "accumulate", "ragged", "each_batch", "scaled"),
+    [
+        (2, "ddp", 1, True, False, False),
+        (2, "fsdp2", 1, False, False, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (1, "single", 4, True, False, True),
+                (1, "single", 4, False, False, False),
+                (2, "ddp", 3, False, False, False),
+                (2, "fsdp2", 3, True, False, False),
+                (2, "fsdp2", 3, True, True, False),
+            )
+        ),
+    ],
+)
 def test_the_known_value(ranks, config, accumulate, ragged, each_batch, scaled):
     world = run(measured, accumulate, ragged, each_batch, scaled, 1200, ranks=ranks, config=config)
     # tr(S) / |G|^2 = 10 units of loss; a sample has 3 units on average.
@@ -79,8 +92,21 @@ def test_the_known_value(ranks, config, accumulate, ragged, each_batch, scaled):
 
 
 def test_a_run_logs_it_says_it_and_keeps_it(tmp_path):
-    words = ["digits", "--task.augment", "false", "--duration", "30", "--batch.micro", "16", "--log.every", "5", "--track", "none",
-             "--eval.every", "0"]  # fmt: skip
+    words = [
+        "digits",
+        "--task.augment",
+        "false",
+        "--duration",
+        "30",
+        "--batch.micro",
+        "16",
+        "--log.every",
+        "5",
+        "--track",
+        "none",
+        "--eval.every",
+        "0",
+    ]
     world = run(train, [*words, "--run.dir", "a"], folder=tmp_path)
     world.ok()
     lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
@@ -107,8 +133,23 @@ class Weightless(Ragged):
 
 def test_a_rank_without_weight_has_nothing_to_measure(tmp_path):
     (tmp_path / "r.yaml").write_text("task: test_noise_scale.Weightless\n")
-    words = ["r.yaml", "--batch.size", "4", "--batch.micro", "2", "--duration", "30", "--log.every", "1", "--track", "none",
-             "--eval.every", "0", "--run.dir", "a"]  # fmt: skip
+    words = [
+        "r.yaml",
+        "--batch.size",
+        "4",
+        "--batch.micro",
+        "2",
+        "--duration",
+        "30",
+        "--log.every",
+        "1",
+        "--track",
+        "none",
+        "--eval.every",
+        "0",
+        "--run.dir",
+        "a",
+    ]
     run(train, words, ranks=2, config="ddp", folder=tmp_path).ok()
 
 
@@ -117,17 +158,48 @@ def test_measuring_changes_nothing(tmp_path):
 
     for ranks, config in ((2, "ddp"), (2, "fsdp2")):
         for on in ("true", "false"):
-            run(train, ["digits", "--duration", "6", "--batch.size", "16", "--batch.micro", "4", "--log.every", "2", "--track",
-                        "none", "--task.width", "8", "--eval.every", "0", "--save.every", "0", "--log.noise_scale", on,
-                        "--run.dir", f"{config}-{on}"], ranks=ranks, config=config, folder=tmp_path).ok()  # fmt: skip
+            run(
+                train,
+                [
+                    "digits",
+                    "--duration",
+                    "6",
+                    "--batch.size",
+                    "16",
+                    "--batch.micro",
+                    "4",
+                    "--log.every",
+                    "2",
+                    "--track",
+                    "none",
+                    "--task.width",
+                    "8",
+                    "--eval.every",
+                    "0",
+                    "--save.every",
+                    "0",
+                    "--log.noise_scale",
+                    on,
+                    "--run.dir",
+                    f"{config}-{on}",
+                ],
+                ranks=ranks,
+                config=config,
+                folder=tmp_path,
+            ).ok()
         on, off = (load_file(tmp_path / f"{config}-{one}" / "final" / "model.safetensors") for one in ("true", "false"))
         assert all(torch.equal(on[name], off[name]) for name in on)
 
 
-@pytest.mark.parametrize(("value", "batch", "says"), [
-    (900.0, 64, "critical batch about 900; you use 64: up to 14x larger"), (64.0, 64, "about right"),
-    (100.0, 4096, "batches down to 0.024x of it would need fewer samples"), (None, 64, "n/a"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "batch", "says"),
+    [
+        (900.0, 64, "critical batch about 900; you use 64: up to 14x larger"),
+        (64.0, 64, "about right"),
+        (100.0, 4096, "batches down to 0.024x of it would need fewer samples"),
+        (None, 64, "n/a"),
+    ],
+)
 def test_what_it_means(value, batch, says):
     assert says in meaning(value, batch)
 
@@ -139,8 +211,23 @@ def test_what_it_means(value, batch, says):
 def test_stable_over_micro_batch_sizes(tmp_path, recipe):
     found = []
     for micro in (4, 8, 16):
-        words = [*recipe, "--duration", "300", "--batch.micro", str(micro), "--log.every", "2", "--track", "none",
-                 "--eval.every", "0", "--save.every", "0", "--run.dir", str(tmp_path / str(micro))]  # fmt: skip
+        words = [
+            *recipe,
+            "--duration",
+            "300",
+            "--batch.micro",
+            str(micro),
+            "--log.every",
+            "2",
+            "--track",
+            "none",
+            "--eval.every",
+            "0",
+            "--save.every",
+            "0",
+            "--run.dir",
+            str(tmp_path / str(micro)),
+        ]
         run(train, words, folder=tmp_path, timeout=600).ok()
         lines = [json.loads(line) for line in (tmp_path / str(micro) / "metrics.jsonl").read_text().splitlines()]
         found.append([line["train/noise_scale"] for line in lines if "train/noise_scale" in line][-1])

@@ -47,8 +47,15 @@ def test_a_function_of_ones_own():
 
 
 def test_plateau_steps_down_like_torchs():
-    rate = learning_rate(schedule.plateau, 1.0, warmup=Duration(0), final=0.0,
-                         options={"factor": 0.5, "patience": 2}, scale=SCALE, total=100)  # fmt: skip
+    rate = learning_rate(
+        schedule.plateau,
+        1.0,
+        warmup=Duration(0),
+        final=0.0,
+        options={"factor": 0.5, "patience": 2},
+        scale=SCALE,
+        total=100,
+    )
     parameter = nn.Parameter(torch.zeros(1))
     theirs = torch.optim.SGD([parameter], lr=1.0)
     reference = torch.optim.lr_scheduler.ReduceLROnPlateau(theirs, factor=0.5, patience=1, threshold=0.0)
@@ -92,7 +99,9 @@ def test_clipping_equals_torchs():
 def test_no_weight_decay_on_vectors():
     optimizer = build(adamw, model(), lr=0.1, weight_decay=0.3)
     assert [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in optimizer.param_groups] == [
-        (0.3, {2}), (0.0, {1})]  # fmt: skip
+        (0.3, {2}),
+        (0.0, {1}),
+    ]
     assert len(build(adamw, model(), lr=0.1, weight_decay=0.0).param_groups) == 1
     with pytest.raises(ValueError, match="Rprop has no weight decay"):
         build(torch.optim.Rprop, model(), lr=0.1, weight_decay=0.3)

@@ -71,9 +71,15 @@ def left(folder: Path) -> tuple[dict[str, bytes], list[dict], list[dict]]:
     return files, [line for line in lines if "event" not in line], events
 
 
-@pytest.mark.parametrize(("ranks", "config", "more"), [
-    (1, "single", ()), (2, "ddp", ()), (2, "fsdp2", ()), (1, "single", ("--optimizer.name", "torch.optim.RMSprop")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "config", "more"),
+    [
+        (1, "single", ()),
+        (2, "ddp", ()),
+        (2, "fsdp2", ()),
+        (1, "single", ("--optimizer.name", "torch.optim.RMSprop")),
+    ],
+)
 @pytest.mark.parametrize("policy", ["skip", "rewind"])
 def test_a_bad_step_might_as_well_not_have_been(tmp_path, recipe, ranks, config, more, policy):
     words = [recipe, *more, "--guard.nonfinite", policy]
@@ -104,8 +110,17 @@ def test_a_killed_run_skips_the_same_steps_again(tmp_path, recipe):
 def test_a_run_that_began_in_another_folder_can_go_back(tmp_path, recipe):
     run(train, [recipe, "--duration", "5", "--schedule.name", "constant", "--run.dir", "first"], folder=tmp_path).ok()
     start = str(Store(tmp_path / "first" / "checkpoints").sealed()[-1])
-    words = [recipe, "--schedule.name", "constant", "--guard.nonfinite", "rewind", "--task.spoiled", "9", "--save.every",
-             "0"]  # fmt: skip
+    words = [
+        recipe,
+        "--schedule.name",
+        "constant",
+        "--guard.nonfinite",
+        "rewind",
+        "--task.spoiled",
+        "9",
+        "--save.every",
+        "0",
+    ]
     world = run(train, [*words, "--run.resume", start, "--run.dir", "second"], folder=tmp_path)
     # Every epoch has the bad sample, and nothing is saved between: it goes back again and again, until it gives up.
     assert world.codes == [3] and [event["event"] for event in left(tmp_path / "second")[2]] == ["rewind"] * 10 + [

@@ -11,8 +11,23 @@ from oneloop.basics.duration import span
 from oneloop.measure.profiling import covered
 from worlds import run, train
 
-WORDS = ["r.yaml", "--batch.size", "8", "--duration", "12", "--log.every", "3", "--track", "none", "--eval.every", "6",
-         "--save.every", "0", "--run.dir", "a"]  # fmt: skip
+WORDS = [
+    "r.yaml",
+    "--batch.size",
+    "8",
+    "--duration",
+    "12",
+    "--log.every",
+    "3",
+    "--track",
+    "none",
+    "--eval.every",
+    "6",
+    "--save.every",
+    "0",
+    "--run.dir",
+    "a",
+]
 
 
 @pytest.fixture
@@ -62,7 +77,8 @@ def test_json_is_json_and_quiet_is_quiet(folder):
     said = [json.loads(line) for line in world.output.splitlines() if not line.startswith("---")]
     logged = [json.loads(line) for line in (folder / "a" / "metrics.jsonl").read_text().splitlines()]
     assert [line["train/loss"] for line in said if "train/loss" in line][:4] == [
-        line["train/loss"] for line in logged if "train/loss" in line]  # fmt: skip
+        line["train/loss"] for line in logged if "train/loss" in line
+    ]
     assert said[-1]["exit_reason"] == "done" and said[-1]["folder"] == "a"
     world = run(train, [*WORDS[:-1], "b", "--watch.quiet"], folder=folder)
     world.ok()

@@ -13,16 +13,46 @@ from oneloop.recipe.parse import packaged, read
 from splits import distance, furthest
 from worlds import CONFIGS, run, train
 
-WAYS = {"big": ("single", 1, ["--batch.micro", "64"]), "accumulated": ("single", 1, ["--batch.micro", "16"]),
-        "ddp": ("ddp", 2, []), "fsdp2": ("fsdp2", 2, ["--batch.micro", "8"])}  # fmt: skip
+WAYS = {
+    "big": ("single", 1, ["--batch.micro", "64"]),
+    "accumulated": ("single", 1, ["--batch.micro", "16"]),
+    "ddp": ("ddp", 2, []),
+    "fsdp2": ("fsdp2", 2, ["--batch.micro", "8"]),
+}
 SMALL = {
     "digits": [],
-    "gpt": ["--task.layers", "2", "--task.width", "32", "--task.block", "48", "--task.pack", "false",
-            "--task.data", "corpus", "--eval.micro", "64"],  # ragged: every text's last sample is shorter
+    "gpt": [
+        "--task.layers",
+        "2",
+        "--task.width",
+        "32",
+        "--task.block",
+        "48",
+        "--task.pack",
+        "false",
+        "--task.data",
+        "corpus",
+        "--eval.micro",
+        "64",
+    ],  # ragged: every text's last sample is shorter
     "snippets": ["--task.layers", "1", "--task.width", "32", "--eval.micro", "64"],
-}  # fmt: skip
-SGD = ["--duration", "40", "--batch.size", "64", "--optimizer.name", "sgd", "--optimizer.lr", "0.05", "--log.every", "1",
-       "--eval.every", "0", "--track", "none"]  # fmt: skip
+}
+SGD = [
+    "--duration",
+    "40",
+    "--batch.size",
+    "64",
+    "--optimizer.name",
+    "sgd",
+    "--optimizer.lr",
+    "0.05",
+    "--log.every",
+    "1",
+    "--eval.every",
+    "0",
+    "--track",
+    "none",
+]
 
 
 @pytest.fixture
@@ -53,8 +83,21 @@ def test_the_same_weights_four_ways(corpus, recipe):
 
 @pytest.mark.parametrize("config", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_accelerate_launch_as_typed(tmp_path, config):
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file",
-               str(CONFIGS / f"{config}.yaml"), "-m", "oneloop.train", "digits", "--duration", "3", "--run.dir", "run"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.accelerate_cli",
+        "launch",
+        "--config_file",
+        str(CONFIGS / f"{config}.yaml"),
+        "-m",
+        "oneloop.train",
+        "digits",
+        "--duration",
+        "3",
+        "--run.dir",
+        "run",
+    ]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 3
@@ -72,8 +115,12 @@ def test_digits_reaches_its_stated_accuracy(tmp_path):
 def test_the_schedule_is_the_same_on_two_ranks_and_with_accumulation(tmp_path):
     rates = []
     for name, ranks, words in (("one", 1, []), ("two", 2, ["--batch.micro", "8"])):
-        run(train, ["digits", "--duration", "20", "--log.every", "1", "--track", "none", "--run.dir", name, *words],
-            ranks=ranks, folder=tmp_path).ok()  # fmt: skip
+        run(
+            train,
+            ["digits", "--duration", "20", "--log.every", "1", "--track", "none", "--run.dir", name, *words],
+            ranks=ranks,
+            folder=tmp_path,
+        ).ok()
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         rates.append([line["train/lr"] for line in lines if "train/lr" in line])
     assert rates[0] == rates[1] and len(rates[0]) == 20

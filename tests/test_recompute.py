@@ -117,14 +117,43 @@ def test_what_cannot_be_recomputed_is_refused():
 
 @pytest.mark.parametrize(("ranks", "config"), [pytest.param(2, "ddp", marks=pytest.mark.slow), (2, "fsdp2")])
 def test_a_run_is_the_same_to_the_bit(tmp_path, ranks, config):
-    words = ["gpt", "--task.layers", "4", "--task.width", "16", "--task.block", "16", "--duration", "4", "--batch.size", "8",
-             "--batch.micro", "2", "--track", "none", "--task.dropout", "0.1", "--debug.overfit", "16", "--eval.every", "0",
-             "--save.every", "0", "--task.data", __file__]  # fmt: skip
+    words = [
+        "gpt",
+        "--task.layers",
+        "4",
+        "--task.width",
+        "16",
+        "--task.block",
+        "16",
+        "--duration",
+        "4",
+        "--batch.size",
+        "8",
+        "--batch.micro",
+        "2",
+        "--track",
+        "none",
+        "--task.dropout",
+        "0.1",
+        "--debug.overfit",
+        "16",
+        "--eval.every",
+        "0",
+        "--save.every",
+        "0",
+        "--task.data",
+        __file__,
+    ]
     found = {}
     for mode in ("none", "full", "every:2", "selective"):
         folder = mode.replace(":", "-")
-        world = run(train, [*words, "--machine.recompute", mode, "--run.dir", folder], ranks=ranks, config=config,
-                    folder=tmp_path)  # fmt: skip
+        world = run(
+            train,
+            [*words, "--machine.recompute", mode, "--run.dir", folder],
+            ranks=ranks,
+            config=config,
+            folder=tmp_path,
+        )
         world.ok()
         assert mode == "none" or f"recompute {mode}: " in world.output
         found[mode] = load_file(tmp_path / folder / "final" / "model.safetensors")

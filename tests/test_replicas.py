@@ -32,8 +32,22 @@ class Flipping(Ragged):
         return super().loss(model, batch)
 
 
-WORDS = ["--batch.size", "8", "--duration", "20", "--track", "none", "--eval.every", "0", "--machine.check_every", "3",
-         "--optimizer.clip", "0", "--run.dir", "a"]  # fmt: skip
+WORDS = [
+    "--batch.size",
+    "8",
+    "--duration",
+    "20",
+    "--track",
+    "none",
+    "--eval.every",
+    "0",
+    "--machine.check_every",
+    "3",
+    "--optimizer.clip",
+    "0",
+    "--run.dir",
+    "a",
+]
 
 
 @pytest.mark.parametrize(("ranks", "config", "at"), [(2, "ddp", 1), (3, "ddp", 0), (4, "hsdp", 3)])

@@ -23,8 +23,25 @@ needs_chromium = pytest.mark.skipif(
     not (CHROMIUM and shutil.which("chromedriver")), reason="needs chromium and chromedriver"
 )
 
-GPT = ["gpt", "--task.data", str(ROOT / "src/oneloop"), "--task.layers", "1", "--task.width", "16", "--task.heads", "2",
-       "--task.block", "32", "--duration", "30", "--batch.size", "8", "--batch.micro", "4"]  # fmt: skip
+GPT = [
+    "gpt",
+    "--task.data",
+    str(ROOT / "src/oneloop"),
+    "--task.layers",
+    "1",
+    "--task.width",
+    "16",
+    "--task.heads",
+    "2",
+    "--task.block",
+    "32",
+    "--duration",
+    "30",
+    "--batch.size",
+    "8",
+    "--batch.micro",
+    "4",
+]
 DIGITS = ["digits", "--duration", "30", "--batch.micro", "32", "--task.width", "8"]
 COMMON = ["--log.every", "5", "--eval.every", "10", "--save.every", "10", "--ema.half_life", "10", "--track", "none"]
 
@@ -66,8 +83,16 @@ def browser(tmp_path) -> Iterator[Any]:
 
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
-    for word in ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-                 "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}"):  # fmt: skip
+    for word in (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ):
         options.add_argument(word)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
@@ -81,8 +106,10 @@ def opened(browser, page: Path) -> list[dict]:
     browser.get_log("performance")
     browser.get(page.as_uri())
     browser.set_script_timeout(30)
-    browser.execute_async_script("const done = arguments[0]; const look = () => [...document.querySelectorAll('.chart')].every("
-                                 "one => one.querySelector('.main-svg')) ? done() : setTimeout(look, 50); look();")  # fmt: skip
+    browser.execute_async_script(
+        "const done = arguments[0]; const look = () => [...document.querySelectorAll('.chart')].every("
+        "one => one.querySelector('.main-svg')) ? done() : setTimeout(look, 50); look();"
+    )
     assert browser.get_log("browser") == []
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     asked = [
@@ -91,7 +118,8 @@ def opened(browser, page: Path) -> list[dict]:
     assert [url for url in asked if not url.startswith(("data:", "chrome://"))] == [page.as_uri()]
     return browser.execute_script(
         "return [...document.querySelectorAll('figure')].map(f => ({title: f.querySelector('h2').textContent, data:"
-        " f.querySelector('.chart').data.map(t => ({name: t.name, x: [...t.x], y: [...t.y], counts: t.customdata}))}))")  # fmt: skip
+        " f.querySelector('.chart').data.map(t => ({name: t.name, x: [...t.x], y: [...t.y], counts: t.customdata}))}))"
+    )
 
 
 def logged(folder: Path, figure: str, weights: str | None = None) -> tuple[list, list]:
@@ -102,14 +130,18 @@ def logged(folder: Path, figure: str, weights: str | None = None) -> tuple[list,
 
 def check(charts: list[dict], folder: Path, *, quality: str, tokens: bool) -> None:
     by_title = {chart["title"]: {trace["name"]: trace for trace in chart["data"]} for chart in charts}
-    expected = {("Loss", "loss"): ("train/loss", None), ("Loss", "eval/loss"): ("eval/loss", "raw"),
-                ("Loss", "eval/loss (ema)"): ("eval/loss", "ema"), ("Learning rate", "lr"): ("train/lr", None),
-                ("Gradient norm", "grad_norm"): ("train/grad_norm", None),
-                (quality.replace("_", " ").capitalize(), f"eval/{quality} (ema)"): (f"eval/{quality}", "ema"),
-                ("Gradient noise scale, in samples", "noise_scale"): ("train/noise_scale", None),
-                ("Share of the device's peak (MFU)", "mfu"): ("speed/mfu", None),
-                ("Where the time goes", "data"): ("share/data", None),
-                ("Peak memory of a process, in GiB", "peak_gib"): ("memory/peak_gib", None)}  # fmt: skip
+    expected = {
+        ("Loss", "loss"): ("train/loss", None),
+        ("Loss", "eval/loss"): ("eval/loss", "raw"),
+        ("Loss", "eval/loss (ema)"): ("eval/loss", "ema"),
+        ("Learning rate", "lr"): ("train/lr", None),
+        ("Gradient norm", "grad_norm"): ("train/grad_norm", None),
+        (quality.replace("_", " ").capitalize(), f"eval/{quality} (ema)"): (f"eval/{quality}", "ema"),
+        ("Gradient noise scale, in samples", "noise_scale"): ("train/noise_scale", None),
+        ("Share of the device's peak (MFU)", "mfu"): ("speed/mfu", None),
+        ("Where the time goes", "data"): ("share/data", None),
+        ("Peak memory of a process, in GiB", "peak_gib"): ("memory/peak_gib", None),
+    }
     if tokens:
         expected["Tokens per second", "tokens_per_second"] = ("speed/tokens_per_second", None)
     for (title, name), (figure, weights) in expected.items():
@@ -177,14 +209,18 @@ def test_two_runs_are_laid_over_one_another(folder, browser, capsys):
     page = folder / "both.html"
     assert main(["report", str(folder / "digits"), str(folder / "other"), "--to", str(page)]) == 0
     charts = {chart["title"]: chart["data"] for chart in opened(browser, page)}
-    expected = {"Loss": ("train/loss", "loss", None), "Learning rate": ("train/lr", "lr", None),
-                "Gradient norm": ("train/grad_norm", "grad_norm", None), "Accuracy": ("eval/accuracy", "eval/accuracy (ema)", "ema"),
-                "Macro f1": ("eval/macro_f1", "eval/macro_f1", "raw"),
-                "Samples per second": ("train/samples_per_second", "samples_per_second", None),
-                "Update against weights (about 1e-3 is usual)": ("train/update_ratio", "update_ratio", None),
-                "Gradient noise scale, in samples": ("train/noise_scale", "noise_scale", None),
-                "Share of the device's peak (MFU)": ("speed/mfu", "mfu", None),
-                "Peak memory of a process, in GiB": ("memory/peak_gib", "peak_gib", None)}  # fmt: skip
+    expected = {
+        "Loss": ("train/loss", "loss", None),
+        "Learning rate": ("train/lr", "lr", None),
+        "Gradient norm": ("train/grad_norm", "grad_norm", None),
+        "Accuracy": ("eval/accuracy", "eval/accuracy (ema)", "ema"),
+        "Macro f1": ("eval/macro_f1", "eval/macro_f1", "raw"),
+        "Samples per second": ("train/samples_per_second", "samples_per_second", None),
+        "Update against weights (about 1e-3 is usual)": ("train/update_ratio", "update_ratio", None),
+        "Gradient noise scale, in samples": ("train/noise_scale", "noise_scale", None),
+        "Share of the device's peak (MFU)": ("speed/mfu", "mfu", None),
+        "Peak memory of a process, in GiB": ("memory/peak_gib", "peak_gib", None),
+    }
     for name in ("digits", "other"):
         for title, (figure, trace, weights) in expected.items():
             drawn = next(one for one in charts[title] if one["name"] == f"{name} {trace}")
@@ -198,18 +234,24 @@ def test_two_runs_are_laid_over_one_another(folder, browser, capsys):
 @needs_chromium
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (1200, True), (390, False)])
 def test_it_reads_on_any_screen(folder, browser, width, dark):
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia",
-                            {"features": [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]})  # fmt: skip
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
-                            {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600})  # fmt: skip
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia",
+        {"features": [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]},
+    )
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600},
+    )
     assert main(["report", str(folder / "digits"), str(folder / "other"), "--to", str(folder / "both.html")]) == 0
     for page in (folder / "both.html", folder / "gpt" / "report.html", folder / "digits" / "report.html"):
         opened(browser, page)
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
         plots = "return [...document.querySelectorAll('.chart')].map(chart => chart._fullLayout._size.h)"
         assert min(browser.execute_script(plots)) > 120  # no legend has taken the room
-    ground, ink = browser.execute_script("const s = getComputedStyle(document.body), rgb = t => t.match(/\\d+/g).slice(0, 3)"
-                                         ".reduce((a, b) => a + +b, 0); return [rgb(s.backgroundColor), rgb(s.color)]")  # fmt: skip
+    ground, ink = browser.execute_script(
+        "const s = getComputedStyle(document.body), rgb = t => t.match(/\\d+/g).slice(0, 3)"
+        ".reduce((a, b) => a + +b, 0); return [rgb(s.backgroundColor), rgb(s.color)]"
+    )
     assert (ground < 150 and ink > 600) if dark else (ground > 700 and ink < 200)
     axis = browser.execute_script("return getComputedStyle(document.querySelector('.xtick text')).fill")
     assert (sum(int(part) for part in axis[4:-1].split(",")[:3]) > 500) == dark
@@ -221,8 +263,11 @@ def test_it_reads_on_any_screen(folder, browser, width, dark):
 
 
 def test_what_is_no_run_is_said(tmp_path, capsys):
-    for words, says in ((["report", str(tmp_path)], "holds no run"), (["report"], "needs a run folder"),
-                        (["report", "a", "--tu", "b"], "unexpected '--tu'")):  # fmt: skip
+    for words, says in (
+        (["report", str(tmp_path)], "holds no run"),
+        (["report"], "needs a run folder"),
+        (["report", "a", "--tu", "b"], "unexpected '--tu'"),
+    ):
         assert main(words) == 2
         assert says in capsys.readouterr().err
 

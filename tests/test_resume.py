@@ -87,9 +87,33 @@ def test_a_resumed_run_is_the_run_left_alone(tmp_path, recipe, ranks, config, op
 @pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.slow)])
 def test_augmentation_and_dropout_come_back_at_every_kind_of_position(tmp_path, workers):
     # 48 samples in batches of 16: step 3 ends epoch 1 exactly, 4 is in mid-epoch, 10 in the fourth epoch.
-    words = ["digits", "--debug.overfit", "48", "--batch.size", "16", "--duration", "12", "--save.every", "1",
-             "--save.keep", "99", "--log.every", "1", "--eval.every", "5", "--task.width", "8", "--task.dropout", "0.2",
-             "--machine.workers", workers, "--track", "none", "--ema.half_life", "2ep"]  # fmt: skip
+    words = [
+        "digits",
+        "--debug.overfit",
+        "48",
+        "--batch.size",
+        "16",
+        "--duration",
+        "12",
+        "--save.every",
+        "1",
+        "--save.keep",
+        "99",
+        "--log.every",
+        "1",
+        "--eval.every",
+        "5",
+        "--task.width",
+        "8",
+        "--task.dropout",
+        "0.2",
+        "--machine.workers",
+        workers,
+        "--track",
+        "none",
+        "--ema.half_life",
+        "2ep",
+    ]
     run(train, [*words, "--run.dir", "alone"], folder=tmp_path).ok()
     for step in (3, 4, 10) if workers == "0" else (4,):  # workers are slow to start
         cut(tmp_path / "alone", tmp_path / str(step), step)
@@ -113,8 +137,14 @@ def test_elastic_worlds_see_the_same_samples_and_losses(tmp_path, recipe):
         for number, (ranks, config, until) in enumerate(legs):
             here = elastic / str(number)
             here.mkdir()
-            world = run(train, [*words, "--run.dir", str(elastic / "run")], ranks=ranks, config=config, folder=tmp_path,
-                        variables={"TINY_FOLDER": str(here)})  # fmt: skip
+            world = run(
+                train,
+                [*words, "--run.dir", str(elastic / "run")],
+                ranks=ranks,
+                config=config,
+                folder=tmp_path,
+                variables={"TINY_FOLDER": str(here)},
+            )
             world.ok()
             first = 0 if number == 0 else legs[number - 1][2]
             by_step |= steps_of(here, ranks, first)
@@ -204,8 +234,23 @@ def test_a_checkpoints_path_starts_another_run(tmp_path, recipe):
 
 
 def test_a_stop_file_and_a_time_limit_stop_and_the_next_start_goes_on(tmp_path, recipe):
-    words = ["digits", "--duration", "120", "--save.every", "0", "--save.best", "false", "--track", "none",
-             "--batch.size", "16", "--task.width", "8", "--eval.every", "0"]  # fmt: skip
+    words = [
+        "digits",
+        "--duration",
+        "120",
+        "--save.every",
+        "0",
+        "--save.best",
+        "false",
+        "--track",
+        "none",
+        "--batch.size",
+        "16",
+        "--task.width",
+        "8",
+        "--eval.every",
+        "0",
+    ]
     run(train, [*words, "--run.dir", "alone"], folder=tmp_path).ok()
     stopped = run(train, [*words, "--run.dir", "a", "--stop.after", "0.1s"], ranks=2, folder=tmp_path)
     assert stopped.codes == [75, 75], stopped.output
@@ -305,8 +350,21 @@ def test_nothing_is_unpickled_in_save_and_resume(tmp_path, recipe):
 def test_the_launchers_death_ends_the_trainers(tmp_path):
     import psutil
 
-    command = [sys.executable, "-m", "oneloop.cli", "launch", "--config_file", str(CONFIGS / "ddp.yaml"), "digits",
-               "--duration", "100000", "--run.dir", str(tmp_path / "run"), "--track", "none"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "oneloop.cli",
+        "launch",
+        "--config_file",
+        str(CONFIGS / "ddp.yaml"),
+        "digits",
+        "--duration",
+        "100000",
+        "--run.dir",
+        str(tmp_path / "run"),
+        "--track",
+        "none",
+    ]
     launcher = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     began = time.monotonic()
     while not (tmp_path / "run" / "metrics.jsonl").exists():
@@ -314,8 +372,14 @@ def test_the_launchers_death_ends_the_trainers(tmp_path):
         time.sleep(0.1)
     everyone = psutil.Process(launcher.pid).children(recursive=True)
     assert len(everyone) >= 3
-    refused = subprocess.run([*command[:2], "oneloop.train", *command[6:]], cwd=tmp_path, capture_output=True, text=True,
-                             timeout=60, check=False)  # fmt: skip
+    refused = subprocess.run(
+        [*command[:2], "oneloop.train", *command[6:]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert refused.returncode == 2 and "is in use by process" in refused.stderr  # the first is undisturbed
     assert launcher.poll() is None
     os.kill(launcher.pid, signal.SIGKILL)
@@ -328,9 +392,21 @@ def test_the_launchers_death_ends_the_trainers(tmp_path):
 def test_chaos(config):
     from chaos import WORDS, chaos
 
-    made = subprocess.run([sys.executable, str(Path(__file__).parent / "chaos.py"), "--kills", "5", "--config_file",
-                           f"accelerate_configs/{config}.yaml", *WORDS], capture_output=True, text=True, timeout=250,
-                          check=False)  # fmt: skip
+    made = subprocess.run(
+        [
+            sys.executable,
+            str(Path(__file__).parent / "chaos.py"),
+            "--kills",
+            "5",
+            "--config_file",
+            f"accelerate_configs/{config}.yaml",
+            *WORDS,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
     assert chaos and made.returncode == 0 and "5 of 5 kills resumed" in made.stdout, made.stdout + made.stderr
 
 
@@ -338,6 +414,17 @@ def test_chaos(config):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("config", ["single", "ddp", "fsdp2"])
 def test_a_hundred_kills(config):
-    made = subprocess.run([sys.executable, str(Path(__file__).parent / "chaos.py"), "--kills", "100", "--config_file",
-                           f"accelerate_configs/{config}.yaml"], capture_output=True, text=True, check=False)  # fmt: skip
+    made = subprocess.run(
+        [
+            sys.executable,
+            str(Path(__file__).parent / "chaos.py"),
+            "--kills",
+            "100",
+            "--config_file",
+            f"accelerate_configs/{config}.yaml",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert made.returncode == 0 and "100 of 100 kills resumed" in made.stdout, made.stdout[-3000:] + made.stderr[-3000:]

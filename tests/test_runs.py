@@ -93,8 +93,13 @@ def test_dry_run_makes_one_step_and_one_evaluation(tmp_path, recipe):
 @pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
 @pytest.mark.parametrize("optimizer", ["adamw", "torch.optim.RMSprop"])
 def test_a_nan_ends_the_run_with_3(tmp_path, recipe, ranks, config, optimizer):
-    world = run(train, [recipe, "--task.spoiled", "5", "--optimizer.name", optimizer], ranks=ranks, config=config,
-                folder=tmp_path)  # fmt: skip
+    world = run(
+        train,
+        [recipe, "--task.spoiled", "5", "--optimizer.name", optimizer],
+        ranks=ranks,
+        config=config,
+        folder=tmp_path,
+    )
     assert world.codes == [3] * ranks, world.output
     ended = summary(tmp_path / "runs" / "tiny_run")
     assert ended["exit_code"] == 3 and "the gradient is not finite" in ended["exit_reason"]
@@ -116,8 +121,23 @@ def test_early_stop_waits_for_its_patience(tmp_path, recipe):
 
 
 def test_plateau_lowers_the_rate(tmp_path, recipe):
-    words = [recipe, "--eval.every", "1", "--log.every", "1", "--optimizer.lr", "1e-12", "--schedule.name", "plateau",
-             "--schedule.patience", "3", "--schedule.factor", "0.5", "--duration", "9"]  # fmt: skip
+    words = [
+        recipe,
+        "--eval.every",
+        "1",
+        "--log.every",
+        "1",
+        "--optimizer.lr",
+        "1e-12",
+        "--schedule.name",
+        "plateau",
+        "--schedule.patience",
+        "3",
+        "--schedule.factor",
+        "0.5",
+        "--duration",
+        "9",
+    ]
     run(train, words, folder=tmp_path).ok()
     rates = [line["train/lr"] for line in lines(tmp_path / "runs" / "tiny_run") if "train/lr" in line]
     assert rates[0] == 1e-12 and min(rates) <= 0.5e-12
@@ -125,8 +145,14 @@ def test_plateau_lowers_the_rate(tmp_path, recipe):
 
 def test_a_tasks_own_bug_says_where(tmp_path, recipe):
     (tmp_path / "mine.py").write_text("class Bad:\n    def __init__(self):\n        raise ValueError('no such file')\n")
-    ended = subprocess.run([sys.executable, "-m", "oneloop.train", recipe, "--task", "mine.Bad"], cwd=tmp_path,
-                           capture_output=True, text=True, timeout=100, check=False)  # fmt: skip
+    ended = subprocess.run(
+        [sys.executable, "-m", "oneloop.train", recipe, "--task", "mine.Bad"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert ended.returncode == 2 and "mine.py:3" in ended.stderr and "no such file" in ended.stderr
 
 
@@ -134,17 +160,42 @@ def _trainers(parent: int) -> list[int]:
     import psutil
 
     children = psutil.Process(parent).children(recursive=True)
-    return [child.pid for child in children if "oneloop.train" in " ".join(child.cmdline())
-            and "accelerate" not in " ".join(child.cmdline())]  # fmt: skip
+    return [
+        child.pid
+        for child in children
+        if "oneloop.train" in " ".join(child.cmdline()) and "accelerate" not in " ".join(child.cmdline())
+    ]
 
 
-@pytest.mark.parametrize(("config", "name"), [pytest.param("single", "SIGTERM", marks=pytest.mark.slow),
-                         pytest.param("ddp", "SIGUSR1", marks=pytest.mark.slow), ("fsdp2", "SIGINT")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        pytest.param("single", "SIGTERM", marks=pytest.mark.slow),
+        pytest.param("ddp", "SIGUSR1", marks=pytest.mark.slow),
+        ("fsdp2", "SIGINT"),
+    ],
+)
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, config, name):
-    command = [sys.executable, "-m", "oneloop.cli", "launch", "--config_file", str(CONFIGS / f"{config}.yaml"), "digits",
-               "--duration", "100000", "--run.dir", str(tmp_path / "run"), "--track", "none", "--log.every", "5"]  # fmt: skip
-    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
-                                start_new_session=True)  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "oneloop.cli",
+        "launch",
+        "--config_file",
+        str(CONFIGS / f"{config}.yaml"),
+        "digits",
+        "--duration",
+        "100000",
+        "--run.dir",
+        str(tmp_path / "run"),
+        "--track",
+        "none",
+        "--log.every",
+        "5",
+    ]
+    launcher = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path, start_new_session=True
+    )
     metrics = tmp_path / "run" / "metrics.jsonl"
     try:
         began = time.monotonic()
@@ -181,8 +232,14 @@ def test_two_starters_on_one_folder(tmp_path):
 def test_bf16_trains_under_every_strategy(tmp_path, recipe):
     found = {}
     for ranks, config in ((1, "single"), (2, "ddp"), (2, "fsdp2")):
-        world = run(train, [recipe, "--run.dir", config], ranks=ranks, config=config, folder=tmp_path,
-                    options=("--mixed_precision", "bf16"))  # fmt: skip
+        world = run(
+            train,
+            [recipe, "--run.dir", config],
+            ranks=ranks,
+            config=config,
+            folder=tmp_path,
+            options=("--mixed_precision", "bf16"),
+        )
         world.ok()
         found[config] = load_file(tmp_path / config / "final" / "model.safetensors")
         assert all(tensor.dtype == torch.float32 for tensor in found[config].values())

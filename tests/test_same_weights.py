@@ -8,8 +8,17 @@ import torch
 from splits import distance, expected, furthest, trained
 
 # (ranks, accumulation, strategy)
-SPLITS = [(1, 1, "single"), (1, 2, "single"), (1, 4, "single"), (2, 1, "ddp"), (2, 2, "ddp"), (2, 4, "ddp"),
-          (2, 1, "fsdp2"), (2, 2, "fsdp2"), (2, 4, "fsdp2")]  # fmt: skip
+SPLITS = [
+    (1, 1, "single"),
+    (1, 2, "single"),
+    (1, 4, "single"),
+    (2, 1, "ddp"),
+    (2, 2, "ddp"),
+    (2, 4, "ddp"),
+    (2, 1, "fsdp2"),
+    (2, 2, "fsdp2"),
+    (2, 4, "fsdp2"),
+]
 
 
 @pytest.mark.parametrize(("ranks", "accumulate", "strategy"), SPLITS)
@@ -20,16 +29,35 @@ def test_same_weights_as_one_big_batch(tmp_path, ranks, accumulate, strategy):
     assert furthest(losses, wanted_losses) < 1e-5
 
 
-LONG = [*[("adamw", *split) for split in ((1, 4, "single"), (2, 2, "ddp"), (2, 2, "fsdp2"))],
-        ("sgd", 2, 2, "ddp"), ("muon", 2, 2, "fsdp2"), ("adafactor", 1, 4, "single"),
-        *[pytest.param(*one, marks=pytest.mark.slow) for one in (("sgd", 1, 4, "single"), ("sgd", 2, 2, "fsdp2"),
-          ("muon", 1, 4, "single"), ("muon", 2, 2, "ddp"), ("adafactor", 2, 2, "ddp"))]]  # fmt: skip
+LONG = [
+    *[("adamw", *split) for split in ((1, 4, "single"), (2, 2, "ddp"), (2, 2, "fsdp2"))],
+    ("sgd", 2, 2, "ddp"),
+    ("muon", 2, 2, "fsdp2"),
+    ("adafactor", 1, 4, "single"),
+    *[
+        pytest.param(*one, marks=pytest.mark.slow)
+        for one in (
+            ("sgd", 1, 4, "single"),
+            ("sgd", 2, 2, "fsdp2"),
+            ("muon", 1, 4, "single"),
+            ("muon", 2, 2, "ddp"),
+            ("adafactor", 2, 2, "ddp"),
+        )
+    ],
+]
 
 
 @pytest.mark.parametrize(("optimizer", "ranks", "accumulate", "strategy"), LONG)
 def test_same_weights_in_float64_over_300_steps(tmp_path, ranks, accumulate, strategy, optimizer):
-    weights, losses, ids = trained(tmp_path / "a", ranks=ranks, accumulate=accumulate, strategy=strategy, steps=300,
-                                   dtype="float64", optimizer=optimizer)  # fmt: skip
+    weights, losses, ids = trained(
+        tmp_path / "a",
+        ranks=ranks,
+        accumulate=accumulate,
+        strategy=strategy,
+        steps=300,
+        dtype="float64",
+        optimizer=optimizer,
+    )
     wanted, wanted_losses = expected(ids, dtype=torch.float64, optimizer=optimizer)
     assert distance(weights, wanted) < 1e-9
     assert furthest(losses, wanted_losses) < 1e-9

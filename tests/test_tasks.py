@@ -144,8 +144,27 @@ def test_what_is_no_task_is_told_what_it_lacks():
 
 
 def test_gpt_saves_what_transformers_loads(tmp_path, text_folder):
-    words = ["gpt", "--task.data", str(text_folder), "--task.layers", "1", "--task.width", "32", "--task.block", "16",
-             "--task.tokenizer", "bpe", "--task.vocab", "300", "--duration", "3", "--run.dir", "run", "--track", "none"]  # fmt: skip
+    words = [
+        "gpt",
+        "--task.data",
+        str(text_folder),
+        "--task.layers",
+        "1",
+        "--task.width",
+        "32",
+        "--task.block",
+        "16",
+        "--task.tokenizer",
+        "bpe",
+        "--task.vocab",
+        "300",
+        "--duration",
+        "3",
+        "--run.dir",
+        "run",
+        "--track",
+        "none",
+    ]
     run(train, words, folder=tmp_path).ok()
     from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 

@@ -99,14 +99,37 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-COMMON = ["--batch.size", "8", "--duration", "60", "--log.every", "20", "--eval.every", "0", "--save.every", "0", "--track",
-          "none", "--run.dir", "a"]  # fmt: skip
+COMMON = [
+    "--batch.size",
+    "8",
+    "--duration",
+    "60",
+    "--log.every",
+    "20",
+    "--eval.every",
+    "0",
+    "--save.every",
+    "0",
+    "--track",
+    "none",
+    "--run.dir",
+    "a",
+]
 
 
-@pytest.mark.parametrize(("words", "phase", "calls", "before", "says"), [
-    (["--task", "test_throughput.SlowToLoad"], "share/data", 8, 4, "the device waits for data: raise machine.workers from 0 to"),
-    (["--optimizer.name", "test_throughput.SlowSGD"], "share/update", 1, 0, "goes into the optimizer's update"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "phase", "calls", "before", "says"),
+    [
+        (
+            ["--task", "test_throughput.SlowToLoad"],
+            "share/data",
+            8,
+            4,
+            "the device waits for data: raise machine.workers from 0 to",
+        ),
+        (["--optimizer.name", "test_throughput.SlowSGD"], "share/update", 1, 0, "goes into the optimizer's update"),
+    ],
+)
 def test_what_is_slow_is_named_with_its_share(tmp_path, words, phase, calls, before, says):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
     taken = run(spent, ["r.yaml", *words, *COMMON], folder=tmp_path).ok()[0][before:]
@@ -145,7 +168,7 @@ class SlowStart:
 
 
 def measured() -> dict[str, float]:
-    """The figures of one step whose update is a tenth of the weights, with the weights of which only rank 0 holds any."""
+    """The figures of one step whose update is a tenth of the weights, where only rank 0 holds any weights."""
     world = start()
     torch.manual_seed(0)
     model = world.prepare(torch.nn.Linear(4, 1, bias=False))
@@ -236,13 +259,24 @@ def test_tokens_per_second_by_hand(tmp_path):
     assert abs(second["train/samples_per_second"] / (160 / (second["time"] - first["time"])) - 1) < 0.05
 
 
-@pytest.mark.parametrize(("shares", "workers", "says"), [
-    ({"share/data": 0.31, "share/compute": 0.6}, 2, "31 % of the time the device waits for data: raise machine.workers from 2 to 4"),
-    ({"share/evaluate": 0.5}, 0, "50 % of the time goes into evaluation: raise eval.every from 100 steps to 1000"),
-    ({"share/save": 0.2}, 0, "20 % of the time training waits for checkpoints: raise save.every from 50 steps to 500"),
-    ({"share/compute": 0.9, "share/data": 0.1}, 0, "90 % of the time goes into forward and backward, as it should"),
-    ({"share/data": 0.9}, 8, "all cores load already"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shares", "workers", "says"),
+    [
+        (
+            {"share/data": 0.31, "share/compute": 0.6},
+            2,
+            "31 % of the time the device waits for data: raise machine.workers from 2 to 4",
+        ),
+        ({"share/evaluate": 0.5}, 0, "50 % of the time goes into evaluation: raise eval.every from 100 steps to 1000"),
+        (
+            {"share/save": 0.2},
+            0,
+            "20 % of the time training waits for checkpoints: raise save.every from 50 steps to 500",
+        ),
+        ({"share/compute": 0.9, "share/data": 0.1}, 0, "90 % of the time goes into forward and backward, as it should"),
+        ({"share/data": 0.9}, 8, "all cores load already"),
+    ],
+)
 def test_what_the_shares_mean(shares, workers, says):
     assert says in diagnosis(shares, workers=workers, cores=8, eval_every=100, save_every=50)
 
@@ -306,8 +340,11 @@ def test_what_was_logged_before_an_error_or_a_checkpoint_is_in_tensorboard(tmp_p
         return [(one.step, one.value) for one in EventAccumulator(str(folder)).Reload().Scalars("train/loss")]
 
     def in_metrics():
-        return [(line["step"], pytest.approx(line["train/loss"], rel=1e-6))
-                for line in lines(tmp_path / "a") if "train/loss" in line]  # fmt: skip
+        return [
+            (line["step"], pytest.approx(line["train/loss"], rel=1e-6))
+            for line in lines(tmp_path / "a")
+            if "train/loss" in line
+        ]
 
     assert run(train, words, folder=tmp_path).codes == [1 if end == "error" else -signal.SIGKILL]
     assert in_tensorboard() == (in_metrics() if end == "error" else in_metrics()[: len(in_tensorboard())])
@@ -336,11 +373,22 @@ class FullDisk:
         train(argv)
 
 
-@pytest.mark.parametrize(("how", "track", "says"), [
-    (Raising(start=False), "tensorboard", "tracker tensorboard cannot be written (ConnectionError: no tracker today)"),
-    (Raising(start=True), "tensorboard", "tracker tensorboard cannot be written (ConnectionError: no tracker today)"),
-    (FullDisk(), "none", "metrics.jsonl cannot be written (OSError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "track", "says"),
+    [
+        (
+            Raising(start=False),
+            "tensorboard",
+            "tracker tensorboard cannot be written (ConnectionError: no tracker today)",
+        ),
+        (
+            Raising(start=True),
+            "tensorboard",
+            "tracker tensorboard cannot be written (ConnectionError: no tracker today)",
+        ),
+        (FullDisk(), "none", "metrics.jsonl cannot be written (OSError"),
+    ],
+)
 def test_trouble_with_what_is_written_is_told_once(tmp_path, how, track, says):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
     world = run(how, ["r.yaml", *COMMON[:-4], "--track", track, "--run.dir", "a", "--log.every", "10"], folder=tmp_path)

@@ -21,8 +21,17 @@ from oneloop.show.runs import Follower
 from worlds import ROOT, run, train
 
 FIGURES = {"train/loss": 1.5, "train/samples_per_second": 1234.0}
-SUMMARY = {"exit_reason": "done", "step": 100, "samples": 6400, "seconds": 10.0, "train/loss": 0.5, "eval/loss": 0.25,
-           "eval/accuracy": 0.9, "ema/eval/loss": 0.2, "best": {"metric": "eval/loss", "value": 0.24, "step": 90}}  # fmt: skip
+SUMMARY = {
+    "exit_reason": "done",
+    "step": 100,
+    "samples": 6400,
+    "seconds": 10.0,
+    "train/loss": 0.5,
+    "eval/loss": 0.25,
+    "eval/accuracy": 0.9,
+    "ema/eval/loss": 0.2,
+    "best": {"metric": "eval/loss", "value": 0.24, "step": 90},
+}
 
 
 def shown(*, terminal: bool, on: bool = True, **how: bool) -> str:
@@ -115,9 +124,35 @@ def on_a_terminal(words: list[str]) -> str:
 
 
 def test_a_run_on_a_terminal_shows_all_that_takes_time(tmp_path):
-    words = ["gpt", "--task.data", str(ROOT / "src/oneloop"), "--task.tokenizer", "bpe", "--task.vocab", "300", "--task.layers", "1",
-             "--task.width", "16", "--task.heads", "2", "--task.block", "32", "--duration", "6", "--batch.size", "8",
-             "--batch.micro", "auto", "--log.every", "2", "--track", "none", "--run.dir", "run"]  # fmt: skip
+    words = [
+        "gpt",
+        "--task.data",
+        str(ROOT / "src/oneloop"),
+        "--task.tokenizer",
+        "bpe",
+        "--task.vocab",
+        "300",
+        "--task.layers",
+        "1",
+        "--task.width",
+        "16",
+        "--task.heads",
+        "2",
+        "--task.block",
+        "32",
+        "--duration",
+        "6",
+        "--batch.size",
+        "8",
+        "--batch.micro",
+        "auto",
+        "--log.every",
+        "2",
+        "--track",
+        "none",
+        "--run.dir",
+        "run",
+    ]
     found = run(on_a_terminal, words, folder=tmp_path, variables={"XDG_CACHE_HOME": str(tmp_path / "cache")}).ok()[0]
     for what in (
         "training the tokenizer",
@@ -231,9 +266,12 @@ def test_it_follows_a_run_until_its_end(tmp_path):
 
 
 def test_what_cannot_be_watched_is_said(tmp_path, capsys):
-    for words, says in (([str(tmp_path / "nix")], "holds no run"), ([], "needs a run folder"),
-                        ([str(tmp_path), "--every", "0"], "no number of seconds"),
-                        ([str(tmp_path), "--onc"], "unexpected '--onc'")):  # fmt: skip
+    for words, says in (
+        ([str(tmp_path / "nix")], "holds no run"),
+        ([], "needs a run folder"),
+        ([str(tmp_path), "--every", "0"], "no number of seconds"),
+        ([str(tmp_path), "--onc"], "unexpected '--onc'"),
+    ):
         assert main(["watch", *words]) == 2
         assert says in capsys.readouterr().err
     written(tmp_path / "run", range(1, 3))

@@ -71,9 +71,15 @@ class Ragged:
     unit = "tokens"
 
     def __init__(
-        self, samples: int = 37, held_out: int = 11, width: int = 8, dropout: float = 0.0, spoiled: int = -1,
-        infinite: int = -1, loud: int = -1,
-    ) -> None:  # fmt: skip
+        self,
+        samples: int = 37,
+        held_out: int = 11,
+        width: int = 8,
+        dropout: float = 0.0,
+        spoiled: int = -1,
+        infinite: int = -1,
+        loud: int = -1,
+    ) -> None:
         self.samples, self.held_out, self.width, self.dropout = samples, held_out, width, dropout
         self.spoiled, self.infinite, self.loud = spoiled, infinite, loud
 

@@ -51,9 +51,15 @@ def environment(config: str, *options: str) -> dict[str, str]:
 
 
 def run(
-    function: Callable[..., Any], *args: Any, ranks: int = 1, config: str | None = None, options: Sequence[str] = (),
-    variables: dict[str, str] | None = None, timeout: float = 120.0, folder: Path | None = None,
-) -> World:  # fmt: skip
+    function: Callable[..., Any],
+    *args: Any,
+    ranks: int = 1,
+    config: str | None = None,
+    options: Sequence[str] = (),
+    variables: dict[str, str] | None = None,
+    timeout: float = 120.0,
+    folder: Path | None = None,
+) -> World:
     """Runs ``function(*args)`` in ``ranks`` processes and waits for them."""
     config = config or ("single" if ranks == 1 else "ddp")
     shared = environment(config, *options) | (variables or {})
@@ -63,9 +69,15 @@ def run(
         for rank in range(ranks):
             mine = dict(shared)
             if ranks > 1:
-                mine |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                         "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                         "OMP_NUM_THREADS": "1"}  # fmt: skip
+                mine |= {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "LOCAL_WORLD_SIZE": str(ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "OMP_NUM_THREADS": "1",
+                }
             process = _context.Process(target=_child, args=(function, args, mine, scratch, rank, str(folder or "")))
             process.start()
             processes.append(process)
@@ -77,8 +89,9 @@ def run(
             process.join()
         output = "".join(
             f"--- rank {rank}\n{Path(scratch, f'{rank}.txt').read_text()}"
-            for rank in range(ranks) if Path(scratch, f"{rank}.txt").exists()
-        )  # fmt: skip
+            for rank in range(ranks)
+            if Path(scratch, f"{rank}.txt").exists()
+        )
         assert not late, f"{len(late)} of {ranks} processes hung\n{output}"
         results = [
             pickle.loads(path.read_bytes()) if (path := Path(scratch, f"{rank}.pickle")).exists() else None
@@ -87,8 +100,9 @@ def run(
         return World([process.exitcode for process in processes], results, output)
 
 
-def _child(function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], scratch: str, rank: int,
-           folder: str) -> None:  # fmt: skip
+def _child(
+    function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], scratch: str, rank: int, folder: str
+) -> None:
     os.environ.update(env)
     if folder:
         os.chdir(folder)
