@@ -1,6 +1,7 @@
 """What the loop costs per step over a hand-written one with the same features (goal C1).
 
     python benchmarks/step_cost.py
+    python benchmarks/step_cost.py --against ../before    # this checkout's loop beside another one's
 
 One process on a CPU, a model so small that the loop is what is timed. Both do: batches from a DataLoader, accelerate's
 `accumulate` and `backward`, the global gradient norm, clipping, a learning rate per step, fused AdamW with weight
@@ -16,6 +17,7 @@ import io
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -146,12 +148,64 @@ def by_oneloop(run: Run, steps: int) -> float:
     return (times[-1] - times[0]) / steps
 
 
+class Checkout:
+    """The same measurement with the code of another checkout, in a process of its own that stays."""
+
+    CODE = (
+        "import json, sys, torch; sys.path.insert(0, 'benchmarks'); import step_cost as c; torch.set_num_threads(1)\n"
+        "run = c.start()\n"
+        "for line in sys.stdin: print(json.dumps(c.by_oneloop(run, int(line))), flush=True)"
+    )
+
+    def __init__(self, folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", self.CODE],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder.resolve() / "src")},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, steps: int) -> float:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{steps}\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.kill()
+
+
+def compare(folder: Path, steps: int, pairs: int) -> None:
+    """This checkout over another one: rounds of this, the other and this again (control), alternating."""
+    here, there, again = Checkout(Path(__file__).parents[1]), Checkout(folder), Checkout(Path(__file__).parents[1])
+    rounds = [[measure(steps) * 1e6 for measure in (here, there, again)] for _ in range(pairs + 1)][1:]
+    for child in (here, there, again):
+        child.close()
+    for name, times in zip(("here", "there", "here again (control)"), zip(*rounds, strict=True), strict=True):
+        print(f"{name:26} median {statistics.median(times):7.1f}   min {min(times):7.1f}   max {max(times):7.1f}")
+    over = statistics.median(a - b for a, b, _ in rounds)
+    ratio = statistics.median(a / b for a, b, _ in rounds)
+    control = statistics.median(a / c for a, _, c in rounds)
+    print(f"here over there: median {over:+.1f} us per step, {ratio:.3f}x; control {control:.3f}x")
+
+
 def main() -> None:
     asked = argparse.ArgumentParser()
     asked.add_argument("--steps", type=int, default=2000)
     asked.add_argument("--pairs", type=int, default=8)
+    asked.add_argument("--against", type=Path, help="another checkout, whose loop is timed beside this one's")
     given = asked.parse_args()
     torch.set_num_threads(1)
+    print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
+    print(
+        f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, 1 thread,"
+        f" {given.steps} steps, {given.pairs} rounds; microseconds per step"
+    )
+    if given.against:
+        compare(given.against, given.steps, given.pairs)
+        return
     run = start()
     found: dict[str, list[float]] = {"by hand": [], "oneloop": [], "by hand again (control)": []}
     for turn in range(given.pairs + 1):
@@ -159,11 +213,6 @@ def main() -> None:
             took = measure(run, given.steps) * 1e6
             if turn:
                 found[name].append(took)
-    print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
-    print(
-        f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, 1 thread,"
-        f" {given.steps} steps, {given.pairs} rounds; microseconds per step"
-    )
     for name, times in found.items():
         print(f"{name:26} median {statistics.median(times):7.1f}   min {min(times):7.1f}   max {max(times):7.1f}")
     over = [a - b for a, b in zip(found["oneloop"], found["by hand"], strict=True)]

@@ -124,8 +124,8 @@ def measure(turns: int, rows: int, folder: Path) -> None:
     middle = statistics.median(found["bare"])
     print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
     print(
-        f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, 1 thread, {turns} turns of"
-        f" three steps, {len(logged)} lines, one every {EVERY} steps"
+        f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, 1 thread,"
+        f" {turns} turns of three steps, {len(logged)} lines, one every {EVERY} steps"
     )
     print(f"a bare step {middle:.0f} us; microseconds per step over it, with the 95 % interval of the median:")
     parts = {
