@@ -161,6 +161,31 @@ def test_a_spike_is_left_out(tmp_path, recipe, ranks, config):
     assert windows(5, "skip")[4] == 5 * BATCH == 40  # the first of them comes when the window has just filled
 
 
+@pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
+def test_a_weightless_batch_is_named_by_its_step(tmp_path, recipe, policy):
+    step = Order(37, seed=0)[0:37][1].tolist().index(5) + 1
+    words = [recipe, "--task.weightless", "5", "--batch.size", "1", "--batch.micro", "1", "--guard.nonfinite", policy]
+    world = run(train, [*words, "--duration", "40"], folder=tmp_path)
+    assert world.codes == [1] and f"step {step}: the global batch weighs nothing" in world.output
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
+def test_the_profiler_is_told_the_steps_own_number(tmp_path, recipe, policy):
+    words = [recipe, "--guard.nonfinite", policy, "--duration", "12", "--save.every", "5"]
+    assert run(_numbers, words, folder=tmp_path).ok() == [list(range(1, 13))]
+
+
+def _numbers(words: list[str]) -> list[int]:
+    """The numbers that the profiler was told during a run."""
+    from oneloop.measure.profiling import Profiling
+
+    numbers, step = [], Profiling.step
+    Profiling.step = lambda self, number: (numbers.append(number), step(self, number))
+    with pytest.raises(SystemExit):
+        train(words)
+    return numbers
+
+
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_what_is_not_finite_is_no_spike(bad, scaled):

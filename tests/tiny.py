@@ -66,6 +66,7 @@ class Ragged:
         spoiled: index of the sequence whose loss is NaN in training (-1: none).
         infinite: index of the one whose loss is infinite, with finite gradients (-1: none).
         loud: index of the one whose loss counts ten thousandfold (-1: none).
+        weightless: index of the one that weighs nothing (-1: none).
     """
 
     unit = "tokens"
@@ -79,9 +80,10 @@ class Ragged:
         spoiled: int = -1,
         infinite: int = -1,
         loud: int = -1,
+        weightless: int = -1,
     ) -> None:
         self.samples, self.held_out, self.width, self.dropout = samples, held_out, width, dropout
-        self.spoiled, self.infinite, self.loud = spoiled, infinite, loud
+        self.spoiled, self.infinite, self.loud, self.weightless = spoiled, infinite, loud, weightless
 
     def model(self) -> nn.Module:
         return Net(self.width, self.dropout)
@@ -97,7 +99,7 @@ class Ragged:
         return {"input": padded[:, :-1].clamp(min=0), "target": padded[:, 1:]}
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        return (batch["target"] != -100).sum()
+        return ((batch["target"] != -100) & (batch["index"] != self.weightless)[:, None]).sum()
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         logits = model(batch["input"]).to(torch.promote_types(batch["input"].dtype, torch.float32))
