@@ -1,1 +1,1 @@
-"""Memory and speed of the machine: what changes how a model runs, and nothing of what it learns."""
+"""How a run is computed: speed and memory, and nothing of what is learned."""

@@ -1,1 +1,1 @@
-"""Seeing what a run does, at no cost between two log steps."""
+"""Figures of a run: what it does and where its time goes, at no cost between two log steps."""

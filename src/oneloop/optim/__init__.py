@@ -1,1 +1,1 @@
-"""How gradients become updates: optimizers by name, the learning rate, clipping and the finite guard."""
+"""How gradients become updates: optimizers by name, the learning rate, clipping, and what is done about bad steps."""
