@@ -128,6 +128,25 @@ def test_a_run_that_began_in_another_folder_can_go_back(tmp_path, recipe):
     ]
 
 
+def test_an_evaluation_that_a_rewind_undid_is_made_again(tmp_path, recipe):
+    words = [recipe, "--guard.nonfinite", "rewind", "--run.dir", "a"]
+    assert run(_stopped_in_evaluation, words, folder=tmp_path).codes == [75]  # at step 8, which saves without it
+    bad = int(Order(37, seed=0)[8 * BATCH : 9 * BATCH][1][0])
+    more = ["--task.spoiled", str(bad), "--run.accept_changes", "true", "--duration", "10"]
+    run(train, [*words, *more], folder=tmp_path).ok()
+    _, metrics, events = left(tmp_path / "a")
+    assert [event["step"] for event in events] == [9]
+    assert [line["step"] for line in metrics if "eval/loss" in line and line["weights"] == "raw"] == [8, 10]
+
+
+def _stopped_in_evaluation(words: list[str]) -> None:
+    """Trains until the first evaluation, which is told to stop."""
+    from oneloop.run.processes import Run
+
+    Run.stop_wanted = lambda self: True
+    train(words)
+
+
 @pytest.mark.parametrize("policy", ["skip", "rewind"])
 def test_after_so_many_in_a_row_it_stops(tmp_path, recipe, policy):
     words = [

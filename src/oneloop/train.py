@@ -43,9 +43,12 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         BadInput: the folder's checkpoints are damaged, or of another model.
         Diverged: a loss or gradient was not finite, or far out of line, and the policy is to stop.
         ReplicasDiffer: two processes no longer hold the same weights.
+        ValueError: a global batch weighs nothing.
+        OSError: too many saves in a row have failed, or the last one before a stop.
     """
     # The model on its processes (one, DDP or FSDP2), and what is built on its parameters.
-    recipe, task, split, accelerator, say = job.recipe, job.task, job.split, run.accelerator, run.display.say
+    recipe, task, split, rhythm = job.recipe, job.task, job.split, job.rhythm
+    accelerator, say = run.accelerator, run.display.say
     accelerator.gradient_accumulation_steps = split.accumulate
     model = run.prepare(job.model, blocks=job.built.blocks)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -54,15 +57,17 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     emas = job.emas(model, optimizer)
     run.display.lines(start_lines(job, run, model, optimizer, emas))
 
-    # What is saved, and where a run goes on. Everything else is a function of it.
-    count, best, results, noise, meter = Counters(), Best(), Results(), NoiseScale(), job.meter(run, parameters)
+    # What is saved, and where a run goes on. All else is a function of it, or begins anew (a row of bad steps).
+    count, best, results, noise = Counters(), Best(), Results(), NoiseScale()
+    meter = job.meter(run, parameters)
     parts = {"counters": count, "best": best, "meter": meter, "results": results, "noise": noise, "guard": guard}
     parts |= {ema.name: ema for ema in emas} | ({"scaler": accelerator.scaler} if accelerator.scaler else {})
     state = RunState(model, optimizer, averages=emas, parts=parts, own=["tracking"])
     checkpoints = job.checkpoints(folder.path, run)
     with run.setting_up():
         saved = state.resume(checkpoints, recipe.run.resume, say=say)
-    count.begin()
+    has_checkpoint = "tracking" in saved  # of its own: another folder's is loaded without
+    count.begin()  # of the seconds
 
     # What is written down and shown.
     tracking = state.parts["tracking"] = job.tracking(folder.path, run, resumed=saved.get("tracking"), step=count.step)
@@ -71,8 +76,9 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     if saved:
         book.event("resume")
     run.display.begin(lambda: count.step, total=job.steps)
-    profiling, sensor, clock = job.profiling(folder.path, run, book), Sensor(accelerator, model), meter.clock
-    advice, bad, rhythm = job.advice(run), BadSteps(job.policy, recipe.guard.patience), job.rhythm
+    profiling, clock, advice = job.profiling(folder.path, run, book), meter.clock, job.advice(run)
+    sensor = Sensor(accelerator, model)
+    bad = BadSteps(job.policy, recipe.guard.patience)
     validation = {name: dataset for name, dataset in job.eval_sets.items() if name != "test"}
 
     def evaluated(sets: dict[str, Any], examples: Examples | None = None) -> bool:
@@ -82,7 +88,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             return False
         book.evaluated(figures, examples)
         if recipe.eval.micro not in (None, split.each):
-            release_cache()  # it is of shapes that training has no use for
+            release_cache()  # memory cached for shapes that training does not have
         clock.mark("evaluate")
         return True
 
@@ -97,7 +103,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         return True
 
     def log(lr: float, group: Group) -> None:
-        """Turns what the device has counted since the last log into figures: the one host sync."""
+        """Turns what the device has summed since the last log into figures (host sync). Every rank must get here."""
         figures = {"train/lr": lr, **meter.read(), "train/epoch": count.samples / len(job.train_set)}
         if job.noise_scale:
             noise.add(*sensor.read(group.total, split.size), norm=figures["train/grad_norm"])
@@ -109,39 +115,41 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         book.event("save")
         keep = Keep(recipe.save.keep, job.keep_every, best.step if recipe.save.best else None)
         state.save(checkpoints, count.step, about={"metric": recipe.eval.best, **best.state_dict()}, keep=keep)
-        bad.saved()
+        bad.saved()  # ends a row of rewinds
         clock.mark("save")
 
     def over() -> bool:
         return count.step >= job.steps or 0 < recipe.stop.patience <= best.since
 
-    def answer(step: Step) -> Fate:
-        """A bad step, which changed nothing: leaves it out, goes back to the last checkpoint, or ends the run."""
+    def handle_bad(step: Step) -> Fate:
+        """A step that changed nothing: leaves it out, goes back to the last checkpoint, or ends the run (all ranks)."""
         if step.verdict is Verdict.RESCALED:  # of fp16: the next step has a smaller loss scale
             return Fate.SKIPPED
         action, why = bad.answer(step.verdict)
-        number, after = count.step + 1, count.position
+        number, after = count.step + 1, count.position  # which has passed its samples already
         ids = job.order[after - split.size : after][1].tolist()
-        line = book.line(step=number, event=action, why=why, ids=ids)
-        checkpoints.finish()  # the last good one is sealed first
-        if action == "rewind":
-            if not state.resume(checkpoints, "auto", say=say):
-                raise Diverged(f"step {number}: {why}; there is no checkpoint to go back to")
-            count.position = after  # the samples since are passed over
-            optimizer.zero_grad(set_to_none=True)
-            run.begin_afresh()
-        book.write(line)
+        book.write(book.line(step=number, event=action, why=why, ids=ids))
         say(f"step {number}: {why}: {action}; the samples are in metrics.jsonl")
+        checkpoints.finish()  # the last good one is sealed first
         if action == "stop":
             raise Diverged(f"step {number}: {why}; the weights are those from before it")
-        return Fate.REWOUND if action == "rewind" else Fate.SKIPPED
+        if action == "skip":
+            return Fate.SKIPPED
+        if not state.resume(checkpoints, "auto", say=say):
+            raise Diverged(f"step {number}: {why}; there is no checkpoint to go back to")
+        count.position = after  # the samples since are passed over
+        optimizer.zero_grad(set_to_none=True)
+        run.begin_afresh()  # what was loaded ahead is loaded again, from there
+        if count.evaluation_due:
+            validate()
+        return Fate.REWOUND
 
     def settle() -> Fate | None:
-        """What became of the open step, if one is open: known without a wait once the next backward is under way."""
+        """What became of the open step (None: none is open). No wait, where the next backward is queued behind it."""
         if (step := guard.settle()) is None:
             return None
         if step.verdict is not Verdict.TAKEN:
-            return answer(step)
+            return handle_bad(step)
         count.trained(split.size, step.weight)
         meter.step(loss=step.loss, norm=step.norm, weight=step.weight, samples=split.size)
         for ema in emas:
@@ -149,38 +157,38 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         bad.taken()
         return Fate.TAKEN
 
-    if job.policy.rewinds and "tracking" not in saved:  # none in this folder yet
+    if job.policy.rewinds and not has_checkpoint:
         save()  # so that there is something to go back to
     stopped = count.evaluation_due and not validate()
     steps = () if stopped or over() else run.steps(lambda: job.groups(run, start=count.position), checkpoints)
     clock.restart()
     with profiling, scheduled_garbage("collect" in rhythm) as collect:
         for group in clock.over("data", steps):  # its total weight and its stop are those of all ranks
-            number = count.step + guard.open + 1  # of this step, if the one before it, still open, was taken
+            # This step's number, if the one before it, which may be open, was taken. (An open step is never due.)
+            number = count.step + guard.open + 1
             profiling.step(number)
             if group.total == 0:
                 raise ValueError(f"step {number}: the global batch weighs nothing, so its mean loss is undefined")
 
             # Accumulate gradients: of the sum over the global batch, divided once by its weight.
-            total: Any = 0.0
+            summed: Any = 0.0
             scale = run.ranks * split.accumulate / group.total  # undoes DDP's and accelerate's means
             with sensor.measuring(job.noise_scale and rhythm.is_due("log", number)):
                 for micro, batch in enumerate(clock.over("transfer", group.batches)):
-                    reseed(
-                        run.device, recipe.seed, count.position, run.rank, micro
-                    )  # dropout is a function, not a state
+                    # What is random in the model is a function of where it is, not a state.
+                    reseed(run.device, recipe.seed, count.position, run.rank, micro)
                     with accelerator.accumulate(model):
                         loss, _ = task.loss(model, batch)
-                        accelerator.backward(contagious(loss, scale))  # where it is not finite, so is every rank's norm
-                    total = total + loss.detach()
+                        accelerator.backward(contagious(loss, scale))  # a NaN loss makes every rank's norm NaN
+                    summed = summed + loss.detach()
                     sensor.micro_batch(group.weights[micro])
                     clock.mark("compute")
             guard.unscale()
             norm = global_norm(parameters)  # every rank must get here
             clip_(parameters, recipe.optimizer.clip, norm)
 
-            # Settle the step before: count it and move the averages, or answer a bad one. After a rewind these
-            # gradients are of other weights.
+            # Settle the step before: count it and move the averages, or handle a bad one. These gradients stay good
+            # after a skip, which changed no weight, and not after a rewind.
             if settle() is Fate.REWOUND:
                 continue
 
@@ -188,18 +196,18 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             lr = set_lr(optimizer, job.rate(count.step, reductions=count.reductions))
             if rhythm.is_due("log", count.step + 1):
                 meter.before_update()
-            guard.step(norm, loss=total, weight=group.total)
+            guard.step(norm, loss=summed, weight=group.total)
             optimizer.zero_grad(set_to_none=True)
             count.position += split.size
 
-            # Where something is due, settle this step now (host sync); else go on, and leave it open.
+            # Where something is due (at the last step all is), settle this step now (host sync); else leave it open.
             due, stopped = rhythm.due(count.step + 1), group.stop
             fate = settle() if due or stopped else None
             clock.step("update")
-            if fate is Fate.REWOUND or not (stopped or fate is Fate.TAKEN):
+            if fate is Fate.REWOUND or (fate is not Fate.TAKEN and not stopped):
                 continue
 
-            # Rare work.
+            # Rare work: no step is open in here.
             due = due if fate is Fate.TAKEN else []
             if "log" in due:
                 log(lr, group)
@@ -210,16 +218,17 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             clock.mark("other")
             if "eval" in due and validation:
                 stopped = not validate() or stopped
-            if "save" in due or stopped or over() or (due and recipe.save.best and best.step == count.step):
+            if "save" in due or stopped or over() or (recipe.save.best and best.step == count.step):
                 save()
             if stopped or over():
                 break
 
-        if not stopped and "test" in job.eval_sets:
-            stopped = not evaluated({"test": job.eval_sets["test"]})
+    if not stopped and "test" in job.eval_sets:
+        stopped = not evaluated({"test": job.eval_sets["test"]})
 
     # The end.
-    if checkpoints.finish() and stopped:
+    trouble = checkpoints.finish()
+    if trouble and stopped:  # the run is not done, and cannot go on where it was
         raise OSError("told to stop, but the last checkpoint could not be written")
     checkpoints.close()
     write_final(folder.path / "final", model, task, emas)  # every rank must get here
