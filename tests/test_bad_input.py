@@ -32,6 +32,9 @@ BAD = {
     ),
     "missing file": (["missing/recipe.yaml"], ["missing/recipe.yaml", "No such file"]),
     "missing weights": (["digits", "--init.from", "nowhere"], ["init.from", "nowhere", "looked for"]),
+    "a key that is a number": (["number.yaml", "--optimizer", "sgd"], ["unknown key '1'"]),
+    "an unknown group with nothing in it": (["empty.yaml"], ["unknown key 'foo'"]),
+    "keys in what has none": (["nested.yaml"], ["seed"]),
     "broken YAML": (["broken.yaml"], ["broken.yaml", "not valid YAML", "line 2"]),
     "a class that does not exist": (["digits", "--task", "mine.Missing"], ["mine.Missing", "has no 'Missing'"]),
     "a module that does not exist": (["digits", "--task", "nowhere.Task"], ["nowhere.Task", "not found"]),
@@ -117,6 +120,9 @@ BAD = {
 def here(tmp_path) -> Path:
     (tmp_path / "mine.py").write_text(EMPTY)
     (tmp_path / "broken.yaml").write_text("batch:\n  size: [3\n")
+    (tmp_path / "number.yaml").write_text("1: 2\n")
+    (tmp_path / "empty.yaml").write_text("foo: {}\n")
+    (tmp_path / "nested.yaml").write_text("seed: {a: 1}\n")
     return tmp_path
 
 

@@ -180,6 +180,33 @@ def test_a_spike_is_left_out(tmp_path, recipe, ranks, config):
     assert windows(5, "skip")[4] == 5 * BATCH == 40  # the first of them comes when the window has just filled
 
 
+def test_a_rewind_under_loss_scaling_undoes_what_was_unscaled(tmp_path, recipe):
+    """An open step is found bad after the next one's backward: its gradients are dropped before they are unscaled."""
+    words = [recipe, "--task.loud", "5", "--guard.sigma", "100", "--guard.window", "4", "--guard.spike", "rewind"]
+    run(_with_a_scaler, [*words, "--run.dir", "scaled"], folder=tmp_path).ok()
+    run(train, [*words, "--run.dir", "plain"], folder=tmp_path).ok()
+    (_, scaled, events), (_, plain, wanted) = left(tmp_path / "scaled"), left(tmp_path / "plain")
+    assert [event["step"] for event in events] == [event["step"] for event in wanted] and len(events) >= 3
+    assert [line["step"] for line in scaled] == [line["step"] for line in plain]
+    losses = [[line["train/loss"] for line in lines if "train/loss" in line] for lines in (scaled, plain)]
+    assert np.allclose(*losses, rtol=1e-5)
+
+
+def _with_a_scaler(words: list[str]) -> None:
+    """Trains in float32 with loss scaling: accelerate has none on a CPU, but torch has."""
+    from oneloop.run import entry
+
+    start = entry.start
+
+    def scaling(**options):
+        run = start(**options)
+        run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        return run
+
+    entry.start = scaling
+    train(words)
+
+
 @pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
 def test_a_weightless_batch_is_named_by_its_step(tmp_path, recipe, policy):
     step = Order(37, seed=0)[0:37][1].tolist().index(5) + 1

@@ -55,6 +55,8 @@ def test_the_trace_holds_the_steps_that_were_asked_for(folder, ranks, config):
         assert f"{share:.1f} % was communication" in (folder / "a" / "report.html").read_text()
     else:
         assert not exposed
+    shares = next(line for line in lines if line["step"] == 9 and "share/other" in line)
+    assert shares["share/other"] > shares["share/transfer"]  # writing the trace is no wait for data
     assert "watch.memory: a snapshot needs a GPU; the peak of this process is" in world.output
 
 

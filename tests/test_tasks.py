@@ -130,6 +130,19 @@ def test_own_text_as_one_file_or_json_lines(tmp_path):
         CausalLM(str(tmp_path / "nowhere"))
 
 
+def test_a_member_may_be_set_on_the_task_itself_and_a_stub_is_none():
+    from oneloop.tasks.base import Task
+
+    class Mine(Task):
+        def __init__(self, **members):
+            self.__dict__.update(members)
+
+    names = ("model", "train_set", "eval_sets", "collate", "weight", "loss")
+    check(Mine(**dict.fromkeys(names, lambda *_: None)))
+    with pytest.raises(ValueError, match="lacks eval_sets, loss"):  # inherited from the protocol, and not written
+        check(Mine(**dict.fromkeys(("model", "train_set", "collate", "weight"), lambda *_: None)))
+
+
 def test_what_is_no_task_is_told_what_it_lacks():
     class Half:
         def model(self): ...

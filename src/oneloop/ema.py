@@ -254,12 +254,15 @@ class _Copies:
         self._copied: torch.Event | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ema")
         self._adding: Future[None] | None = None
+        self._stepped = torch.Event(theirs[0].device)
+        """the weights are those of the last step: the copy need not wait for what was given to the device since"""
+        self._stepped.record()
+        optimizer.register_step_post_hook(lambda *_: self._stepped.record())
         optimizer.register_step_pre_hook(lambda *_: self._hold())
 
     def lerp(self, weight: float) -> None:
         self.wait()  # the landing place is free again
-        device = self._theirs[0].device
-        self._stream.wait_stream(torch.accelerator.current_stream(device))
+        self._stream.wait_event(self._stepped)
         with self._stream:
             for there, here in zip(self._theirs, self._landing, strict=True):
                 here.copy_(there, non_blocking=True)

@@ -167,8 +167,10 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             # This step's number, if the one before it, which may be open, was taken. (An open step is never due.)
             number = count.step + guard.open + 1
             profiling.step(number)
+            clock.mark("other")
             if group.total == 0:
-                raise ValueError(f"step {number}: the global batch weighs nothing, so its mean loss is undefined")
+                settle()
+                raise ValueError(f"step {count.step + 1}: the global batch weighs nothing: its mean loss is undefined")
 
             # Accumulate gradients: of the sum over the global batch, divided once by its weight.
             summed: Any = 0.0
@@ -183,9 +185,6 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                     summed = summed + loss.detach()
                     sensor.micro_batch(group.weights[micro])
                     clock.mark("compute")
-            guard.unscale()
-            norm = global_norm(parameters)  # every rank must get here
-            clip_(parameters, recipe.optimizer.clip, norm)
 
             # Settle the step before: count it and move the averages, or handle a bad one. These gradients stay good
             # after a skip, which changed no weight, and not after a rewind.
@@ -193,9 +192,11 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                 continue
 
             # Update weights. The device leaves them alone where the gradients are bad.
+            guard.unscale()
+            norm = global_norm(parameters)  # every rank must get here
+            clip_(parameters, recipe.optimizer.clip, norm)
             lr = set_lr(optimizer, job.rate(count.step, reductions=count.reductions))
-            if rhythm.is_due("log", count.step + 1):
-                meter.before_update()
+            meter.before_update(rhythm.is_due("log", count.step + 1))
             guard.step(norm, loss=summed, weight=group.total)
             optimizer.zero_grad(set_to_none=True)
             count.position += split.size

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 
 @contextmanager
-def replacing(file: Path) -> Iterator[Path]:
+def replacing(file: Path, *, shared: bool = False) -> Iterator[Path]:
     """A draft beside ``file``, which takes its place at the end; after an error ``file`` is as it was.
 
     >>> with replacing(Path("summary.json")) as draft:
     ...     draft.write_text("{}")
+
+    Args:
+        file: to be written.
+        shared: other processes may write it at the same time; each then has a draft of its own.
     """
-    draft = file.with_name(f".{file.name}.draft")
+    draft = file.with_name(f".{file.name}.{os.getpid()}.draft" if shared else f".{file.name}.draft")
     try:
         yield draft
     except BaseException:

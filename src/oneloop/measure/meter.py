@@ -60,9 +60,10 @@ class Meter:
         """since the clock began: a resume brings no time with it"""
         self._update = UpdateRatio(parameters)
 
-    def before_update(self) -> None:
-        """The coming update is to be measured."""
-        self._update.before()
+    def before_update(self, measured: bool = True) -> None:
+        """Weights are about to be updated; whether that is to be measured."""
+        if measured:
+            self._update.before()
 
     def step(self, *, loss: Tensor, weight: float, samples: int, norm: Tensor) -> None:
         """Takes in one step; no host sync, and no work for the device.

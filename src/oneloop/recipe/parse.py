@@ -167,7 +167,13 @@ def _load(source: str | None, *, allow_none: bool) -> tuple[str, dict[str, Any]]
         raise BadInput(f"recipe {source!r} is not valid YAML: {_one_line(error)}") from error
     if not isinstance(content, dict):
         raise BadInput(f"recipe {source!r} must hold keys and values (batch: {{size: 64}}), found {content!r}")
-    return name, {_long(key): value for key, value in flattened(content).items()}
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        if isinstance(value, dict) and key in GROUPS:
+            flat |= flattened({key: value})
+        else:
+            flat[_long(str(key))] = value
+    return name, flat
 
 
 def _choose(typed: Mapping[str, Any], written: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -202,19 +203,27 @@ class _Memory:
         self.key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
         self.about = about
 
+    def _all(self) -> dict[str, Any]:
+        """What the file holds; nothing where it cannot be read: it is then written anew."""
+        try:
+            known = json.loads(self.file.read_text())
+        except (OSError, ValueError):
+            return {}
+        return known if isinstance(known, dict) else {}
+
     def read(self) -> int | None:
         try:
-            return int(json.loads(self.file.read_text())[self.key]["micro"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return int(self._all()[self.key]["micro"])
+        except (ValueError, KeyError, TypeError):
             return None
 
     def write(self, micro: int) -> None:
         """Not being able to remember is no reason to fail."""
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            known = json.loads(self.file.read_text()) if self.file.exists() else {}
+            known = self._all()
             known[self.key] = {"micro": micro, "found": time.strftime("%Y-%m-%d %H:%M"), **self.about}
-            with replacing(self.file) as draft:
+            with replacing(self.file, shared=True) as draft:
                 draft.write_text(json.dumps(known, indent=1, default=str))
         except (OSError, ValueError):
             return

@@ -68,7 +68,7 @@ def check(task: Any) -> None:
 
 def _is_stub(task: Any, name: str) -> bool:
     """Whether the member is the protocol's own, inherited and not written."""
-    return getattr(type(task), name, None) is getattr(Task, name)
+    return getattr(getattr(task, name), "__func__", None) is getattr(Task, name)
 
 
 def check_sets(train: Any, evals: dict[str, Any]) -> None:
