@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from functools import partial
 
 import pytest
@@ -127,16 +126,3 @@ def test_a_metric_of_several_values_has_their_names_or_is_refused(tmp_path, rank
     assert evaluations and all(f"eval/recall_{one}" in line for line in evaluations for one in range(10))
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     assert summary["best"]["value"] == max(line["eval/recall_3"] for line in evaluations)  # larger is better
-
-
-def test_directions_come_from_torchmetrics():
-    from oneloop.tasks.causal_lm import CausalLM
-    from oneloop.tasks.image_classification import ImageClassification
-    from oneloop.tasks.metrics import higher_is_better, metric_names
-
-    digits = ImageClassification()
-    assert higher_is_better(digits, "eval/accuracy") and not higher_is_better(digits, "eval/loss")
-    text = CausalLM(block=512)
-    assert metric_names(text) == {"loss", "perplexity", "bits_per_byte"}
-    sums = {"nats": 8 * math.log(2), "tokens": 4.0, "bytes": 8.0}
-    assert text.summarize(sums) == pytest.approx({"perplexity": 4.0, "bits_per_byte": 1.0})

@@ -19,7 +19,7 @@ from oneloop.show.examples import Examples
 from oneloop.show.pictures import data_url, matrix, picture, tiles
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.image_classification import ImageClassification
-from oneloop.tasks.metrics import metric_names
+from oneloop.tasks.metrics import directions
 from worlds import ROOT, run, train
 
 
@@ -266,7 +266,7 @@ def test_a_model_gone_bad_still_writes():
 
 
 def test_a_matrix_is_no_figure_to_go_by(tmp_path):
-    assert metric_names(ImageClassification()) == {"loss", "accuracy", "macro_f1"}
+    assert directions(ImageClassification()) == {"loss": False, "accuracy": True, "macro_f1": True}
 
 
 def test_pictures():

@@ -15,11 +15,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from oneloop.basics.progress import tracked
-from oneloop.data.groups import Batch, Keyed, Weighed, loader, transferred
+from oneloop.data.groups import Batch, Weighed, loader, transferred
+from oneloop.data.keyed import Keyed
 from oneloop.ema import EMA
 from oneloop.show.examples import Examples, Shows
 from oneloop.tasks.base import Objective
-from oneloop.tasks.metrics import confusion, prefix, single_values
+from oneloop.tasks.metrics import Metrics, adapted, confusion, figures, prefix
 
 
 @contextmanager
@@ -73,7 +74,7 @@ def evaluate(
     collate = Weighed(task.collate, task.weight, dtype=dtype)  # held-out samples may differ in weight
     device = accelerator.device
     wide = torch.float32 if device.type == "mps" else torch.float64
-    metrics = task.metrics().to(device) if hasattr(task, "metrics") else None
+    measured = task.metrics().to(device) if hasattr(task, "metrics") else None
     total, weight = torch.zeros((), dtype=wide, device=device), 0.0
     loaded = loader(keyed, collate, places, workers=workers, device=device)
     with evaluating(model):
@@ -85,8 +86,8 @@ def evaluate(
                 continue
             total += loss
             weight += its_weight
-            if metrics is not None:
-                task.update(metrics, batch, outputs)  # type: ignore[attr-defined]
+            if measured is not None:
+                task.update(measured, batch, outputs)  # type: ignore[attr-defined]
             if examples is not None:
                 examples.take(batch, outputs)
         if examples is not None and hasattr(task, "show"):
@@ -94,7 +95,8 @@ def evaluate(
             examples.look(cast(Shows, task), model, len(dataset), chosen, micro=micro, accelerator=accelerator)
     sums = torch.stack([total, torch.tensor(weight, dtype=wide, device=device)])
     summed = accelerator.reduce(sums, "sum").tolist()
-    return {"loss": summed[0] / summed[1]} | (_computed(task, metrics, examples) if metrics is not None else {})
+    loss_figure = {"loss": summed[0] / summed[1]}
+    return loss_figure if measured is None else loss_figure | _computed(task, adapted(measured), accelerator, examples)
 
 
 def _weighed(loaded: Iterable[tuple[Batch, float]], device: torch.device) -> Iterator[tuple[Batch, float]]:
@@ -110,19 +112,23 @@ def _weighed(loaded: Iterable[tuple[Batch, float]], device: torch.device) -> Ite
         yield batch, weights.popleft()
 
 
-def _computed(task: Objective, metrics: Any, examples: Examples | None) -> dict[str, float]:
-    """The metrics' figures; a confusion matrix goes to the examples."""
+def _computed(
+    task: Objective, metrics: Metrics, accelerator: Accelerator, examples: Examples | None
+) -> dict[str, float]:
+    """The metrics' figures, over all ranks; a confusion matrix goes to the examples."""
+    for mine in metrics.sums():
+        mine.copy_(accelerator.reduce(mine, "sum"))
     values = metrics.compute()
     if examples is not None:
-        examples.confusion = confusion(task, metrics, values)
-    return single_values(task, values)
+        examples.confusion = confusion(task, values)
+    return figures(values)
 
 
 def _chosen(
     keyed: Keyed, collate: Weighed, device: torch.device, indices: list[int]
 ) -> tuple[list[Any], dict[str, Any]]:
     """These samples, and the batch of them on the device."""
-    samples = keyed.__getitems__([(0, index) for index in indices])
+    samples = [keyed[0, index] for index in indices]
     return [sample for _, sample in samples], next(transferred(iter([collate(samples)[0]]), device))
 
 

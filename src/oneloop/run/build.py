@@ -8,7 +8,8 @@ from typing import Any
 from torch.utils.data import Subset
 
 from oneloop.basics.duration import Duration, Scale
-from oneloop.data.groups import Keyed, Split, Weighed
+from oneloop.data.groups import Split, Weighed
+from oneloop.data.keyed import Keyed
 from oneloop.data.order import Order
 from oneloop.ema import gamma
 from oneloop.measure.noise_scale import Sensor
@@ -19,10 +20,10 @@ from oneloop.recipe.mathematics import OptimizerConfig
 from oneloop.recipe.names import resolve
 from oneloop.recipe.schema import Recipe
 from oneloop.run.job import Job
-from oneloop.run.model import build_model
+from oneloop.run.model import build_model, torch_dtype
 from oneloop.run.rhythm import Rhythm
 from oneloop.tasks.base import Task, check, check_sets
-from oneloop.tasks.metrics import higher_is_better, metric_names, prefix
+from oneloop.tasks.metrics import directions, prefix
 
 SAMPLED = 4
 """samples at most, of which operations are counted"""
@@ -57,10 +58,10 @@ def build_job(
     scale = Scale(split.size, len(train_set), tokens)
     total = recipe.duration.steps(scale)
     averages = _averages(recipe, scale, total)
-    _check_best(recipe.eval.best, task, eval_sets, [average["name"] for average in averages])
+    upward = _direction(recipe.eval.best, task, eval_sets, [average["name"] for average in averages])
     if total < 1:
         raise ValueError(f"duration {recipe.duration} is no step at all; the shortest is 1")
-    collate = Weighed(task.collate, task.weight, sample_weight=sample_weight, dtype=recipe.machine.torch_dtype)
+    collate = Weighed(task.collate, task.weight, sample_weight=sample_weight, dtype=torch_dtype(recipe))
     built = build_model(recipe, task, split, sharded=sharded, device=device)
     flops, unknown = _flops(task, train_set, collate)
     return Job(
@@ -78,19 +79,27 @@ def build_job(
         built=built,
         flops=flops,
         notes=[*built.notes, *unknown],
-        upward=higher_is_better(task, recipe.eval.best),
+        upward=upward,
         no_noise_scale=Sensor.why_not(ranks, split.accumulate, sharded=sharded),
     )
 
 
-def _check_best(best: str, task: Task, eval_sets: Iterable[str], averages: Iterable[str]) -> None:
-    """Refuses an ``eval.best`` that no evaluation finds."""
-    metrics = sorted(
-        f"{prefix(name)}/{metric}" for name in eval_sets if name != "test" for metric in metric_names(task)
-    )
-    metrics += [f"{average}/{metric}" for average in averages for metric in metrics]
-    if metrics and best not in metrics:
-        raise ValueError(f"eval.best {best!r} is none of this task's metrics: {', '.join(metrics)}")
+def _direction(best: str, task: Task, eval_sets: Iterable[str], averages: Iterable[str]) -> bool:
+    """Whether a larger ``eval.best`` is the better one.
+
+    Raises:
+        ValueError: no evaluation finds it.
+    """
+    known = {
+        f"{prefix(name)}/{metric}": upward
+        for name in eval_sets
+        if name != "test"
+        for metric, upward in sorted(directions(task).items())
+    }
+    known |= {f"{average}/{metric}": upward for average in averages for metric, upward in known.items()}
+    if known and best not in known:
+        raise ValueError(f"eval.best {best!r} is none of this task's metrics: {', '.join(known)}")
+    return known.get(best, False)
 
 
 def _rhythm(recipe: Recipe, scale: Scale, total: int) -> Rhythm:

@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-import torch.distributed as dist
-
 from oneloop.basics import errors
 
 EXIT_FILE = "ONELOOP_EXIT_FILE"
@@ -30,8 +28,9 @@ def leave(code: int, *, main: bool) -> NoReturn:
         code = 0  # torchrun would start the run again
     sys.stdout.flush()
     sys.stderr.flush()
-    if dist.is_initialized() and code != errors.ERROR:  # after an error the other ranks may never come to that
-        dist.destroy_process_group()
+    distributed = sys.modules.get("torch.distributed")  # bad input is told before torch is imported
+    if distributed is not None and distributed.is_initialized() and code != errors.ERROR:
+        distributed.destroy_process_group()  # after an error the other ranks may never come to that
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if not main and code not in (0, errors.ERROR):
             time.sleep(3)  # torchrun ends all ranks with the first that fails: let rank 0 say why first

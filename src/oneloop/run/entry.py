@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,9 +13,9 @@ from oneloop.basics.plain_json import dumps
 from oneloop.machine.micro_batch import is_out_of_memory
 from oneloop.machine.switches import float32_products
 from oneloop.measure.profiling import memory_snapshot
-from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
 from oneloop.run.build import build_job
+from oneloop.run.early import is_main, read_once, refuse
 from oneloop.run.ending import leave
 from oneloop.run.environment import environment
 from oneloop.run.folder import Folder
@@ -30,10 +29,10 @@ from oneloop.show.tracking import check_trackers
 
 def main(train: Callable[[Job, Run, Folder], dict[str, Any]], argv: Sequence[str]) -> NoReturn:
     """Reads the recipe, trains it, writes summary.json, and ends the process with oneloop's exit code."""
-    is_main = int(os.environ.get("RANK", "0")) == 0
+    main = is_main()
     job: Job | None = None
     try:
-        recipe = read(argv)
+        recipe = read_once(tuple(argv))
         check_trackers(recipe.track)
         folder = Folder(recipe.folder)
         run = start(
@@ -49,25 +48,23 @@ def main(train: Callable[[Job, Run, Folder], dict[str, Any]], argv: Sequence[str
             if job is not None:
                 summary = train(job, run, folder)
         if job is None:
-            leave(errors.DONE, main=is_main)
+            leave(errors.DONE, main=main)
     except BadInput as error:
-        if is_main:
-            print(f"oneloop: {error}", file=sys.stderr)
-        leave(errors.BAD_INPUT, main=is_main)
+        refuse(error)
     except Diverged as error:
         summary = {"exit_reason": f"diverged: {error}", "exit_code": errors.DIVERGED}
     except Exception as error:
         traceback.print_exc()
         summary = {"exit_reason": f"error: {type(error).__name__}: {error}", "exit_code": errors.ERROR}
         if job is None:  # before there was a run
-            leave(errors.ERROR, main=is_main)
+            leave(errors.ERROR, main=main)
         if is_out_of_memory(error):
             if run.device.type == "cuda":
                 snapshot = memory_snapshot(folder.path / "profile" / f"out-of-memory-{run.rank}.pickle")
                 print(f"oneloop: {snapshot} shows what holds the memory (pytorch.org/memory_viz)", file=sys.stderr)
             summary["exit_reason"] = f"error: {explained(job, run)}"
             print(f"oneloop: {summary['exit_reason']}", file=sys.stderr)
-    if is_main:
+    if main:
         folder.write_json("summary.json", summary)
         (folder.path / "STOP").unlink(missing_ok=True)
         try:

@@ -30,6 +30,11 @@ class BuiltModel:
     """how it runs, for a person to read at the start"""
 
 
+def torch_dtype(recipe: Recipe) -> torch.dtype:
+    """Type of the weights."""
+    return {"float32": torch.float32, "float64": torch.float64}[recipe.machine.dtype]
+
+
 def build_model(recipe: Recipe, task: Task, split: Split, *, sharded: bool, device: str) -> BuiltModel:
     """The task's model as the recipe wants it.
 
@@ -37,7 +42,7 @@ def build_model(recipe: Recipe, task: Task, split: Split, *, sharded: bool, devi
         ValueError: weights of another model, a layout that it cannot have, or what would not be exact with it.
     """
     torch.manual_seed(key(recipe.seed))
-    model = task.model().to(recipe.machine.torch_dtype)
+    model = task.model().to(torch_dtype(recipe))
     if recipe.init.source:
         load_weights(model, recipe.init.source, recipe.init.weights)
     names = class_names(blocks(model, recipe.machine.blocks))

@@ -26,7 +26,9 @@ class Task(Objective, Protocol):
     Optional members:
         ``sample_weight: float``: what every sample weighs, where that is the same for all; spares a sum per step.
         ``unit: str``: what the weight counts, "samples" (default) or "tokens".
-        ``metrics() -> torchmetrics.MetricCollection`` with ``update(metrics, batch, outputs) -> None``.
+        ``metrics()`` with ``update(metrics, batch, outputs) -> None``: what is measured beside the loss, a new
+        :class:`oneloop.tasks.metrics.Metrics` (sums over samples, and the figures that they make) or a
+        ``torchmetrics.MetricCollection``.
         ``save(model, folder) -> None``: more files for ``final/`` (a tokenizer, a config).
         ``show(sample, outputs) -> dict``: how a person sees one held-out sample, given the rows of ``outputs`` that are
         its own: any of "image" (channels, height, width), "text", "tokens" (pairs of text and loss), "target",

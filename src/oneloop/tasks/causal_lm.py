@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from oneloop.basics.progress import Working, tracked
 from oneloop.tasks.base import Task
 from oneloop.tasks.corpora import Document, held_out, hub_text, local_text, stdlib
 from oneloop.tasks.fused_loss import fuse_loss
+from oneloop.tasks.metrics import TextSums
 
 _IGNORE = -100
 _WRITTEN, _TEMPERATURE = 48, 0.8
@@ -142,28 +142,14 @@ class CausalLM(Task):
         each = F.cross_entropy(logits.flatten(0, 1), batch["target"].flatten(), reduction="none", ignore_index=_IGNORE)
         return each.sum(), {"loss": each.detach().view_as(batch["target"])}
 
-    def metrics(self) -> Any:
-        from torchmetrics import MetricCollection
-        from torchmetrics.aggregation import SumMetric
+    def metrics(self) -> TextSums:
+        return TextSums()
 
-        sums: Any = {
-            name: SumMetric(nan_strategy="disable").set_dtype(torch.float64) for name in ("nats", "tokens", "bytes")
-        }
-        return MetricCollection(sums, compute_groups=False)
-
-    def update(self, metrics: Any, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+    def update(self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
         target = batch["target"]
         known = target != _IGNORE
-        metrics["nats"].update(outputs["loss"].double().sum())
-        metrics["tokens"].update(known.sum())
-        metrics["bytes"].update((self.token_bytes.to(target.device)[target.clamp(min=0)] * known).sum())
-
-    def summarize(self, sums: dict[str, float]) -> dict[str, float]:
-        """What the sums say: perplexity per token, and bits per byte of text."""
-        return {
-            "perplexity": math.exp(min(sums["nats"] / sums["tokens"], 700.0)),
-            "bits_per_byte": sums["nats"] / math.log(2) / sums["bytes"] if sums["bytes"] else math.nan,
-        }
+        text = self.token_bytes.to(target.device)[target.clamp(min=0)] * known
+        metrics.update(outputs["loss"].double().sum(), known.sum(), text.sum())
 
     def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the model writes after the first half of each text, at a temperature of 0.8; the same each time."""
@@ -262,8 +248,6 @@ class BPE:
 
 class Blocks:
     """Samples of ``block + 1`` tokens that overlap by one, so that every token but the first is a target once."""
-
-    deterministic = True
 
     def __init__(self, texts: list[NDArray[np.int32]], block: int, *, pack: bool, whole: bool) -> None:
         self.block = block

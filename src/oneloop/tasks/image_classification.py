@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.tasks.base import Task
+from oneloop.tasks.metrics import ClassCounts
 
 _Augment = Literal["none", "shifted", "mirrored"]
 _TORCHVISION = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}
@@ -92,20 +96,10 @@ class ImageClassification(Task):
         each = F.cross_entropy(logits, batch["label"], reduction="none", label_smoothing=self.smoothing)
         return each.sum(), {"logits": logits.detach(), "loss": each.detach()}
 
-    def metrics(self) -> Any:
-        from torchmetrics import MetricCollection
-        from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
+    def metrics(self) -> ClassCounts:
+        return ClassCounts(len(self.classes))
 
-        count = len(self.classes)
-        found: dict[str, Any] = {
-            "accuracy": MulticlassAccuracy(count, average="micro", validate_args=False),
-            "macro_f1": MulticlassF1Score(count, validate_args=False),
-        }
-        if count <= 100:  # a larger matrix is no picture any more
-            found["confusion"] = MulticlassConfusionMatrix(count, validate_args=False)
-        return MetricCollection(found)
-
-    def update(self, metrics: Any, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+    def update(self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
         metrics.update(outputs["logits"], batch["label"])
 
     def show(self, sample: tuple[Tensor, int], outputs: dict[str, Tensor]) -> dict[str, Any]:
@@ -126,7 +120,6 @@ class Images:
     def __init__(self, part: Any, *, augment: _Augment = "none") -> None:
         self.part = part
         self.augment = augment
-        self.deterministic = augment == "none"
 
     def __len__(self) -> int:
         return len(self.part)
@@ -195,12 +188,19 @@ def _divided(images: Tensor, labels: Tensor, shares: tuple[float, ...]) -> list[
 
 def _digits() -> tuple[dict[str, Any], list[str]]:
     """1,797 handwritten digits of 8x8 pixels: 70 % to train, 15 % validation, 15 % test."""
-    from sklearn.datasets import load_digits
-
-    loaded = load_digits()
-    images = torch.tensor(loaded.images, dtype=torch.float32)[:, None] / 8 - 1
-    parts = _divided(images, torch.tensor(loaded.target), (0.7, 0.15, 0.15))
+    pixels, labels = _sklearn_digits()
+    images = torch.tensor(pixels, dtype=torch.float32)[:, None] / 8 - 1
+    parts = _divided(images, torch.tensor(labels), (0.7, 0.15, 0.15))
     return dict(zip(("train", "validation", "test"), parts, strict=True)), [str(digit) for digit in range(10)]
+
+
+def _sklearn_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Pixels (samples, 8, 8) and labels of scikit-learn's load_digits, from its file: importing it takes seconds."""
+    package = find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise ImportError("task.data digits comes with scikit-learn, which is not installed; pip install scikit-learn")
+    table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int64)
 
 
 def _torchvision(data: str, root: str, download: bool) -> tuple[dict[str, Any], list[str]]:

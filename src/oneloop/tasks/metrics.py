@@ -1,70 +1,154 @@
-"""What a task's metrics are called, which way is better, and which are figures: torchmetrics knows most of it."""
+"""What an evaluation measures beside the loss: sums over samples, and the figures that they make.
+
+A task's ``metrics()`` returns a new :class:`Metrics`, or a ``torchmetrics.MetricCollection``; its ``update`` feeds it.
+"""
 
 from __future__ import annotations
 
+import math
 import warnings
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
+from torch import Tensor
 
 
-def prefix(name: str) -> str:
-    """How a set's figures are headed: the validation set's are the evaluation."""
-    return "eval" if name == "validation" else name
+class Metrics(Protocol):
+    """What is measured in one evaluation."""
+
+    @property
+    def higher_is_better(self) -> Mapping[str, bool]:
+        """The figures by name, and whether a larger one is the better."""
+
+    def to(self, device: torch.device) -> Any:
+        """Itself, with its sums on the device."""
+
+    def sums(self) -> Sequence[Tensor]:
+        """Its state: tensors that are summed over the ranks, in place, before :meth:`compute`."""
+
+    def compute(self) -> Mapping[str, Any]:
+        """Figures by name, as numbers or tensors of one element; also a confusion matrix, (classes, classes)."""
 
 
-def metric_names(task: object) -> set[str]:
-    """Names of what :func:`oneloop.evaluate.evaluate` returns for this task.
+class ClassCounts:
+    """Accuracy, the mean F1 of the classes, and the confusion matrix (rows are true classes).
+
+    Args:
+        classes: how many. Above ``pictured`` there is no matrix.
+        pictured: a larger matrix is no picture any more.
+    """
+
+    higher_is_better: ClassVar[Mapping[str, bool]] = {"accuracy": True, "macro_f1": True}
+
+    def __init__(self, classes: int, *, pictured: int = 100) -> None:
+        self._matrix = torch.zeros((classes, classes) if classes <= pictured else (0, 0), dtype=torch.int64)
+        self._counts = torch.zeros(3, classes, dtype=torch.int64)
+        """of each class: right, predicted, there"""
+
+    def to(self, device: torch.device) -> ClassCounts:
+        self._matrix, self._counts = self._matrix.to(device), self._counts.to(device)
+        return self
+
+    def update(self, logits: Tensor, target: Tensor) -> None:
+        """Takes in samples; no host sync.
+
+        Args:
+            logits: (samples, classes).
+            target: (samples,), the true classes.
+        """
+        said = logits.argmax(1)
+        ones = torch.ones_like(target)
+        right, predicted, there = self._counts
+        right.index_add_(0, target, (said == target).to(target.dtype))
+        predicted.index_add_(0, said, ones)
+        there.index_add_(0, target, ones)
+        if self._matrix.numel():
+            self._matrix.view(-1).index_add_(0, target * len(self._matrix) + said, ones)
+
+    def sums(self) -> Sequence[Tensor]:
+        return [self._counts, self._matrix] if self._matrix.numel() else [self._counts]
+
+    def compute(self) -> dict[str, Any]:
+        """F1 is 2 right / (predicted + there), averaged over the classes that occur (as torchmetrics does)."""
+        right, predicted, there = self._counts.double().cpu()
+        occurs = predicted + there > 0
+        f1 = 2 * right[occurs] / (predicted + there)[occurs]
+        figures: dict[str, Any] = {"accuracy": float(right.sum() / there.sum()), "macro_f1": float(f1.mean())}
+        return figures | ({"confusion": self._matrix} if self._matrix.numel() else {})
+
+
+class TextSums:
+    """Perplexity per token, and bits per byte of text."""
+
+    higher_is_better: ClassVar[Mapping[str, bool]] = {"perplexity": False, "bits_per_byte": False}
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros(3, dtype=torch.float64)
+        """nats, tokens, bytes"""
+
+    def to(self, device: torch.device) -> TextSums:
+        self._sums = self._sums.to(device, torch.float32 if device.type == "mps" else torch.float64)
+        return self
+
+    def update(self, nats: Tensor, tokens: Tensor, text: Tensor) -> None:
+        """Takes in sums of a micro-batch, 0-dim each: its loss, its target tokens, their bytes. No host sync."""
+        self._sums += torch.stack([nats.to(self._sums.dtype), tokens.to(self._sums.dtype), text.to(self._sums.dtype)])
+
+    def sums(self) -> Sequence[Tensor]:
+        return [self._sums]
+
+    def compute(self) -> dict[str, float]:
+        nats, tokens, text = self._sums.tolist()
+        bits = nats / math.log(2) / text if text else math.nan
+        return {"perplexity": math.exp(min(nats / tokens, 700.0)), "bits_per_byte": bits}
+
+
+# --- torchmetrics -----------------------------------------------------------------------------------------------------
+
+
+class _Collection:
+    """A torchmetrics.MetricCollection as :class:`Metrics`; it sums over the ranks by itself.
 
     Raises:
         ValueError: a metric computes several values without names.
     """
-    names = set(_figures(task))
-    if hasattr(task, "summarize"):
-        names = set(task.summarize(dict.fromkeys(names, 1.0)))
-    return names | {"loss"}
+
+    def __init__(self, collection: Any) -> None:
+        self._collection = collection
+
+    @property
+    def higher_is_better(self) -> Mapping[str, bool]:
+        """Also tells which figures there are, by computing each metric of nothing."""
+        return {
+            figure: bool(metric.higher_is_better)
+            for name, metric in self._collection.items()
+            if not _is_matrix(metric)
+            for figure in _figures_of(name, metric)
+        }
+
+    def to(self, device: torch.device) -> Any:
+        self._collection = self._collection.to(device)
+        return self
+
+    def sums(self) -> Sequence[Tensor]:
+        return ()
+
+    def compute(self) -> dict[str, Tensor]:
+        values: dict[str, Tensor] = self._collection.compute()
+        matrices = {name for name, metric in self._collection.items() if _is_matrix(metric)}
+        return {name: value for name, value in values.items() if name in matrices or value.numel() == 1}
 
 
-def higher_is_better(task: object, metric: str) -> bool:
-    """Whether a larger value of ``eval/<metric>`` is the better one: as torchmetrics says, and False for a loss."""
-    known = _figures(task).get(metric.rpartition("/")[2])
-    return bool(known is not None and known.higher_is_better)
-
-
-def single_values(task: object, computed: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The figures among what the metrics have computed, summarized by the task where it does so."""
-    values = {name: float(value) for name, value in computed.items() if value.numel() == 1}
-    return task.summarize(values) if hasattr(task, "summarize") else values
-
-
-def confusion(task: object, metrics: Any, computed: dict[str, torch.Tensor]) -> dict[str, Any] | None:
-    """The confusion matrix with its classes' names; None where there is none, or one for each label."""
-    matrices = [computed[name] for name, metric in metrics.items() if _is_matrix(metric)]
-    whole = [matrix.tolist() for matrix in matrices if matrix.ndim == 2]
-    if not whole:
-        return None
-    counts = whole[-1]
-    classes = [str(name) for name in getattr(task, "classes", range(len(counts)))]
-    return {
-        "classes": classes if len(classes) == len(counts) else [str(n) for n in range(len(counts))],
-        "counts": counts,
-    }
-
-
-def _figures(task: object) -> dict[str, Any]:
-    """The metric behind each figure, under the metric's name, or under those that it gives its several figures."""
-    figures: dict[str, Any] = {}
-    for name, metric in task.metrics().items() if hasattr(task, "metrics") else ():
-        if _is_matrix(metric):
-            continue
-        empty = _of_nothing(metric)
-        if isinstance(empty, torch.Tensor) and empty.numel() != 1:
-            raise ValueError(
-                f"the metric {name!r} computes {empty.numel()} values without names; wrap it in torchmetrics'"
-                " ClasswiseWrapper, or average it"
-            )
-        figures |= dict.fromkeys(empty if isinstance(empty, dict) else [name], metric)
-    return figures
+def _figures_of(name: str, metric: Any) -> Sequence[str]:
+    """A metric's name, or those that it gives its several figures."""
+    empty = _of_nothing(metric)
+    if isinstance(empty, Tensor) and empty.numel() != 1:
+        raise ValueError(
+            f"the metric {name!r} computes {empty.numel()} values without names; wrap it in torchmetrics'"
+            " ClasswiseWrapper, or average it"
+        )
+    return list(empty) if isinstance(empty, dict) else [name]
 
 
 def _of_nothing(metric: Any) -> Any:
@@ -83,3 +167,59 @@ def _of_nothing(metric: Any) -> Any:
 def _is_matrix(metric: Any) -> bool:
     """Whether it is a confusion matrix: a picture, not a figure."""
     return type(metric).__name__.endswith("ConfusionMatrix")
+
+
+# --- of a task --------------------------------------------------------------------------------------------------------
+
+
+def prefix(name: str) -> str:
+    """How a set's figures are headed: the validation set's are the evaluation."""
+    return "eval" if name == "validation" else name
+
+
+def adapted(metrics: Any) -> Metrics:
+    """What a task's ``metrics()`` returned, as :class:`Metrics`.
+
+    Raises:
+        ValueError: it is nothing that measures.
+    """
+    if hasattr(metrics, "sums"):
+        return metrics  # type: ignore[no-any-return]
+    if not hasattr(metrics, "items") or not hasattr(metrics, "compute"):
+        raise ValueError(
+            f"task: metrics() returned a {type(metrics).__name__}; a torchmetrics.MetricCollection is needed, or an"
+            " object like oneloop.tasks.metrics.Metrics (compute, to, sums, higher_is_better)"
+        )
+    return _Collection(metrics)
+
+
+def directions(task: object) -> dict[str, bool]:
+    """What :func:`oneloop.evaluate.evaluate` returns for this task by name, and whether a larger value is the better.
+
+    Raises:
+        ValueError: a metric computes several values without names.
+    """
+    known = dict(adapted(task.metrics()).higher_is_better) if hasattr(task, "metrics") else {}
+    return {"loss": False, **known}
+
+
+def figures(computed: Mapping[str, Any]) -> dict[str, float]:
+    """The figures among what was computed."""
+    return {name: float(value) for name, value in computed.items() if not _is_table(value)}
+
+
+def confusion(task: object, computed: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The confusion matrix with its classes' names; None where there is none, or one for each label."""
+    tables = [value for value in computed.values() if _is_table(value) and value.ndim == 2]
+    if not tables:
+        return None
+    counts = tables[-1].tolist()
+    classes = [str(name) for name in getattr(task, "classes", range(len(counts)))]
+    return {
+        "classes": classes if len(classes) == len(counts) else [str(n) for n in range(len(counts))],
+        "counts": counts,
+    }
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() > 1

@@ -1,0 +1,90 @@
+"""What a start costs (goal C7): CPU time of imports, --help, bad input and a dry run, beside the libraries' imports.
+
+    python benchmarks/start_cost.py
+
+Each is a process of its own; rounds alternate over all of them, and ratios are taken round by round. CPU time (user and
+system, children included) is steadier than seconds on a busy machine, and is what a laptop's battery pays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+
+LIBRARIES = "import torch, accelerate"
+ADAMW = "import torch, accelerate; torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])"
+LEAVES = (
+    *("ema", "evaluate", "data.groups", "optim.build", "optim.clip", "optim.guard", "machine.recompute"),
+    *("machine.compile", "machine.micro_batch", "machine.replicas", "checkpoint.checkpoints", "measure.meter"),
+    *("measure.noise_scale", "measure.profiling", "show.tracking", "tasks.image_classification", "tasks.causal_lm"),
+)
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def commands(folder: str) -> dict[str, tuple[list[str], str]]:
+    """What is timed, and what it is held against."""
+    train = [sys.executable, "-m", "oneloop.train"]
+    return {
+        "import torch, accelerate": (python(LIBRARIES), ""),
+        "import torch, accelerate again (control)": (python(LIBRARIES), "import torch, accelerate"),
+        "import oneloop": (python("import oneloop"), "import torch, accelerate"),
+        "oneloop.train digits --help": ([*train, "digits", "--help"], "import torch, accelerate"),
+        "oneloop.train digits --batch.siez 3": ([*train, "digits", "--batch.siez", "3"], "import torch, accelerate"),
+        "these and one AdamW": (python(ADAMW), "import torch, accelerate"),
+        "import oneloop.train": (python("import oneloop.train"), "these and one AdamW"),
+        **{f"import oneloop.{leaf}": (python(f"import oneloop.{leaf}"), "these and one AdamW") for leaf in LEAVES},
+        "a dry run of digits": (
+            [*train, "digits", "--debug.dry_run", "--run.dir", f"{folder}/run", "--run.resume", "auto"],
+            "these and one AdamW",
+        ),
+    }
+
+
+def cpu_seconds(command: list[str], folder: str) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser()
+    asked.add_argument("--rounds", type=int, default=6)
+    given = asked.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    seconds: dict[str, list[float]] = {}
+    for turn in range(given.rounds + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, (command, _) in commands(folder).items():
+                took = cpu_seconds(command, folder)
+                if turn:
+                    seconds.setdefault(name, []).append(took)
+    import torch
+
+    print(f"# {date.today()}  {' '.join(['python', Path(sys.argv[0]).as_posix(), *sys.argv[1:]])}")
+    print(
+        f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, OMP_NUM_THREADS"
+        f" {os.environ['OMP_NUM_THREADS']}, {given.rounds} rounds; CPU seconds"
+    )
+    for name, (_, base) in commands("").items():
+        times = seconds[name]
+        ratio = statistics.median(a / b for a, b in zip(times, seconds[base], strict=True)) if base else 1.0
+        print(
+            f"{name:42} median {statistics.median(times):5.2f}   min {min(times):5.2f}   max {max(times):5.2f}"
+            + (f"   {ratio:.2f}x {base}" if base else "")
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""What a run does before the slow imports: it ends with its launcher, and tells of bad input at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import cache
+from typing import NoReturn
+
+from oneloop.basics import errors
+from oneloop.basics.errors import BadInput
+from oneloop.basics.orphans import die_with_launcher
+from oneloop.recipe.parse import read
+from oneloop.recipe.schema import Recipe
+from oneloop.run.ending import leave
+
+
+def begin() -> None:
+    """Reads the command line of this process; ``--help`` and bad input end here."""
+    die_with_launcher()
+    try:
+        read_once(tuple(sys.argv[1:]))
+    except BadInput as error:
+        refuse(error)
+
+
+@cache
+def read_once(argv: tuple[str, ...]) -> Recipe:
+    """:func:`oneloop.recipe.parse.read`, once for each command line."""
+    return read(argv)
+
+
+def refuse(error: BadInput) -> NoReturn:
+    """Says what was wrong, on rank 0, and ends this process."""
+    if is_main():
+        print(f"oneloop: {error}", file=sys.stderr)
+    leave(errors.BAD_INPUT, main=is_main())
+
+
+def is_main() -> bool:
+    """Whether this is rank 0, by the launcher's word: accelerate need not be there yet."""
+    return int(os.environ.get("RANK", "0")) == 0
