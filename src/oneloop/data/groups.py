@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -14,14 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from oneloop.basics.seeds import key
+from oneloop.data.keyed import Batches, Keyed, Place
 from oneloop.data.order import Order
 
 Batch = dict[str, Any]
-Place = tuple[int, int]
-"""(epoch, index) of one sample"""
 
 
 @dataclass(frozen=True)
@@ -78,37 +75,6 @@ class Group:
     def weight(self) -> float:
         """Summed weight of this process's samples."""
         return sum(self.weights)
-
-
-class Keyed(Dataset[Any]):
-    """A data set whose randomness is a function of (seed, epoch, index), whatever process loads the sample.
-
-    torch's, Python's and numpy's global generators are seeded before each sample. A data set that says
-    ``deterministic = True`` is spared that, and may then load many at once with ``__getitems__``.
-    """
-
-    def __init__(self, dataset: Any, *, seed: int) -> None:
-        self.dataset = dataset
-        self.seed = seed
-        self.deterministic = getattr(dataset, "deterministic", False)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, place: Place) -> tuple[int, Any]:
-        epoch, index = place
-        if not self.deterministic:
-            number = key(self.seed, epoch, index)
-            torch.default_generator.manual_seed(number)
-            random.seed(number)
-            np.random.seed(number & 0xFFFFFFFF)
-        return index, self.dataset[index]
-
-    def __getitems__(self, places: Sequence[Place]) -> list[tuple[int, Any]]:
-        if self.deterministic and hasattr(self.dataset, "__getitems__"):
-            indices = [index for _, index in places]
-            return list(zip(indices, self.dataset.__getitems__(indices), strict=True))
-        return [self[place] for place in places]
 
 
 class Weighed:
@@ -170,19 +136,34 @@ def workers_here(asked: int | str, *, device: torch.device, local_ranks: int) ->
 
 
 def loader(
-    dataset: Keyed, collate: Weighed, batches: Any, *, workers: int, device: torch.device, ahead: int = 2
-) -> DataLoader[Any]:
-    """A DataLoader over lists of places; draws nothing from the global generator."""
+    samples: Keyed,
+    collate: Weighed,
+    batches: Iterable[Sequence[Place]],
+    *,
+    workers: int,
+    device: torch.device,
+    ahead: int = 2,
+    pinned: bool = True,
+) -> Iterable[tuple[Batch, float]]:
+    """Batches and their weights from lists of places; draws nothing from the global generator."""
+    dataset = Batches(samples, collate)
+    if not workers and device.type != "cuda":  # a DataLoader would only keep a profiler's record of each (8 us)
+        return map(dataset.__getitem__, batches)
     return DataLoader(
         dataset,
-        batch_sampler=batches,
-        collate_fn=collate,
+        batch_size=None,
+        sampler=batches,
+        collate_fn=_as_it_is,
         num_workers=workers,
-        pin_memory=device.type == "cuda",
+        pin_memory=pinned and device.type == "cuda",
         persistent_workers=False,
         prefetch_factor=max(2, math.ceil(ahead / workers)) if workers else None,
         generator=torch.Generator(),
     )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def groups(
@@ -196,6 +177,7 @@ def groups(
     start: int,
     device: torch.device,
     workers: int = 0,
+    pinned: bool = True,
 ) -> Iterator[Group]:
     """Endless groups for ``rank``, from position ``start`` on; use up one group's batches before the next's.
 
@@ -203,7 +185,15 @@ def groups(
     """
     places = _Places(order, split, rank=rank, start=start)
     batches = iter(
-        loader(Keyed(dataset, seed=seed), collate, places, workers=workers, device=device, ahead=2 * split.accumulate)
+        loader(
+            Keyed(dataset, seed=seed),
+            collate,
+            places,
+            workers=workers,
+            device=device,
+            ahead=2 * split.accumulate,
+            pinned=pinned,
+        )
     )
     loaded: deque[Batch] = deque()
     weights: deque[list[float]] = deque()
@@ -219,7 +209,7 @@ def groups(
                 load()
             yield loaded.popleft()
 
-    moved = transferred(stream(), device)
+    moved = transferred(stream(), device, pinned=pinned)
     ahead = 2 if device.type == "cuda" else 1  # so that what is copied ahead is there, and is not waited for
     while True:
         while len(weights) < ahead:
@@ -227,11 +217,16 @@ def groups(
         yield Group(islice(moved, split.accumulate), weights.popleft())
 
 
-def transferred(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches on ``device``; on CUDA each is copied on a stream of its own while the one before is used."""
-    if device.type != "cuda":
-        for batch in batches:
-            yield _to(batch, device)
+def transferred(batches: Iterator[Batch], device: torch.device, *, pinned: bool = True) -> Iterator[Batch]:
+    """The batches on ``device``; on CUDA each is copied on a stream of its own while the one before is used.
+
+    Args:
+        batches: in host memory.
+        device: where they are to be.
+        pinned: they are in pinned memory; else CUDA copies them while the host waits.
+    """
+    if device.type != "cuda" or not pinned:
+        yield from batches if device.type == "cpu" else (_to(batch, device) for batch in batches)
         return
     copies = torch.cuda.Stream(device)
     coming: Batch | None = None

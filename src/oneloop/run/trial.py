@@ -16,7 +16,7 @@ import torch
 
 from oneloop.basics.files import replacing
 from oneloop.basics.progress import Working
-from oneloop.data.groups import Keyed
+from oneloop.data.keyed import Keyed
 from oneloop.machine.micro_batch import Attempt, Child, Steps, search
 from oneloop.machine.switches import float32_products
 from oneloop.optim.clip import clip_, global_norm
@@ -68,7 +68,8 @@ class Trial:
                 2, max(1, self.recipe.batch.size // run.ranks // micro)
             )  # gradients are held, and added to
             chosen = [(0, largest[place % len(largest)]) for place in range(micro)]
-            samples = Keyed(job.train_set, seed=self.recipe.seed).__getitems__(chosen)
+            keyed = Keyed(job.train_set, seed=self.recipe.seed)
+            samples = [keyed[place] for place in chosen]
             run.accelerator.gradient_accumulation_steps = accumulate
             for _ in range(accumulate):
                 batch, weight = job.collate(samples)

@@ -1,0 +1,152 @@
+"""Samples whose randomness is a function of (seed, epoch, index), whatever process loads them, and next to free where
+nothing is drawn.
+
+>>> samples = Keyed(dataset, seed=0)
+>>> index, sample = samples[epoch, 7]
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from oneloop.basics.seeds import GOLDEN, mixed
+
+Place = tuple[int, int]
+"""(epoch, index) of one sample"""
+
+Made = TypeVar("Made")
+
+
+class Keyed(Dataset[Any]):
+    """A data set, asked by (epoch, index); gives (index, sample).
+
+    torch's, Python's and numpy's global generators are as if they were seeded before each sample. Most sets draw
+    nothing, or from torch only, and need not say so: :meth:`batch` sees afterwards whether Python's or numpy's
+    generator was used (about 6 us); at the first time it loads that batch again, with seeds, and seeds each sample from
+    then on. torch is seeded for each sample in any case (about 1 us): what is drawn inside ``torch.random.fork_rng()``
+    leaves no trace.
+
+    A set with ``__getitems__`` loads many at once, as long as it draws nothing and gives the same as one by one, which
+    is tried with the first batch.
+    """
+
+    def __init__(self, dataset: Any, *, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+        self._draws = False
+        """whether it was seen to draw from Python's or numpy's generator"""
+        self._together: bool | None = None if hasattr(dataset, "__getitems__") else False
+        """whether many are loaded at once; None: not tried yet"""
+        self._epoch, self._prefix = -1, 0
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, place: Place) -> tuple[int, Any]:
+        number = self._seed_torch(place)
+        _seed_others(number)
+        return place[1], self.dataset[place[1]]
+
+    def batch(self, places: Sequence[Place], collate: Callable[[list[tuple[int, Any]]], Made]) -> Made:
+        """What ``collate``, which may draw too, makes of the samples at these places."""
+        if not self._draws:
+            if self._together is None:
+                self._together = self._tried(places)
+            _seed_others(0)
+            samples = self._at_once(places) if self._together else self._one_by_one(places)
+            if samples is not None:
+                made = collate(samples)
+                if _untouched():
+                    return made
+            self._draws = True
+        return collate([self[place] for place in places])
+
+    def _one_by_one(self, places: Sequence[Place]) -> list[tuple[int, Any]]:
+        samples, dataset, seed_torch = [], self.dataset, self._seed_torch
+        for place in places:
+            seed_torch(place)
+            samples.append((place[1], dataset[place[1]]))
+        return samples
+
+    def _at_once(self, places: Sequence[Place]) -> list[tuple[int, Any]] | None:
+        """None where torch was drawn from, so that each sample needs its own seed."""
+        indices = [index for _, index in places]
+        self._seed_torch(places[-1])
+        before = torch.default_generator.get_state()
+        samples = list(zip(indices, self.dataset.__getitems__(indices), strict=True))
+        return samples if torch.equal(torch.default_generator.get_state(), before) else None
+
+    def _tried(self, places: Sequence[Place]) -> bool:
+        """Whether these samples are the same at once as one by one."""
+        single = [self[place][1] for place in places]
+        self._seed_torch(places[0])
+        return _equal(single, list(self.dataset.__getitems__([index for _, index in places])))
+
+    def _seed_torch(self, place: Place) -> int:
+        """Seeds torch with the place's key, and returns it."""
+        epoch, index = place
+        if epoch != self._epoch:
+            self._epoch, self._prefix = epoch, mixed(mixed(GOLDEN, self.seed), epoch)
+        number = mixed(self._prefix, index) >> 1  # key(seed, epoch, index)
+        torch.default_generator.manual_seed(number)
+        return number
+
+
+class Batches(Dataset[Any]):
+    """Collated batches of a :class:`Keyed` set, asked by the places of their samples."""
+
+    def __init__(self, samples: Keyed, collate: Callable[[list[tuple[int, Any]]], Any]) -> None:
+        self.samples, self.collate = samples, collate
+
+    def __getitem__(self, places: Sequence[Place]) -> Any:
+        return self.samples.batch(places, self.collate)
+
+
+def _seed_others(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number & 0xFFFFFFFF)
+
+
+def _first() -> tuple[int, float, float]:
+    """What the generators give next."""
+    return random.getrandbits(128), np.random.random(), np.random.random()
+
+
+def _of_seed_0() -> tuple[int, float, float]:
+    states = random.getstate(), np.random.get_state()
+    _seed_others(0)
+    first = _first()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    return first
+
+
+_UNTOUCHED = _of_seed_0()
+
+
+def _untouched() -> bool:
+    """Whether nothing was drawn since :func:`_seed_others` with 0; wrong with a chance below 2^-100."""
+    return _first() == _UNTOUCHED
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two samples, or parts of them, are the same; False where they cannot be compared."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    try:
+        return bool(a == b)
+    except Exception:
+        return False
