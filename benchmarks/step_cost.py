@@ -6,7 +6,8 @@
 One process on a CPU, a model so small that the loop is what is timed. Both do: batches from a DataLoader, accelerate's
 `accumulate` and `backward`, the global gradient norm, clipping, a learning rate per step, fused AdamW with weight
 decay on matrices only, the loss summed on the device. The hand-written one seeds nothing, guards nothing, counts
-nothing and can be stopped by nothing. Runs alternate: hand, oneloop, hand (control), …
+nothing and can be stopped by nothing. Runs alternate: by hand with accelerate, by hand with torch alone, oneloop,
+the other checkout's, by hand again (control).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -41,8 +44,6 @@ BATCH = 8
 
 class Points:
     """In memory, without randomness."""
-
-    deterministic = True
 
     def __init__(self) -> None:
         self.x = torch.randn(4096, 16, generator=torch.Generator().manual_seed(0))
@@ -78,10 +79,10 @@ class Tiny:
         return (model(batch["x"]) - batch["x"]).square().mean(1).sum(), {}
 
 
-def by_hand(run: Run, steps: int) -> float:
-    """Seconds per step of the hand-written loop."""
+def by_hand(run: Run, steps: int, *, accelerate: bool = True) -> float:
+    """Seconds per step of the hand-written loop; without accelerate it is torch alone."""
     task, accelerator = Tiny(), run.accelerator
-    model = accelerator.prepare(task.model())
+    model = accelerator.prepare(task.model()) if accelerate else task.model()
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.05},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -96,9 +97,13 @@ def by_hand(run: Run, steps: int) -> float:
         if step == 50:
             began = time.perf_counter()
         batch = next(loader)
-        with accelerator.accumulate(model):
+        if accelerate:
+            with accelerator.accumulate(model):
+                loss, _ = task.loss(model, batch)
+                accelerator.backward(loss / BATCH)
+        else:
             loss, _ = task.loss(model, batch)
-            accelerator.backward(loss / BATCH)
+            (loss / BATCH).backward()
         total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
@@ -177,20 +182,6 @@ class Checkout:
         self._process.kill()
 
 
-def compare(folder: Path, steps: int, pairs: int) -> None:
-    """This checkout over another one: rounds of this, the other and this again (control), alternating."""
-    here, there, again = Checkout(Path(__file__).parents[1]), Checkout(folder), Checkout(Path(__file__).parents[1])
-    rounds = [[measure(steps) * 1e6 for measure in (here, there, again)] for _ in range(pairs + 1)][1:]
-    for child in (here, there, again):
-        child.close()
-    for name, times in zip(("here", "there", "here again (control)"), zip(*rounds, strict=True), strict=True):
-        print(f"{name:26} median {statistics.median(times):7.1f}   min {min(times):7.1f}   max {max(times):7.1f}")
-    over = statistics.median(a - b for a, b, _ in rounds)
-    ratio = statistics.median(a / b for a, b, _ in rounds)
-    control = statistics.median(a / c for a, _, c in rounds)
-    print(f"here over there: median {over:+.1f} us per step, {ratio:.3f}x; control {control:.3f}x")
-
-
 def main() -> None:
     asked = argparse.ArgumentParser()
     asked.add_argument("--steps", type=int, default=2000)
@@ -198,29 +189,33 @@ def main() -> None:
     asked.add_argument("--against", type=Path, help="another checkout, whose loop is timed beside this one's")
     given = asked.parse_args()
     torch.set_num_threads(1)
+    run = start()
+    other = Checkout(given.against) if given.against else None
+    measures: dict[str, Callable[[int], float]] = {
+        "by hand, accelerate": partial(by_hand, run),
+        "by hand, torch alone": partial(by_hand, run, accelerate=False),
+        "oneloop": partial(by_oneloop, run),
+        **({"oneloop, the other checkout": other} if other else {}),
+        "by hand again (control)": partial(by_hand, run),
+    }
+    rounds = [{name: measure(given.steps) * 1e6 for name, measure in measures.items()} for _ in range(given.pairs + 1)]
+    if other:
+        other.close()
     print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
     print(
         f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, 1 thread,"
-        f" {given.steps} steps, {given.pairs} rounds; microseconds per step"
+        f" {given.steps} steps, {given.pairs} rounds; microseconds per step, and over the baselines in the same round"
     )
-    if given.against:
-        compare(given.against, given.steps, given.pairs)
-        return
-    run = start()
-    found: dict[str, list[float]] = {"by hand": [], "oneloop": [], "by hand again (control)": []}
-    for turn in range(given.pairs + 1):
-        for name, measure in zip(found, (by_hand, by_oneloop, by_hand), strict=True):
-            took = measure(run, given.steps) * 1e6
-            if turn:
-                found[name].append(took)
-    for name, times in found.items():
-        print(f"{name:26} median {statistics.median(times):7.1f}   min {min(times):7.1f}   max {max(times):7.1f}")
-    over = [a - b for a, b in zip(found["oneloop"], found["by hand"], strict=True)]
-    control = [a / b for a, b in zip(found["by hand again (control)"], found["by hand"], strict=True)]
-    print(
-        f"oneloop over by hand: median {statistics.median(over):.1f} us per step ({min(over):.1f} to {max(over):.1f});"
-        f" control {statistics.median(control):.3f}x"
-    )
+    base, alone = "by hand, accelerate", "by hand, torch alone"
+    for name in measures:
+        times = [times[name] for times in rounds[1:]]
+        over = [statistics.median(times[name] - times[of] for times in rounds[1:]) for of in (base, alone)]
+        print(
+            f"{name:28} median {statistics.median(times):7.1f}   min {min(times):7.1f}   max {max(times):7.1f}"
+            f"   over accelerate by hand {over[0]:+7.1f}   over torch alone {over[1]:+7.1f}"
+        )
+    control = statistics.median(times["by hand again (control)"] / times[base] for times in rounds[1:])
+    print(f"control {control:.3f}x")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the slow imports: a launcher may be killed while they run
-    from oneloop.basics.orphans import die_with_launcher
+if __name__ == "__main__":  # before the slow imports: --help and bad input need none of them
+    from oneloop.run import early
 
-    die_with_launcher()
+    early.begin()
 
 import sys
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from oneloop.machine.replicas import check_replicas
 from oneloop.machine.switches import release_cache
 from oneloop.measure.noise_scale import NoiseScale, Sensor
 from oneloop.optim.build import set_lr
-from oneloop.optim.clip import clip_, global_norm
+from oneloop.optim.clip import clear_gradients, clip_, global_norm
 from oneloop.optim.guard import Guard, Step, contagious
 from oneloop.optim.policy import BadSteps, Fate, Verdict
 from oneloop.run import entry
@@ -138,7 +138,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         if not state.resume(checkpoints, "auto", say=say):
             raise Diverged(f"step {number}: {why}; there is no checkpoint to go back to")
         count.position = after  # the samples since are passed over
-        optimizer.zero_grad(set_to_none=True)
+        clear_gradients(parameters)
         run.begin_afresh()  # what was loaded ahead is loaded again, from there
         if count.evaluation_due:
             validate()
@@ -198,7 +198,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             lr = set_lr(optimizer, job.rate(count.step, reductions=count.reductions))
             meter.before_update(rhythm.is_due("log", count.step + 1))
             guard.step(norm, loss=summed, weight=group.total)
-            optimizer.zero_grad(set_to_none=True)
+            clear_gradients(parameters)
             count.position += split.size
 
             # Where something is due (at the last step all is), settle this step now (host sync); else leave it open.

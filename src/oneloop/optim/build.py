@@ -10,9 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from oneloop.optim.muon import Muon, hidden_matrices
-from oneloop.optim.sgd import SGD
-
 Groups = list[dict[str, Any]]
 
 _FUSED_DEVICES = {"cpu", "cuda", "xpu", "mps", "hpu"}
@@ -86,7 +83,11 @@ def adamw(params: Groups, *, lr: float, betas: tuple[float, float] = (0.9, 0.999
         betas: decay rates of the two moments, per step.
         eps: added to the root of the second moment.
     """
-    return torch.optim.AdamW(params, lr=lr, betas=betas, eps=eps, fused=_fused(params))
+    if not _fused(params):
+        return torch.optim.AdamW(params, lr=lr, betas=betas, eps=eps)
+    from oneloop.optim.adamw import AdamW  # DTensor, which it needs, takes seconds to import
+
+    return AdamW(params, lr=lr, betas=betas, eps=eps)
 
 
 def sgd(params: Groups, *, lr: float, momentum: float = 0.9, nesterov: bool = False) -> Optimizer:
@@ -98,6 +99,8 @@ def sgd(params: Groups, *, lr: float, momentum: float = 0.9, nesterov: bool = Fa
         momentum: share of the last update kept.
         nesterov: look ahead (needs momentum).
     """
+    from oneloop.optim.sgd import SGD  # as AdamW
+
     return SGD(params, lr=lr, momentum=momentum, nesterov=nesterov)
 
 
@@ -129,6 +132,8 @@ def muon(
         eps: AdamW's, for the rest.
         adamw_for: names of modules whose matrices get AdamW too (a part of the dotted name, as a whole).
     """
+    from oneloop.optim.muon import Muon, hidden_matrices  # as AdamW
+
     matrices = hidden_matrices(model, adamw_for)
     groups: Groups = []
     for group in params:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -20,15 +21,22 @@ def global_norm(parameters: Iterable[Tensor]) -> Tensor:
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
-    norm = torch.nn.utils.get_total_norm([gradient for gradient in gradients if not isinstance(gradient, DTensor)])
     if not sharded:
-        return norm
-    square = torch.nn.utils.get_total_norm([local(gradient) for gradient in sharded]).square()
+        return _norm(gradients)
+    norm = _norm([gradient for gradient in gradients if not isinstance(gradient, DTensor)])
+    square = _norm([local(gradient) for gradient in sharded]).square()
     mesh, placements = sharded[0].device_mesh, sharded[0].placements
     for dimension, placement in enumerate(placements):
         if placement.is_shard():
             dist.all_reduce(square, group=mesh.get_group(dimension))
     return (square + norm.to(square.device).square()).sqrt()
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    """torch's get_total_norm, to the bit; without its sorting where all are of one device and type."""
+    if not tensors or len({(tensor.device, tensor.dtype) for tensor in tensors}) > 1:
+        return torch.nn.utils.get_total_norm(tensors)
+    return cast(Tensor, torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors))))
 
 
 @torch.no_grad()
@@ -38,3 +46,9 @@ def clip_(parameters: Iterable[Tensor], largest: float, norm: Tensor) -> None:
         return
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     torch._foreach_mul_(gradients, torch.clamp(largest / (norm + 1e-6), max=1.0))
+
+
+def clear_gradients(parameters: Iterable[Tensor]) -> None:
+    """Drops the gradients, as ``optimizer.zero_grad(set_to_none=True)`` does, without a profiler's record (8 us)."""
+    for parameter in parameters:
+        parameter.grad = None
