@@ -21,7 +21,8 @@ ALLOWED = {
     "evaluate": {"basics", "data", "ema", "show", "tasks"},
     "run": {"basics", "evaluate", *LEAVES},
     "train": {"basics", "evaluate", "run", *LEAVES},
-    "cli": {"basics", "evaluate", "run", "train", *LEAVES},
+    "plan": {"basics", "evaluate", "run", "train", *LEAVES},
+    "cli": {"basics", "evaluate", "plan", "run", "train", *LEAVES},
 }
 AT_THE_TOP_OF_TASKS = {"torch", "numpy", "oneloop"}
 """what a task may import before it is used, beside the standard library"""

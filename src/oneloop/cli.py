@@ -1,4 +1,4 @@
-"""The ``oneloop`` command: launch, verify, export, report, watch."""
+"""The ``oneloop`` command: launch, verify, report, watch, worth, export."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ _USAGE = """usage: oneloop launch [accelerate launch's options] RECIPE [--key va
        oneloop verify RUN
        oneloop report RUN [RUN …] [--to FILE]
        oneloop watch RUN [RUN …] [--once] [--every SECONDS] [--figures NAME,NAME]
+       oneloop worth RECIPE [--key value …] [--only NAME,NAME] [--rounds N] [--seconds S] [--to DIR]
        oneloop export RUN --to DIR [--checkpoint STEP|best|newest]
                       [--weights raw|ema|power:SIGMA]
 
@@ -35,6 +36,10 @@ report  Writes one HTML page about a run (by default its report.html), or about 
         default ./report.html); nothing in it is fetched from a network.
 watch   Draws a run in the terminal while it goes on, or several side by side; --once: as they are now. Figures have
         their names of metrics.jsonl (train/loss, eval/accuracy, speed/mfu).
+worth   What each technique is worth on this recipe and this machine: short real runs with it and without it, alone and
+        on top of the others (fused, bf16, workers, pinned, channels_last, accumulation, recompute, ema, clip, logging,
+        compile, fp16: the first eight that can be done here, or those that --only names). Takes minutes; a table, and
+        worth.json and worth.html in --to (by default runs/worth-RECIPE). One process; no weights are kept.
 export  Writes a checkpoint's weights as plain safetensors, with what the task adds (config, tokenizer): raw, an average
         by its name, or the power-function average of any width (when trained with --ema.power)."""
 
@@ -45,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or "-h" in words[:2] or "--help" in words[:2]:
         print(_USAGE)
         return 0 if words else BAD_INPUT
-    commands = {"launch": launch, "verify": verify, "export": export, "report": report, "watch": watch}
+    commands = {"launch": launch, "verify": verify, "export": export, "report": report, "watch": watch, "worth": worth}
     command, *rest = words
     try:
         if command not in commands:
@@ -106,6 +111,13 @@ def watch(words: Sequence[str]) -> int:
             folders, figures=[name for name in given["--figures"].split(",") if name], every=every, once=given["--once"]
         )
     return 0
+
+
+def worth(words: Sequence[str]) -> int:
+    """Measures what techniques are worth."""
+    from oneloop.plan.command import worth as command
+
+    return command(words)
 
 
 def export(words: Sequence[str]) -> int:

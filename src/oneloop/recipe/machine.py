@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from oneloop.basics.duration import Duration
 from oneloop.basics.errors import at_least
 
@@ -15,6 +13,8 @@ from oneloop.basics.errors import at_least
 class MachineConfig:
     workers: int | Literal["auto"] = "auto"
     """processes that load data, for each training process (0: load in the training process)"""
+    pinned: bool = True
+    """on a GPU: batches wait in pinned host memory, and are copied while the device computes"""
     dtype: Literal["float32", "float64"] = "float32"
     """type of the weights; float64 is for proofs"""
     deterministic: bool = False
@@ -42,10 +42,6 @@ class MachineConfig:
     """duration between two comparisons of weights and optimizer state over the processes (0: never)"""
     gc_every: Duration = Duration(1000)
     """duration between two garbage collections of Python, at the same step on all processes (0: Python's own)"""
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return {"float32": torch.float32, "float64": torch.float64}[self.dtype]
 
     def __post_init__(self) -> None:
         at_least(0, machine__workers=0 if self.workers == "auto" else self.workers)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from oneloop.checkpoint.checkpoints import Checkpoints
-from oneloop.data.groups import Group, Keyed, Split, Weighed, groups, workers_here
+from oneloop.data.groups import Group, Split, Weighed, groups, workers_here
+from oneloop.data.keyed import Keyed
 from oneloop.data.order import Order
 from oneloop.ema import EMA
 from oneloop.evaluate import evaluate_all
@@ -25,7 +26,7 @@ from oneloop.optim.schedule import LearningRate
 from oneloop.recipe.names import resolve
 from oneloop.recipe.schema import Recipe
 from oneloop.run.book import Book
-from oneloop.run.model import BuiltModel
+from oneloop.run.model import BuiltModel, torch_dtype
 from oneloop.run.processes import Run
 from oneloop.run.rhythm import Rhythm
 from oneloop.show.examples import Examples
@@ -76,7 +77,7 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.recipe.machine.torch_dtype
+        return torch_dtype(self.recipe)
 
     @property
     def noise_scale(self) -> bool:
@@ -109,6 +110,7 @@ class Job:
     def groups(self, run: Run, *, start: int) -> Iterator[Group]:
         """This rank's micro-batches, step by step, from position ``start`` on; without an end."""
         here: dict[str, Any] = {"rank": run.rank, "device": run.device, "workers": self.workers(run)}
+        here["pinned"] = self.recipe.machine.pinned
         return groups(self.train_set, self.collate, self.order, self.split, seed=self.recipe.seed, start=start, **here)
 
     def evaluate(

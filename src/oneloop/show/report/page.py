@@ -40,12 +40,17 @@ def report(folders: Sequence[Path]) -> str:
     body = [f"<h1>{_safe(title)}</h1>", *(_headline(run, several=several) for run in runs)]
     if several:
         body.append(_differences(runs))
-    body += [_figure(number, chart) for number, chart in enumerate(drawn)]
+    body += [figure(number, chart) for number, chart in enumerate(drawn)]
     for run in runs:
         body += sections(run.examples, of=f" in {run.name}" if several else "")
     body += [_events(run) for run in runs]
     body += [_about(run, several=several) for run in runs]
-    data = json.dumps([{"data": chart["data"], "layout": chart["layout"]} for chart in drawn], allow_nan=False)
+    return assembled(title, body, drawn)
+
+
+def assembled(title: str, body: Sequence[str], charts: Sequence[Mapping[str, Any]]) -> str:
+    """One page with all that it needs: HTML sections, and charts as :func:`figure` has made room for them."""
+    data = json.dumps([{"data": chart["data"], "layout": chart["layout"]} for chart in charts], allow_nan=False)
     here = Path(__file__).parent
     page, style, script = ((here / f"page.{kind}").read_text() for kind in ("html", "css", "js"))
     return page.format(
@@ -65,7 +70,8 @@ def _plotly() -> str:
     return (Path(package.submodule_search_locations[0]) / "package_data" / "plotly.min.js").read_text()
 
 
-def _figure(number: int, chart: dict[str, Any]) -> str:
+def figure(number: int, chart: dict[str, Any]) -> str:
+    """Room for a chart, and its figures as a table."""
     head, lines = rows(chart)
     every = math.ceil(len(lines) / _TABLE_ROWS)
     more = f" (every {every}-th of {len(lines)})" if every > 1 else ""
@@ -73,7 +79,7 @@ def _figure(number: int, chart: dict[str, Any]) -> str:
     return (
         f'<figure><figcaption><h2>{title}</h2></figcaption><div id="chart-{number}" class="chart" role="img"'
         f' aria-label="Chart: {title}. Its figures follow as a table."></div><details><summary>Figures{more}</summary>'
-        f"{_region(title, _table(head, lines[:: max(1, every)]))}</details></figure>"
+        f"{_region(title, table(head, lines[:: max(1, every)]))}</details></figure>"
     )
 
 
@@ -114,8 +120,8 @@ def _differences(runs: Sequence[Record]) -> str:
         if len({json.dumps(recipe.get(key)) for recipe in flat}) > 1 and key != "run.dir"
     ]
     changed = [(key, *(recipe.get(key) for recipe in flat)) for key in keys]
-    table = _table(["key", *(run.name for run in runs)], changed) if changed else "<p>nothing</p>"
-    return f"<section><h2>What differs in their recipes</h2>{_region('What differs', table)}</section>"
+    changes = table(["key", *(run.name for run in runs)], changed) if changed else "<p>nothing</p>"
+    return f"<section><h2>What differs in their recipes</h2>{_region('What differs', changes)}</section>"
 
 
 def _events(run: Record) -> str:
@@ -126,10 +132,10 @@ def _events(run: Record) -> str:
         (event["step"], event["event"], event.get("why", ""), ", ".join(map(str, event.get("ids", [])[:32])))
         for event in events
     ]
-    table = _table(["step", "event", "why", "samples"], lines)
+    events_table = table(["step", "event", "why", "samples"], lines)
     return (
         f"<section><details><summary>Events of {_safe(run.name)} ({len(events)})</summary>"
-        f"{_region('Events', table)}</details></section>"
+        f"{_region('Events', events_table)}</details></section>"
     )
 
 
@@ -169,7 +175,8 @@ def _region(name: str, table: str) -> str:
     return f'<div class="wide" role="region" aria-label="{name}" tabindex="0">{table}</div>'
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+def table(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+    """An HTML table."""
     cells = "".join(f'<th scope="col">{_safe(title)}</th>' for title in head)
     body = "".join(f"<tr>{''.join(f'<td>{_safe(_short(cell))}</td>' for cell in row)}</tr>" for row in lines)
     return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"

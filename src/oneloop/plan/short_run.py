@@ -1,0 +1,137 @@
+"""A short real run in a process of its own, which may crash, hang or run out of memory."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from oneloop.basics.orphans import die_with
+from oneloop.plan.techniques import PRECISION, words
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a short run."""
+
+    rate: float = 0.0
+    """samples per second, after the first steps"""
+    peak: float = 0.0
+    """MiB of memory that the process held at most: of the device, or of the host without one"""
+    fault: str = ""
+    """why there are no figures"""
+    facts: Mapping[str, Any] | None = None
+    """of the model and the machine, for :class:`oneloop.plan.techniques.Machine`"""
+    weights: Mapping[str, Tensor] | None = None
+    """at the end, where they were asked for"""
+
+
+class Runner:
+    """Starts short runs, one at a time, from a server that has the slow imports behind it.
+
+    Args:
+        recipe: as typed: its name, and the user's own keys.
+        timeout: seconds after which a run is held to hang.
+    """
+
+    def __init__(self, recipe: Sequence[str], *, timeout: float) -> None:
+        self._recipe, self._timeout = list(recipe), timeout
+        self._context = multiprocessing.get_context("forkserver")
+        # torch._dynamo is what the first optimizer that is built imports, for seconds.
+        self._context.set_forkserver_preload(["oneloop.plan.short_run", "oneloop.train", "torch._dynamo"])
+
+    def __call__(self, keys: Mapping[str, Any], *, steps: int, warm: int, weights: bool = False) -> Outcome:
+        """Trains for so many steps, with these keys, and times those after the first ``warm``."""
+        with tempfile.TemporaryDirectory(prefix="oneloop-") as scratch:
+            common = {"duration": steps, "eval.every": 0, "save.every": 0, "save.best": False, "track": "none"}
+            common |= {"run.dir": f"{scratch}/run", "log.noise_scale": False, "watch.quiet": True}
+            typed = [*self._recipe, *words({**common, **keys})]
+            mine, theirs = self._context.Pipe()
+            precision = str(keys.get(PRECISION, "no"))
+            arguments = (theirs, typed, precision, warm, scratch)
+            process = self._context.Process(target=_serve, args=arguments)
+            process.start()
+            theirs.close()
+            with _ended(process):
+                try:
+                    told = mine.recv() if mine.poll(self._timeout) else {"fault": f"no end in {self._timeout:.0f} s"}
+                except EOFError:
+                    process.join()
+                    told = {"fault": f"its process ended with {process.exitcode}"}
+            if weights and not told.get("fault"):
+                told["weights"] = load_file(Path(scratch) / "run" / "final" / "model.safetensors")
+            return Outcome(**told)
+
+
+@contextmanager
+def _ended(process: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        process.join(5.0)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _serve(pipe: Connection, typed: list[str], precision: str, warm: int, scratch: str) -> None:
+    die_with(os.getppid())  # the server, which ends with the process that started it
+    os.environ["ACCELERATE_MIXED_PRECISION"] = precision
+    output = os.open(Path(scratch) / "output.txt", os.O_CREAT | os.O_WRONLY)
+    os.dup2(output, 1), os.dup2(output, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    try:
+        pipe.send(_trained(typed, warm))
+    except BaseException as error:
+        from oneloop.machine.micro_batch import is_out_of_memory
+
+        last = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+        pipe.send({"fault": "out of memory" if is_out_of_memory(error) else last})
+    pipe.close()
+
+
+def _trained(typed: list[str], warm: int) -> dict[str, Any]:
+    from torch import nn
+
+    from oneloop.recipe.parse import read
+    from oneloop.run.build import build_job
+    from oneloop.run.folder import Folder
+    from oneloop.run.processes import start
+    from oneloop.train import train
+
+    recipe = read(typed)
+    run = start()
+    job = replace(build_job(recipe, ranks=1, device=run.device.type), eval_sets={})
+    convolutions = any(isinstance(module, nn.Conv2d) for module in job.model.modules())
+    facts = {"device": run.device.type, "cores": run.cores, "blocks": bool(job.built.blocks)}
+    marks: list[float] = []
+    steps = run.steps
+
+    def timed(*given: Any) -> Iterator[Any]:
+        for group in steps(*given):
+            marks.append(time.perf_counter())
+            yield group
+
+    run.steps = timed  # type: ignore[method-assign,assignment]
+    folder = Folder(recipe.folder)
+    folder.open()
+    with run.display, run.closing:
+        train(job, run, folder)
+    lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    peak = max(line["memory/peak_gib"] for line in lines if "memory/peak_gib" in line)
+    taken = len(marks) - 1 - warm
+    rate = recipe.batch.size * taken / (marks[-1] - marks[warm]) if taken > 0 else 0.0
+    return {"rate": rate, "peak": 1024 * peak, "facts": {**facts, "convolutions": convolutions}}

@@ -1,0 +1,130 @@
+"""The techniques that articles on fast training teach, each as the keys that switch it on and off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from oneloop.recipe.schema import Recipe
+
+PRECISION = "mixed_precision"
+"""a key of accelerate's, not of the recipe: it goes through the environment"""
+DEFAULT = 8
+"""techniques that are tried unless others are named"""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What decides which techniques can be tried."""
+
+    device: str
+    cores: int
+    blocks: bool
+    """whether the model has blocks, for recompute and regional compile"""
+    convolutions: bool
+
+
+Keys = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Technique:
+    """One technique."""
+
+    name: str
+    about: str
+    keys: Callable[[Recipe, Machine], tuple[Keys, Keys] | str]
+    """what switches it on, and off; or why it cannot be tried"""
+
+
+def _fused(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
+    plain = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}.get(recipe.optimizer.name)
+    if plain is None:
+        return f"optimizer {recipe.optimizer.name} has no plain twin"
+    options = {f"optimizer.{name}": value for name, value in recipe.optimizer.options.items()}
+    return {"optimizer.name": recipe.optimizer.name, **options}, {"optimizer.name": plain, **options}
+
+
+def _accumulation(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
+    size = recipe.batch.size
+    parts = next((parts for parts in (4, 2) if size % parts == 0), 1)
+    if parts == 1:
+        return f"batch.size {size} does not divide"
+    return {"batch.micro": size // parts}, {"batch.micro": size}
+
+
+def _on(keys: Keys, off: Keys, *, needs: str = "", has: Callable[[Machine], bool] = lambda machine: True) -> Any:
+    return lambda recipe, machine: (keys, off) if has(machine) else f"needs {needs}"
+
+
+def _workers(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
+    return {"machine.workers": max(2, min(4, machine.cores - 1))}, {"machine.workers": 0}
+
+
+def _gpu(machine: Machine) -> bool:
+    return machine.device == "cuda"
+
+
+TECHNIQUES = (
+    Technique("fused", "one kernel for the whole update instead of some for each parameter", _fused),
+    Technique("bf16", "bfloat16 mixed precision", _on({PRECISION: "bf16"}, {PRECISION: "no"})),
+    Technique("workers", "processes that load the data", _workers),
+    Technique(
+        "pinned",
+        "pinned host memory, and copies to the device that are not waited for",
+        _on({"machine.pinned": True}, {"machine.pinned": False}, needs="a GPU", has=_gpu),
+    ),
+    Technique(
+        "channels_last",
+        "memory layout of convolutions",
+        _on(
+            {"machine.channels_last": True},
+            {"machine.channels_last": False},
+            needs="2-d convolutions",
+            has=lambda machine: machine.convolutions,
+        ),
+    ),
+    Technique("accumulation", "a quarter of the batch at once, instead of all of it", _accumulation),
+    Technique(
+        "recompute",
+        "gradient checkpointing of every block",
+        _on(
+            {"machine.recompute": "full"},
+            {"machine.recompute": "none"},
+            needs="a model with blocks",
+            has=lambda machine: machine.blocks,
+        ),
+    ),
+    Technique("ema", "an average of the weights", _on({"ema.half_life": "1ep"}, {"ema.half_life": "0"})),
+    Technique("clip", "clipping by the global gradient norm", _on({"optimizer.clip": 1.0}, {"optimizer.clip": 0.0})),
+    Technique("logging", "a line of metrics at every step", _on({"log.every": 1}, {"log.every": 10**9})),
+    Technique(
+        "compile",
+        "torch.compile, of the blocks or the whole model",
+        lambda recipe, machine: (
+            {"machine.compile": "regional" if machine.blocks else "whole"},
+            {"machine.compile": "none"},
+        ),
+    ),
+    Technique(
+        "fp16",
+        "float16 mixed precision, with loss scaling",
+        _on({PRECISION: "fp16"}, {PRECISION: "no"}, needs="a GPU", has=_gpu),
+    ),
+)
+
+
+def words(keys: Mapping[str, Any]) -> list[str]:
+    """As typed: ``--batch.micro 16``."""
+    typed = {key: value for key, value in keys.items() if key != PRECISION}
+    return [
+        word
+        for key, value in typed.items()
+        for word in (f"--{key}", value if isinstance(value, str) else json.dumps(_plain(value)))
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,192 @@
+"""What each technique is worth on a recipe and a machine: short real runs, alternating, with it and without it.
+
+Each is tried alone (over a run with none of them) and on top of the others (over a run with all of them but this). In
+every round each of these runs is made once, in another order; ratios are taken round by round, so that a machine that
+slows down slows both sides. A run with none of them that is made twice a round is the control.
+"""
+
+from __future__ import annotations
+
+import platform
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oneloop.basics.errors import BadInput
+from oneloop.plan.short_run import Outcome, Runner
+from oneloop.plan.techniques import DEFAULT, TECHNIQUES, Keys, Machine, Technique
+from oneloop.recipe.parse import read
+from oneloop.recipe.schema import Recipe
+
+_SAME_STEPS = 8
+"""after which weights are compared: rounding has not yet grown"""
+_ROUNDING = 1e-5
+_WARM = 4
+
+
+@dataclass(frozen=True)
+class _Tried:
+    technique: Technique
+    on: Keys
+    off: Keys
+
+
+def worth(
+    words: Sequence[str],
+    *,
+    only: Sequence[str] = (),
+    rounds: int = 5,
+    seconds: float = 1.0,
+    timeout: float = 300.0,
+    say: Callable[[str], object] = print,
+) -> dict[str, Any]:
+    """Measures; the results as plain data.
+
+    Args:
+        words: the recipe and its keys, as typed to ``oneloop.train``.
+        only: names of the techniques; empty: the first eight that this machine and model can do.
+        rounds: measurements of each.
+        seconds: of training in one measurement, about.
+        timeout: seconds after which a run is held to hang.
+        say: how a person is told how far it is.
+
+    Raises:
+        BadInput: the recipe or a name is wrong, or the recipe does not train at all.
+    """
+    recipe = read(words)
+    known = {technique.name: technique for technique in TECHNIQUES}
+    if strange := [name for name in only if name not in known]:
+        raise BadInput(f"--only {strange[0]!r} is no technique; known: {', '.join(known)}")
+    runner = Runner(words, timeout=timeout)
+    steps, machine = _sized(runner, seconds, recipe.batch.size)
+    tried, refused = _chosen(recipe, machine, [known[name] for name in only])
+    base = {key: value for one in tried for key, value in one.off.items()}
+    say(f"{recipe.name}: {len(tried)} techniques, {steps} steps a run, {rounds} rounds")
+    same, faults = _compared(runner, base, tried)
+    refused = {name: f"cannot be tried here: {why}" for name, why in refused.items()}
+    refused |= {name: f"failed: {fault}" for name, fault in faults.items()}
+    rows = [{"name": name, "about": known[name].about, "fault": why} for name, why in refused.items()]
+    tried = [one for one in tried if one.technique.name not in faults]
+    runs = _measured(runner, base, tried, steps=steps, rounds=rounds, say=say)
+    return {
+        "recipe": recipe.name,
+        "words": list(words),
+        "date": str(date.today()),
+        "machine": {
+            "platform": platform.platform(),
+            "device": machine.device,
+            "cores": machine.cores,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "steps": steps,
+        "rounds": rounds,
+        "none": _figure([outcome.rate for outcome in runs["none"]]) | {"peak": _peak(runs["none"])},
+        "all": _ratios(runs["all"], runs["none"]) | {"peak": _peak(runs["all"])},
+        "control": _ratios(runs["none again"], runs["none"]),
+        "techniques": [*(_row(one, runs, same[one.technique.name]) for one in tried), *rows],
+    }
+
+
+def _sized(runner: Runner, seconds: float, batch: int) -> tuple[int, Machine]:
+    """Steps of a run that trains for about so many seconds, and what the recipe's own run tells of the machine."""
+    outcome = runner({}, steps=_WARM + 6, warm=_WARM)
+    if outcome.fault or outcome.facts is None:
+        raise BadInput(f"the recipe does not train as it stands: {outcome.fault}")
+    steps = _WARM + 1 + max(6, min(400, round(seconds * outcome.rate / batch)))
+    return steps, Machine(**outcome.facts)
+
+
+def _chosen(recipe: Recipe, machine: Machine, named: Sequence[Technique]) -> tuple[list[_Tried], dict[str, str]]:
+    """What can be tried; and of what was named and cannot, why."""
+    tried: list[_Tried] = []
+    refused: dict[str, str] = {}
+    for technique in named or TECHNIQUES:
+        keys = technique.keys(recipe, machine)
+        if isinstance(keys, str):
+            refused[technique.name] = keys
+        elif named or len(tried) < DEFAULT:
+            tried.append(_Tried(technique, *keys))
+    return tried, refused if named else {}
+
+
+def _compared(runner: Runner, base: Keys, tried: Sequence[_Tried]) -> tuple[dict[str, str], dict[str, str]]:
+    """Whether each changes the weights after the same few steps; and what is wrong with those that do not run."""
+    plain = runner(base, steps=_SAME_STEPS, warm=0, weights=True)
+    if plain.fault or plain.weights is None:
+        raise BadInput(f"the recipe does not train without any technique: {plain.fault}")
+    same, faults = {}, {}
+    for one in tried:
+        outcome = runner({**base, **one.on}, steps=_SAME_STEPS, warm=0, weights=True)
+        if outcome.fault or outcome.weights is None:
+            faults[one.technique.name] = outcome.fault
+        else:
+            same[one.technique.name] = _difference(outcome.weights, plain.weights)
+    return same, faults
+
+
+def _difference(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> str:
+    if all(torch.equal(weights[name], others[name]) for name in others):
+        return "equal to the bit"
+    apart = sum(float((weights[name].double() - others[name].double()).square().sum()) for name in others)
+    size = sum(float(others[name].double().square().sum()) for name in others)
+    distance = (apart / size) ** 0.5
+    return f"{'to rounding' if distance <= _ROUNDING else 'another'} ({distance:.1e})"
+
+
+def _measured(
+    runner: Runner, base: Keys, tried: Sequence[_Tried], *, steps: int, rounds: int, say: Callable[[str], object]
+) -> dict[str, list[Outcome]]:
+    """Outcomes by run, a list entry for each round."""
+    full = {**base, **{key: value for one in tried for key, value in one.on.items()}}
+    configurations: dict[str, Keys] = {"none": base, "none again": base, "all": full}
+    for one in tried:
+        configurations[f"+{one.technique.name}"] = {**base, **one.on}
+        configurations[f"-{one.technique.name}"] = {**full, **one.off}
+    order = list(configurations)
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in configurations}
+    for number in range(rounds):
+        random.Random(number).shuffle(order)
+        for name in order:
+            outcomes[name].append(runner(configurations[name], steps=steps, warm=_WARM))
+        say(f"round {number + 1} of {rounds} done")
+    return outcomes
+
+
+def _row(one: _Tried, runs: Mapping[str, list[Outcome]], same: str) -> dict[str, Any]:
+    name = one.technique.name
+    alone, without = runs[f"+{name}"], runs[f"-{name}"]
+    faults = sorted({outcome.fault for outcome in (*alone, *without) if outcome.fault})
+    return {
+        "name": name,
+        "about": one.technique.about,
+        "on": one.on,
+        "off": one.off,
+        "alone": _ratios(alone, runs["none"]) | {"memory": _peak(alone) - _peak(runs["none"])},
+        "on top": _ratios(runs["all"], without) | {"memory": _peak(runs["all"]) - _peak(without)},
+        "result": same,
+        "fault": "; ".join(faults),
+    }
+
+
+def _ratios(runs: Sequence[Outcome], others: Sequence[Outcome]) -> dict[str, float]:
+    """Of their rates, round by round; a round in which one failed is left out."""
+    pairs = zip(runs, others, strict=True)
+    return _figure([a.rate / b.rate for a, b in pairs if not a.fault and not b.fault])
+
+
+def _figure(values: Sequence[float]) -> dict[str, float]:
+    nan = float("nan")
+    if not values:
+        return {"median": nan, "min": nan, "max": nan}
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def _peak(runs: Sequence[Outcome]) -> float:
+    return statistics.median(outcome.peak for outcome in runs)

@@ -1,0 +1,150 @@
+"""`oneloop worth`: what each technique is worth here, by real runs; what fails is a line of the table."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from multiprocessing import forkserver
+
+import pytest
+import torch
+from torch import nn
+
+import worlds
+from oneloop.basics.errors import BadInput
+from oneloop.cli import main
+from oneloop.plan.short_run import Runner
+from oneloop.plan.techniques import TECHNIQUES, Machine, words
+from oneloop.recipe.parse import read
+from oneloop.tasks.image_classification import ImageClassification
+
+SHORT = ["--rounds", "1", "--seconds", "0.01"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def server():
+    """The tests' own server of processes, started before another one is asked for."""
+    assert worlds.ROOT.exists()
+    forkserver.ensure_running()
+
+
+class Fails(ImageClassification):
+    """Digits that fail as they are told to where gradients are accumulated (in smaller micro-batches)."""
+
+    def __init__(self, how: str = "raise", **options) -> None:
+        super().__init__(**options)
+        self.how = how
+
+    def loss(self, model, batch):
+        if model.training and 2 < len(batch["label"]) < 64:
+            if self.how == "raise":
+                raise RuntimeError("no such kernel")
+            if self.how == "memory":
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            if self.how == "crash":
+                os._exit(7)
+            time.sleep(600)
+        return super().loss(model, batch)
+
+
+def test_a_run_of_it_from_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["worth", "digits", "--batch.size", "32", "--only", "fused,workers,ema,clip,recompute", *SHORT]) == 0
+    shown = capsys.readouterr().out
+    assert "needs a model with blocks" in shown.replace("\n", " ") and "results in runs/worth-digits" in shown
+    results = json.loads((tmp_path / "runs" / "worth-digits" / "worth.json").read_text())
+    assert results["words"] == ["digits", "--batch.size", "32"] and results["rounds"] == 1
+    rows = {row["name"]: row for row in results["techniques"]}
+    assert list(rows) == ["fused", "workers", "ema", "clip", "recompute"]
+    assert rows["workers"]["result"] == rows["ema"]["result"] == "equal to the bit"
+    assert rows["fused"]["result"].startswith("to rounding") and rows["clip"]["result"].startswith("another")
+    for name in ("fused", "workers", "ema", "clip"):
+        assert all(rows[name][kind]["median"] > 0 for kind in ("alone", "on top")), name
+    assert results["none"]["median"] > 0 and results["none"]["peak"] > 0 and results["control"]["median"] > 0
+    page = (tmp_path / "runs" / "worth-digits" / "worth.html").read_text()
+    assert "What techniques are worth: digits" in page and '"type": "bar"' in page
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("raise", "RuntimeError: no such kernel"),
+        ("memory", "out of memory"),
+        ("crash", "its process ended with 7"),
+    ],
+)
+def test_what_fails_is_a_line_of_the_table(tmp_path, monkeypatch, how, says):
+    monkeypatch.chdir(tmp_path)
+    typed = [
+        "digits",
+        "--task",
+        "test_worth.Fails",
+        "--task.how",
+        how,
+        "--batch.size",
+        "64",
+        "--only",
+        "accumulation,clip",
+    ]
+    assert main(["worth", *typed, *SHORT, "--to", "out"]) == 0
+    rows = {row["name"]: row for row in json.loads((tmp_path / "out" / "worth.json").read_text())["techniques"]}
+    assert says in rows["accumulation"]["fault"] and "alone" not in rows["accumulation"]
+    assert rows["clip"]["alone"]["median"] > 0 and not rows["clip"]["fault"]
+
+
+def test_what_hangs_is_ended():
+    runner = Runner(["digits", "--task", "test_worth.Fails", "--task.how", "hang", "--batch.size", "64"], timeout=5.0)
+    began = time.monotonic()
+    outcome = runner({"batch.micro": 16}, steps=3, warm=0)
+    assert outcome.fault == "no end in 5 s" and time.monotonic() - began < 60
+    assert not runner({"batch.micro": 64}, steps=3, warm=0).fault
+
+
+def test_weights_at_the_end_are_those_of_the_run_itself(tmp_path):
+    outcome = Runner(["digits", "--batch.size", "16"], timeout=60.0)({}, steps=2, warm=0, weights=True)
+    again = Runner(["digits", "--batch.size", "16"], timeout=60.0)({}, steps=2, warm=0, weights=True)
+    assert all(torch.equal(outcome.weights[name], again.weights[name]) for name in again.weights)
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (["worth", "digits", "--only", "magic"], "--only 'magic' is no technique; known: fused, bf16"),
+        (["worth", "digits", "--rounds", "0"], "--rounds 0 is no number above 0"),
+        (["worth", "digits", "--seconds"], "--seconds needs a value"),
+        (["worth", "digits", "--batch.siez", "3"], "unknown key 'batch.siez'"),
+        (["worth"], "no recipe given"),
+    ],
+)
+def test_bad_input_is_told(capsys, typed, says):
+    assert main(typed) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_recipe_that_does_not_train_is_told():
+    from oneloop.plan.worth import worth
+
+    with pytest.raises(BadInput, match="does not train as it stands"):
+        worth(["digits", "--task", "test_worth.Unbuilt"], rounds=1)
+
+
+class Unbuilt(ImageClassification):
+    def model(self) -> nn.Module:
+        raise ValueError("no model today")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_technique_is_keys_of_the_recipe_or_a_reason(device):
+    recipe = read(["gpt"])
+    machine = Machine(device=device, cores=4, blocks=True, convolutions=False)
+    for technique in TECHNIQUES:
+        keys = technique.keys(recipe, machine)
+        if isinstance(keys, str):
+            assert technique.name in {"channels_last", "pinned", "fp16"} and keys.startswith("needs")
+            continue
+        on, off = keys
+        assert on.keys() == off.keys() and on != off
+        for side in keys:
+            read(["gpt", *words(side)])  # the recipe takes them as they would be typed
+    assert len(TECHNIQUES) == 12
