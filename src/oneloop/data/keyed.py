@@ -54,7 +54,7 @@ class Keyed(Dataset[Any]):
 
     def batch(self, places: Sequence[Place], collate: Callable[[list[tuple[int, Any]]], Made]) -> Made:
         """What ``collate``, which may draw too, makes of the samples at these places."""
-        if not self._draws:
+        if not self._draws and len(places) > 1:  # one sample is seeded as quickly as it is looked at
             if self._together is None:
                 self._together = self._tried(places)
             _seed_others(0)
