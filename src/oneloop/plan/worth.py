@@ -79,7 +79,7 @@ def worth(
         "words": list(words),
         "date": str(date.today()),
         "machine": {
-            "platform": platform.platform(),
+            "processor": platform.machine(),
             "device": machine.device,
             "cores": machine.cores,
             "torch": torch.__version__,
