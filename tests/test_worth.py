@@ -95,16 +95,16 @@ def test_what_fails_is_a_line_of_the_table(tmp_path, monkeypatch, how, says):
 
 
 def test_what_hangs_is_ended():
-    runner = Runner(["digits", "--task", "test_worth.Fails", "--task.how", "hang", "--batch.size", "64"], timeout=5.0)
+    words = ["digits", "--task", "test_worth.Fails", "--task.how", "hang", "--batch.size", "64"]
     began = time.monotonic()
-    outcome = runner({"batch.micro": 16}, steps=3, warm=0)
-    assert outcome.fault == "no end in 5 s" and time.monotonic() - began < 60
-    assert not runner({"batch.micro": 64}, steps=3, warm=0).fault
+    outcome = Runner(words, timeout=10.0)({"batch.micro": 16}, steps=3, warm=0)
+    assert outcome.fault == "no end in 10 s" and time.monotonic() - began < 120
+    assert not Runner(words, timeout=200.0)({"batch.micro": 64}, steps=3, warm=0).fault  # the next is none the worse
 
 
 def test_weights_at_the_end_are_those_of_the_run_itself(tmp_path):
-    outcome = Runner(["digits", "--batch.size", "16"], timeout=60.0)({}, steps=2, warm=0, weights=True)
-    again = Runner(["digits", "--batch.size", "16"], timeout=60.0)({}, steps=2, warm=0, weights=True)
+    outcome = Runner(["digits", "--batch.size", "16"], timeout=200.0)({}, steps=2, warm=0, weights=True)
+    again = Runner(["digits", "--batch.size", "16"], timeout=200.0)({}, steps=2, warm=0, weights=True)
     assert all(torch.equal(outcome.weights[name], again.weights[name]) for name in again.weights)
 
 
