@@ -237,6 +237,11 @@ def test_lists_are_not_kept_beyond_their_state():
         for p in net.parameters():
             optimizer.state[p]["exp_avg"] = torch.full_like(p, 0.5)
     step_both(made, seed=5)
+    for net, optimizer in made:  # of one parameter in the middle only, and its weights too
+        middle = list(net.parameters())[1]
+        optimizer.state[middle]["exp_avg_sq"] = torch.full_like(middle, 0.25)
+        middle.data = middle.data.clone() + 1
+    step_both(made, seed=10)
     for _, optimizer in made:
         optimizer.state.clear()
     step_both(made, seed=6), step_both(made, seed=7)

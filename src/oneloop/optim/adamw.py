@@ -24,8 +24,8 @@ class _Lists:
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
     steps: list[Tensor]
-    ends: tuple[Tensor, Tensor]
-    """first moments of the first and the last parameter in the state: where others stand there, the lists are old"""
+    state: list[tuple[Tensor, ...]]
+    """of each parameter what its state held: where others stand there, the lists are old"""
 
 
 class AdamW(torch.optim.AdamW):
@@ -94,12 +94,15 @@ class AdamW(torch.optim.AdamW):
         return bool(mine or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
     def _current(self, kept: list[_Lists]) -> bool:
-        """Whether the state still holds the tensors of the lists: a checkpoint may have put others there."""
-        return all(
-            self.state[parameter].get("exp_avg") is moment
-            for lists in kept
-            for parameter, moment in zip((lists.parameters[0], lists.parameters[-1]), lists.ends, strict=True)
-        )
+        """Whether parameters and state still hold the tensors of the lists: a checkpoint may have put others there."""
+        for lists in kept:
+            for parameter, mine, held in zip(lists.parameters, lists.mine, lists.state, strict=True):
+                state = self.state[parameter]
+                if local(parameter).data_ptr() != mine.data_ptr():
+                    return False
+                if any(state.get(name) is not tensor for name, tensor in zip(_KEPT, held, strict=True)):
+                    return False
+        return True
 
     def _gathered(self) -> list[_Lists] | None:
         """The lists; None before there is a state, and where one kernel cannot take a group as a whole."""
@@ -114,6 +117,6 @@ class AdamW(torch.optim.AdamW):
             )
             if len({(t.device, t.dtype) for t in (*mine, *first, *second)}) > 1 or group["maximize"]:
                 return None
-            ends = states[0]["exp_avg"], states[-1]["exp_avg"]
-            made.append(_Lists(list(group["params"]), mine, first, second, steps, ends))
+            held = [tuple(state[name] for name in _KEPT) for state in states]
+            made.append(_Lists(list(group["params"]), mine, first, second, steps, held))
         return made
