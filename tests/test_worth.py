@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from multiprocessing import forkserver
@@ -92,6 +93,22 @@ def test_what_fails_is_a_line_of_the_table(tmp_path, monkeypatch, how, says):
     rows = {row["name"]: row for row in json.loads((tmp_path / "out" / "worth.json").read_text())["techniques"]}
     assert says in rows["accumulation"]["fault"] and "alone" not in rows["accumulation"]
     assert rows["clip"]["alone"]["median"] > 0 and not rows["clip"]["fault"]
+
+
+def test_a_page_is_drawn_also_where_all_together_fail():
+    from oneloop.plan.short_run import Outcome
+    from oneloop.plan.worth import _faults, _peak, _ratios
+    from oneloop.show.worth import as_page, sentences
+
+    good, bad = [Outcome(rate=2.0, peak=3.0), Outcome(rate=4.0, peak=5.0)], [Outcome(fault="out of memory")] * 2
+    assert _peak([*good, *bad]) == 4.0 and _ratios(good, good)["median"] == 1.0 and _faults(bad) == "out of memory"
+    nothing = _ratios(bad, good) | {"memory": math.nan}
+    row = {"name": "clip", "alone": _ratios(good, good) | {"memory": 0.0}, "on top": nothing, "result": "", "fault": ""}
+    results = {"recipe": "digits", "machine": {}, "date": "", "steps": 9, "rounds": 2, "techniques": [row]}
+    results["none"] = results["control"] = _ratios(good, good) | {"peak": 4.0}
+    results["all"] = nothing | {"peak": math.nan, "fault": "out of memory"}
+    assert "n/a" in sentences(results)[1] and "out of memory" in sentences(results)[1]
+    assert "NaN" not in as_page(results).split('id="charts">')[1].split("</script>")[0]
 
 
 def test_what_hangs_is_ended():

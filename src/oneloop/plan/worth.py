@@ -74,6 +74,7 @@ def worth(
     rows = [{"name": name, "about": known[name].about, "fault": why} for name, why in refused.items()]
     tried = [one for one in tried if one.technique.name not in faults]
     runs = _measured(runner, base, tried, steps=steps, rounds=rounds, say=say)
+    rates = [outcome.rate for outcome in runs["none"] if not outcome.fault]
     return {
         "recipe": recipe.name,
         "words": list(words),
@@ -87,8 +88,8 @@ def worth(
         },
         "steps": steps,
         "rounds": rounds,
-        "none": _figure([outcome.rate for outcome in runs["none"]]) | {"peak": _peak(runs["none"])},
-        "all": _ratios(runs["all"], runs["none"]) | {"peak": _peak(runs["all"])},
+        "none": {**_figure(rates), "peak": _peak(runs["none"])},
+        "all": {**_ratios(runs["all"], runs["none"]), "peak": _peak(runs["all"]), "fault": _faults(runs["all"])},
         "control": _ratios(runs["none again"], runs["none"]),
         "techniques": [*(_row(one, runs, same[one.technique.name]) for one in tried), *rows],
     }
@@ -162,7 +163,6 @@ def _measured(
 def _row(one: _Tried, runs: Mapping[str, list[Outcome]], same: str) -> dict[str, Any]:
     name = one.technique.name
     alone, without = runs[f"+{name}"], runs[f"-{name}"]
-    faults = sorted({outcome.fault for outcome in (*alone, *without) if outcome.fault})
     return {
         "name": name,
         "about": one.technique.about,
@@ -171,7 +171,7 @@ def _row(one: _Tried, runs: Mapping[str, list[Outcome]], same: str) -> dict[str,
         "alone": _ratios(alone, runs["none"]) | {"memory": _peak(alone) - _peak(runs["none"])},
         "on top": _ratios(runs["all"], without) | {"memory": _peak(runs["all"]) - _peak(without)},
         "result": same,
-        "fault": "; ".join(faults),
+        "fault": _faults([*alone, *without]),
     }
 
 
@@ -189,4 +189,8 @@ def _figure(values: Sequence[float]) -> dict[str, float]:
 
 
 def _peak(runs: Sequence[Outcome]) -> float:
-    return statistics.median(outcome.peak for outcome in runs)
+    return _figure([outcome.peak for outcome in runs if not outcome.fault])["median"]
+
+
+def _faults(runs: Sequence[Outcome]) -> str:
+    return "; ".join(sorted({outcome.fault for outcome in runs if outcome.fault}))

@@ -27,9 +27,10 @@ def sentences(results: Mapping[str, Any]) -> list[str]:
     none, whole, control = results["none"], results["all"], results["control"]
     rates = f"{none['median']:,.0f} samples/s ({none['min']:,.0f} to {none['max']:,.0f})"
     how = f"{results['steps']} steps a run, {results['rounds']} rounds"
+    failed = f"; of these runs some failed: {whole['fault']}" if whole["fault"] else ""
     return [
         f"without any of them: {rates}, peak {none['peak']:,.0f} MiB; {how}",
-        f"with all of them: {_ratio(whole)} ({_spread(whole)}), peak {whole['peak']:,.0f} MiB",
+        f"with all of them: {_ratio(whole)} ({_spread(whole)}), peak {whole['peak']:,.0f} MiB{failed}",
         f"control, the run without any over itself: {_ratio(control)} ({_spread(control)}); within it is no difference",
     ]
 
@@ -67,6 +68,11 @@ def _spread(figure: Mapping[str, float]) -> str:
     return "" if math.isnan(figure["median"]) else f"{figure['min']:.2f} to {figure['max']:.2f}"
 
 
+def _number(value: float) -> float | None:
+    """As JSON can hold it: no bar where nothing was measured."""
+    return None if math.isnan(value) else value
+
+
 def _bars(results: Mapping[str, Any]) -> dict[str, Any]:
     tried = [one for one in results["techniques"] if "alone" in one and not math.isnan(one["alone"]["median"])]
     data = []
@@ -77,13 +83,13 @@ def _bars(results: Mapping[str, Any]) -> dict[str, Any]:
                 "type": "bar",
                 "name": name,
                 "x": [one["name"] for one in tried],
-                "y": [each["median"] for each in figures],
+                "y": [_number(each["median"]) for each in figures],
                 "marker": {"color": colour},
                 "error_y": {
                     "type": "data",
                     "symmetric": False,
-                    "array": [each["max"] - each["median"] for each in figures],
-                    "arrayminus": [each["median"] - each["min"] for each in figures],
+                    "array": [_number(each["max"] - each["median"]) for each in figures],
+                    "arrayminus": [_number(each["median"] - each["min"]) for each in figures],
                 },
             }
         )
