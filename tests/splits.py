@@ -78,7 +78,7 @@ def trained(
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     share = BATCH // ranks
-    by_rank = [drawn(folder, rank) for rank in range(ranks)]
+    by_rank = [drawn(folder, rank, micro=BATCH // ranks // accumulate) for rank in range(ranks)]
     ids = [[i for one in by_rank for i in one[step * share : (step + 1) * share]] for step in range(steps)]
     return weights, losses, ids
 

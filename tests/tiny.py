@@ -13,11 +13,13 @@ from torch.nn import functional as F
 WORDS = 13
 
 
-def drawn(folder: Path, rank: int) -> list[int]:
-    """Sample ids that a rank loaded for training, in order; those before them were for counting operations."""
-    from oneloop.run.build import SAMPLED
+def drawn(folder: Path, rank: int, *, micro: int = 99) -> list[int]:
+    """Sample ids that a rank loaded for training, in order; those before them were for trying and for comparing."""
+    from oneloop.run.identity import SAMPLES
+    from oneloop.run.rehearsal import SAMPLED
 
-    return [int(line) for line in (folder / f"drawn-{rank}.txt").read_text().split()][SAMPLED:]
+    before = min(SAMPLED, micro) + (SAMPLES + 2 if rank == 0 else 0)
+    return [int(line) for line in (folder / f"drawn-{rank}.txt").read_text().split()][before:]
 
 
 class Sequences:

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from oneloop.basics.tensors import bare_name, local
+from oneloop.basics.sharding import reshard
+from oneloop.basics.tensors import as_real, bare_name, local
 
 
 class EMA:
@@ -71,7 +71,7 @@ class EMA:
         self._due, self._updates = 0.0, 0
         self._model = model
         # Taken while sharded: after a forward alone FSDP2's root would hand out other objects.
-        self._reshard()
+        reshard(self._model)
         self._parameters = {bare_name(n): p for n, p in model.named_parameters() if p.requires_grad}
         self._shadow = {
             name: _room(p, torch.promote_types(p.dtype, torch.float32), device) for name, p in self._parameters.items()
@@ -111,6 +111,8 @@ class EMA:
         if self._away is not None:
             self._away.lerp(weight)
             return
+        if not self._mine:  # this rank holds no element of the model
+            return
         torch._foreach_lerp_(self._mine, self._theirs if self._alike else _as(self._theirs, self._mine), weight)
 
     @contextmanager
@@ -129,7 +131,7 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self, aside: dict[int, Tensor]) -> dict[int, Tensor]:
-        self._reshard()  # else what is gathered would go on being used
+        reshard(self._model)  # else what is gathered would go on being used
         taken: dict[int, Tensor] = {}
         for number, (mine, theirs) in enumerate(zip(self._mine, self._theirs, strict=True)):
             if number in aside:
@@ -143,16 +145,11 @@ class EMA:
                 taken[number] = held
         return taken
 
-    def _reshard(self) -> None:
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
     def tensors(self) -> dict[str, Tensor]:
         """The average by ``ema.<name>.<parameter>``; the tensors themselves, sharded as the parameters are."""
         if self._away is not None:
             self._away.wait()
-        return {f"ema.{self.name}.{name}": tensor for name, tensor in self._shadow.items()}
+        return {f"ema.{self.name}.{name}": as_real(tensor) for name, tensor in self._shadow.items()}
 
     def state_dict(self) -> dict[str, float]:
         """What belongs to the average beside :meth:`tensors`."""

@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from oneloop.basics.progress import tracked
+from oneloop.basics.sharding import reshard
 from oneloop.data.groups import Batch, Weighed, loader, transferred
 from oneloop.data.keyed import Keyed
 from oneloop.ema import EMA
@@ -34,9 +34,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # a forward without a backward leaves the root gathered
+        reshard(model)
 
 
 def evaluate(

@@ -20,6 +20,7 @@ from oneloop.machine.randomness import reseed
 from oneloop.machine.replicas import check_replicas
 from oneloop.machine.switches import release_cache
 from oneloop.measure.noise_scale import NoiseScale, Sensor
+from oneloop.measure.sums import Sums
 from oneloop.optim.build import set_lr
 from oneloop.optim.clip import clear_gradients, clip_, global_norm
 from oneloop.optim.guard import Guard, Step, contagious
@@ -29,8 +30,10 @@ from oneloop.run.book import Book
 from oneloop.run.counters import Best, Counters, Results
 from oneloop.run.export import write_final
 from oneloop.run.folder import Folder
+from oneloop.run.identity import Identity, identity
 from oneloop.run.job import Job
 from oneloop.run.processes import Run
+from oneloop.run.rehearsal import rehearse
 from oneloop.run.start_lines import start_lines
 from oneloop.run.summary import summary
 from oneloop.show.examples import Examples
@@ -46,31 +49,40 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         ValueError: a global batch weighs nothing.
         OSError: too many saves in a row have failed, or the last one before a stop.
     """
-    # The model on its processes (one, DDP or FSDP2), and what is built on its parameters.
+    # The model on its processes (one, DDP or FSDP2), and what is built on its parameters. Nothing is written yet.
     recipe, task, split, rhythm = job.recipe, job.task, job.split, job.rhythm
     accelerator, say = run.accelerator, run.display.say
     accelerator.gradient_accumulation_steps = split.accumulate
     model = run.prepare(job.model, blocks=job.built.blocks)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = job.optimizer(model)
+    with run.setting_up():
+        optimizer = job.optimizer(model)
+        emas = job.emas(model, optimizer)
+        seen = rehearse(job, run, model)  # a few samples go through task and model
+        known = identity(job, run, optimizer) if run.main else {}
     guard = Guard(optimizer, device=run.device, scaler=accelerator.scaler, policy=job.policy, total=run.total)
-    emas = job.emas(model, optimizer)
-    run.display.lines(start_lines(job, run, model, optimizer, emas))
+    run.display.lines(start_lines(job, run, model, optimizer, emas, seen))
 
     # What is saved, and where a run goes on. All else is a function of it, or begins anew (a row of bad steps).
     count, best, results, noise = Counters(), Best(), Results(), NoiseScale()
-    meter = job.meter(run, parameters)
-    parts = {"counters": count, "best": best, "meter": meter, "results": results, "noise": noise, "guard": guard}
+    meter = job.meter(run, parameters, flops=seen.flops, figures=seen.figures)
+    same = Identity(run.from_main(known), accept_changes=recipe.run.accept_changes, say=say)
+    parts: dict[str, Any] = {"counters": count, "best": best, "meter": meter, "results": results, "noise": noise}
+    parts |= {"guard": guard, "identity": same}
     parts |= {ema.name: ema for ema in emas} | ({"scaler": accelerator.scaler} if accelerator.scaler else {})
-    state = RunState(model, optimizer, averages=emas, parts=parts, own=["tracking"])
+    state = RunState(model, optimizer, averages=emas, parts=parts, own=["tracking"], check=same.check)
     checkpoints = job.checkpoints(folder.path, run)
+    job.hold(folder, run, state)
     with run.setting_up():
         saved = state.resume(checkpoints, recipe.run.resume, say=say)
+    job.begin(folder, run)
     has_checkpoint = "tracking" in saved  # of its own: another folder's is loaded without
     count.begin()  # of the seconds
 
     # What is written down and shown.
-    tracking = state.parts["tracking"] = job.tracking(folder.path, run, resumed=saved.get("tracking"), step=count.step)
+    resumed = saved.get("tracking")
+    tracking = job.tracking(folder.path, run, resumed=resumed, step=count.step, graph=seen.graph)
+    state.parts["tracking"] = tracking
     run.closing.callback(tracking.close)
     book = Book(count, results, tracking, run.display, unit=job.unit)
     if saved:
@@ -151,7 +163,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         if step.verdict is not Verdict.TAKEN:
             return handle_bad(step)
         count.trained(split.size, step.weight)
-        meter.step(loss=step.loss, norm=step.norm, weight=step.weight, samples=split.size)
+        meter.step(loss=step.loss, figures=step.figures, norm=step.norm, weight=step.weight, samples=split.size)
         for ema in emas:
             ema.update(split.size)
         bad.taken()
@@ -173,16 +185,16 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                 raise ValueError(f"step {count.step + 1}: the global batch weighs nothing: its mean loss is undefined")
 
             # Accumulate gradients: of the sum over the global batch, divided once by its weight.
-            summed: Any = 0.0
+            sums = Sums(seen.figures)
             scale = run.ranks * split.accumulate / group.total  # undoes DDP's and accelerate's means
             with sensor.measuring(job.noise_scale and rhythm.is_due("log", number)):
                 for micro, batch in enumerate(clock.over("transfer", group.batches)):
                     # What is random in the model is a function of where it is, not a state.
                     reseed(run.device, recipe.seed, count.position, run.rank, micro)
                     with accelerator.accumulate(model):
-                        loss, _ = task.loss(model, batch)
+                        loss, outputs = task.loss(model, batch)
                         accelerator.backward(contagious(loss, scale))  # a NaN loss makes every rank's norm NaN
-                    summed = summed + loss.detach()
+                    sums.add(loss, outputs, group.weights[micro])
                     sensor.micro_batch(group.weights[micro])
                     clock.mark("compute")
 
@@ -197,7 +209,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             clip_(parameters, recipe.optimizer.clip, norm)
             lr = set_lr(optimizer, job.rate(count.step, reductions=count.reductions))
             meter.before_update(rhythm.is_due("log", count.step + 1))
-            guard.step(norm, loss=summed, weight=group.total)
+            guard.step(norm, loss=sums.loss, weight=group.total, figures=sums.figures)
             clear_gradients(parameters)
             count.position += split.size
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 DONE = 0
 ERROR = 1
 BAD_INPUT = 2
@@ -21,8 +23,19 @@ def at_least(bound: float, **values: float) -> None:
     """Refuses values below ``bound``; their names are keys of the recipe, with two underscores for the dot.
 
     Raises:
-        BadInput: one is smaller, or NaN.
+        BadInput: one is smaller, infinite or NaN.
     """
     for key, value in values.items():
-        if not value >= bound:
-            raise BadInput(f"{key.replace('__', '.')} must be at least {bound}, got {value}")
+        if not bound <= value < math.inf:
+            raise BadInput(f"{key.replace('__', '.')} must be at least {bound}, and finite; got {value}")
+
+
+def within(bound: float, most: float, **values: float) -> None:
+    """Refuses values outside of ``bound`` to ``most``, as :func:`at_least` does.
+
+    Raises:
+        BadInput: one is smaller, larger or NaN.
+    """
+    for key, value in values.items():
+        if not bound <= value <= most:
+            raise BadInput(f"{key.replace('__', '.')} must be from {bound} to {most}, got {value}")

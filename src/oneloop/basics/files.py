@@ -21,7 +21,10 @@ def replacing(file: Path, *, shared: bool = False) -> Iterator[Path]:
     """
     draft = file.with_name(f".{file.name}.{os.getpid()}.draft" if shared else f".{file.name}.draft")
     try:
+        draft.touch()
+        mode = draft.stat().st_mode & 0o777  # as umask says: some libraries make theirs readable to nobody else
         yield draft
+        draft.chmod(mode)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise

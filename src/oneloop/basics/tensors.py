@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -14,6 +15,11 @@ _INSERTED = ("_orig_mod.", "_checkpoint_wrapped_module.")
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, sharing its memory; a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as a real view of it, of shape (…, 2), for files that hold no complex numbers; others as is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def bare_name(name: str) -> str:
@@ -33,7 +39,7 @@ def optimized(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor,
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """The optimizer's tensors as ``optimizer.<parameter>.<key>``; the tensors themselves, not copies."""
     return {
-        f"optimizer.{name}.{key}": value.detach()
+        f"optimizer.{name}.{key}": as_real(value.detach())
         for name, parameter, _ in optimized(model, optimizer)
         for key, value in sorted(optimizer.state.get(parameter, {}).items())
         if isinstance(value, Tensor)

@@ -231,8 +231,16 @@ class Checkpoints:
         optimizer: Optimizer | None = None,
         *,
         extra: Mapping[str, Tensor] | None = None,
+        check: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> dict[str, Any]:
         """Loads model, optimizer and extra tensors in place and returns the rest. Every rank must get here.
+
+        Args:
+            folder: of the checkpoint.
+            model: as prepared.
+            optimizer: over its parameters.
+            extra: more tensors, as :meth:`save` was given them.
+            check: is shown the rest before anything is loaded, and may refuse it.
 
         Raises:
             ValueError: the checkpoint is damaged, or of another model.
@@ -240,8 +248,10 @@ class Checkpoints:
         wrong = self._all(problems(folder) if self.rank == 0 else [])[0]
         if wrong:
             raise ValueError(f"checkpoint {folder} is damaged: {'; '.join(wrong)}; take another one")
-        load_tensors(folder, model, optimizer, extra=extra)
         state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+        if check is not None:
+            check(state)
+        load_tensors(folder, model, optimizer, extra=extra)
         if optimizer is not None:
             load_values(state["optimizer"], model, optimizer)
         return state

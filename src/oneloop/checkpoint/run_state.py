@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from oneloop.checkpoint.checkpoints import Checkpoints
+from oneloop.checkpoint.state import model_tensors
 from oneloop.checkpoint.store import Keep
 
 
@@ -32,8 +33,10 @@ class RunState:
         model: as prepared.
         optimizer: over its parameters.
         averages: of its parameters.
-        parts: by name, what has a ``state_dict`` of plain values, and takes it back by ``load_state_dict``.
+        parts: by name, what has a ``state_dict`` of plain values, and takes it back by ``load_state_dict`` where it has
+            one.
         own: names of parts that belong to a run's own folder: they do not go on from another folder's checkpoint.
+        check: is shown what a checkpoint holds beside tensors before it is loaded, and may refuse it.
     """
 
     def __init__(
@@ -44,12 +47,24 @@ class RunState:
         averages: Sequence[Average] = (),
         parts: Mapping[str, Any],
         own: Sequence[str] = (),
+        check: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         self.model, self.optimizer, self.averages = model, optimizer, averages
-        self.parts, self._own = dict(parts), own
+        self.parts, self._own, self._check = dict(parts), own, check
 
     def _extra(self) -> dict[str, Tensor]:
         return {name: tensor for average in self.averages for name, tensor in average.tensors().items()}
+
+    def size(self, optimizer_share: float) -> tuple[int, int]:
+        """Bytes of the weights with their averages, and of a whole checkpoint, about.
+
+        Args:
+            optimizer_share: bytes of the optimizer's state for each byte of the trained parameters.
+        """
+        tensors = [*model_tensors(self.model).values(), *self._extra().values()]
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return weights, weights + int(optimizer_share * sum(p.numel() * p.element_size() for p in trained))
 
     def save(
         self, checkpoints: Checkpoints, step: int, *, about: Mapping[str, Any] | None = None, keep: Keep | None = None
@@ -69,7 +84,7 @@ class RunState:
         Raises:
             ValueError: there is no such checkpoint, it is damaged, or newer ones would be overwritten.
         """
-        path = checkpoints.newest() if asked in ("auto", "never") else Path(asked)
+        path = checkpoints.newest() if asked in ("auto", "never") else Path(asked).expanduser()
         if path is None:
             return {}
         own = path.resolve().parent == checkpoints.store.root.resolve()
@@ -79,11 +94,11 @@ class RunState:
                 f"run.resume {asked}: this run already has {newer[-1]}, which would be lost; choose another run.dir to"
                 " start from there"
             )
-        saved = checkpoints.load(path, self.model, self.optimizer, extra=self._extra())
+        saved = checkpoints.load(path, self.model, self.optimizer, extra=self._extra(), check=self._check)
         if not own:
             saved = {name: value for name, value in saved.items() if name not in self._own}
         for name, part in self.parts.items():
-            if name in saved:
+            if name in saved and hasattr(part, "load_state_dict"):
                 part.load_state_dict(saved[name])
             elif hasattr(part, "restart"):
                 part.restart()  # an average that is new in this run: it begins with the weights of now

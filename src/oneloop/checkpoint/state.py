@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from oneloop.basics.tensors import bare_name, optimized
+from oneloop.basics.tensors import as_real, bare_name, optimized
 
 _TYPES = {
     torch.float64: "F64",
@@ -37,6 +37,24 @@ _TYPES = {
 }
 
 
+def unsavable(model: nn.Module) -> str:
+    """Why a model's state could not be saved and loaded in place, naming the entry; empty where it can be."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name.endswith("_extra_state") or not isinstance(tensor, Tensor):
+            return (
+                f"{name} is a {type(tensor).__name__} of get_extra_state(), and only parameters and buffers are kept;"
+                " register it as a buffer"
+            )
+        if tensor.dtype not in _TYPES and not tensor.is_complex():
+            known = ", ".join(str(kind).removeprefix("torch.") for kind in _TYPES)
+            return (
+                f"{name} is of {str(tensor.dtype).removeprefix('torch.')}, and what can be kept is {known}, complex64"
+            )
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            return f"{name} is an expanded view, whose elements share memory; make it one of its own with .clone()"
+    return ""
+
+
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers, each under its first name; the tensors themselves, not copies."""
     tensors: dict[str, Tensor] = {}
@@ -46,7 +64,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
             raise TypeError(f"the model's state holds {name}, a {type(tensor).__name__}; only tensors can be saved")
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            tensors[f"model.{bare_name(name)}"] = tensor.detach()
+            tensors[f"model.{bare_name(name)}"] = as_real(tensor.detach())
     return tensors
 
 
@@ -145,8 +163,14 @@ def load_tensors(
     targets = model_tensors(model)
     _same_names({name for name in saved if name.startswith("model.")}, set(targets), folder)
     for name, target in targets.items():
-        if tuple(saved[name].size) != tuple(target.shape):  # type: ignore[union-attr]
-            raise ValueError(f"{folder}: {name} is {tuple(saved[name].size)} there and {tuple(target.shape)} here")  # type: ignore[union-attr]
+        about: Any = saved[name]
+        if tuple(about.size) != tuple(target.shape):
+            raise ValueError(f"{folder}: {name} is {tuple(about.size)} there and {tuple(target.shape)} here")
+        if about.properties.dtype != target.dtype:
+            raise ValueError(
+                f"{folder}: {name} is of {about.properties.dtype} there and of {target.dtype} here; give the same"
+                " machine.dtype and model, or start another run from those weights with --init.from"
+            )
     if weights != "raw":
         averaged = {name: f"ema.{weights}.{name.removeprefix('model.')}" for name in targets}
         if not any(name in saved for name in averaged.values()):
@@ -164,7 +188,7 @@ def load_tensors(
                 key = entry.removeprefix(prefix)
                 if key not in known:
                     known[key] = _room_for(saved[entry], parameter, key, group)
-                targets[entry] = known[key]
+                targets[entry] = as_real(known[key])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads what it holds
         load(dict(targets), storage_reader=reader, no_dist=True)
@@ -194,6 +218,8 @@ def load_values(values: Mapping[str, Any], model: nn.Module, optimizer: Optimize
 def _room_for(saved: Any, parameter: Tensor, key: str, group: Mapping[str, Any]) -> Tensor:
     """An empty tensor of the optimizer for ``parameter``, where the optimizer itself would have put it."""
     kind = saved.properties.dtype
+    if parameter.is_complex() and tuple(saved.size) == (*parameter.shape, 2):
+        return torch.zeros_like(parameter)
     if tuple(saved.size) == tuple(parameter.shape) and key != "step":
         return torch.zeros_like(parameter, dtype=kind)
     on_host = key == "step" and not (group.get("fused") or group.get("capturable"))

@@ -80,7 +80,7 @@ class Group:
 class Weighed:
     """Collates samples, and says what they weigh: [(index, sample)] -> (batch, weight).
 
-    ``batch["index"]`` holds the samples' indices; floating tensors get ``dtype``.
+    ``batch["index"]`` holds the samples' indices; float32 tensors get ``dtype``.
     """
 
     def __init__(
@@ -95,16 +95,19 @@ class Weighed:
 
     def __call__(self, samples: list[tuple[int, Any]]) -> tuple[Batch, float]:
         indices, values = zip(*samples, strict=True)
-        batch = self.collate(list(values))
-        batch["index"] = torch.tensor(indices)
-        if self.dtype is not torch.float32:
-            batch = {
-                name: value.to(self.dtype) if torch.is_tensor(value) and value.is_floating_point() else value
-                for name, value in batch.items()
-            }
+        batch = self.completed(self.collate(list(values)), indices)
         if self.sample_weight is not None:
             return batch, self.sample_weight * len(indices)
         return batch, float(self.weight(batch).numpy())
+
+    def completed(self, batch: Batch, indices: Sequence[int]) -> Batch:
+        """A collated batch with its samples' indices, and its float32 tensors in ``dtype``; others stay as they are."""
+        batch["index"] = torch.tensor(indices)
+        if self.dtype is not torch.float32:
+            for name, value in batch.items():
+                if torch.is_tensor(value) and value.dtype is torch.float32:
+                    batch[name] = value.to(self.dtype)
+        return batch
 
 
 class _Places:

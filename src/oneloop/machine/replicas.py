@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from oneloop.basics.tensors import bare_name, local, optimizer_tensors
+from oneloop.basics.tensors import as_real, bare_name, local, optimizer_tensors
 
 
 class ReplicasDiffer(RuntimeError):
@@ -72,7 +72,7 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int) -> None
 
 
 def _hash(tensor: Tensor, device: torch.device) -> Tensor:
-    mine = local(tensor.detach())
+    mine = as_real(local(tensor.detach()))
     if not mine.numel():
         return torch.zeros((), dtype=torch.int64, device=device)
     return torch.hash_tensor(mine).view(torch.int64).to(device)

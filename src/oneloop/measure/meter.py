@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -14,10 +14,15 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from oneloop.basics.memory import peak_memory
-from oneloop.basics.tensors import local
+from oneloop.basics.tensors import as_real, local
 from oneloop.measure.clock import Clock
 from oneloop.measure.utilisation import utilisation
 
+OWN_FIGURES = frozenset(
+    f"train/{name}"
+    for name in ("loss", "grad_norm", "lr", "epoch", "samples_per_second", "update_ratio", "noise_scale")
+)
+"""figures of training that every run has"""
 _SAMPLED = 1 << 13
 """weights at most whose update is measured; of larger models a sample, which tells the ratio to about 1 %"""
 _RUN = 64
@@ -33,6 +38,7 @@ class Meter:
         flops: floating-point operations of training on one sample (0: not known).
         peak: those per second that one device can make (0: not known).
         tokens: the weight counts tokens.
+        figures: names of more that :meth:`step` is given; their weighted means are train/NAME.
     """
 
     def __init__(
@@ -43,6 +49,7 @@ class Meter:
         flops: float = 0.0,
         peak: float = 0.0,
         tokens: bool = False,
+        figures: Sequence[str] = (),
     ) -> None:
         self._accelerator = accelerator
         self._flops, self._peak, self._tokens = flops, peak, tokens
@@ -55,6 +62,8 @@ class Meter:
         self._loss = 0.0
         """this rank's sum up to the last save, where that was after the last read"""
         self._norm = torch.zeros((), device=device)
+        self._names = tuple(figures)
+        self._figures = torch.zeros(len(self._names), dtype=self._wide, device=device)
         self._weight = 0.0
         self._timed_weight, self._timed_samples = 0.0, 0
         """since the clock began: a resume brings no time with it"""
@@ -65,16 +74,19 @@ class Meter:
         if measured:
             self._update.before()
 
-    def step(self, *, loss: Tensor, weight: float, samples: int, norm: Tensor) -> None:
-        """Takes in one step; no host sync, and no work for the device.
+    def step(self, *, loss: Tensor, weight: float, samples: int, norm: Tensor, figures: Tensor | None = None) -> None:
+        """Takes in one step; no host sync, and no work for the device where there are no more figures.
 
         Args:
             loss: this rank's summed loss, 0-dim; is kept as it is.
             weight: of the global batch.
             samples: of the global batch.
             norm: global gradient norm before clipping.
+            figures: this rank's sums of the named ones, each micro-batch's times its weight.
         """
         self._losses.append(loss)
+        if figures is not None:
+            self._figures += figures
         if len(self._losses) == 1024:
             self._chunks.append(torch.stack(self._losses))
             self._losses = []
@@ -85,16 +97,17 @@ class Meter:
 
     def read(self) -> dict[str, float]:
         """The figures since the last read; one all-gather and one host sync. Every rank must get here."""
-        told = [self._norm, *self._update.squares(self._norm)]
+        told = [self._norm, *self._update.squares(self._norm), *self._figures]
         losses, others = self._gathered(told, [float(peak_memory()), utilisation(self._norm.device)])
         times = self.clock.read()
         seconds = times.pop("seconds")
-        norms, moves, sizes, memory, busy = zip(*others, strict=True)
+        norms, moves, sizes, *named, memory, busy = zip(*others, strict=True)
         figures = {
             "train/loss": sum(losses) / self._weight,
             "train/grad_norm": statistics.fmean(norms),
             "train/samples_per_second": self._timed_samples / seconds,
         }
+        figures |= {f"train/{name}": sum(parts) / self._weight for name, parts in zip(self._names, named, strict=True)}
         if sum(sizes):
             figures["train/update_ratio"] = (sum(moves) / sum(sizes)) ** 0.5
         if self._tokens:
@@ -105,6 +118,7 @@ class Meter:
             figures["device/utilisation"] = statistics.fmean(busy)
         figures |= {"memory/peak_gib": max(memory) / 2**30, **times}
         self._loss = self._weight = self._timed_weight = 0.0
+        self._figures = torch.zeros_like(self._figures)
         self._timed_samples = 0
         return figures
 
@@ -126,9 +140,10 @@ class Meter:
 
     def state_dict(self) -> dict[str, Any]:
         """What was summed since the last read, each rank's loss by itself. Host sync; every rank must get here."""
-        losses, _ = self._gathered([self._norm], [])
+        losses, others = self._gathered([self._norm, *self._figures], [])
         self._loss = losses[self._accelerator.process_index]
-        return {"losses": losses, "weight": self._weight}
+        state = {"losses": losses, "weight": self._weight}
+        return {**state, "figures": [row[1:] for row in others]} if self._names else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on with those sums: to the bit where the number of ranks is the same, else rank 0 takes all."""
@@ -138,6 +153,12 @@ class Meter:
             losses[rank] if len(losses) == self._accelerator.num_processes else sum(losses) if rank == 0 else 0.0
         )
         self._weight, self._timed_weight, self._timed_samples = state["weight"], 0.0, 0
+        rows = torch.tensor(state.get("figures", []), dtype=self._wide, device=self._figures.device)
+        if len(rows) and rows.shape[1] == len(self._names):  # of the same figures
+            one = rows[rank] if len(rows) == self._accelerator.num_processes else rows.sum(0) * (rank == 0)
+            self._figures = one
+        else:
+            self._figures = torch.zeros_like(self._figures)
         self.clock.restart()
 
 
@@ -157,7 +178,7 @@ class UpdateRatio:
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        mine = [_dense(local(parameter.detach())) for parameter in parameters]
+        mine = [_dense(as_real(local(parameter.detach()))) for parameter in parameters]
         stride = max(1, sum(part.numel() for part in mine) // _SAMPLED)
         by_width: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for part in mine:

@@ -1,11 +1,10 @@
 """How much arithmetic a model is, and what share of the device's peak a run makes of it (MFU).
 
->>> flops = training_flops(make_model, loss, batch) / samples_in_batch
+>>> flops = training_flops(model, loss, batch) / samples_in_batch
 >>> flops * samples_per_second / peak_flops(device, torch.bfloat16)
 
-Counted by torch's own FlopCounterMode over a forward and a backward on the meta device: no memory, no time, no
-randomness. Attention counts in full, also where it is causal (as in PaLM, Chowdhery et al. 2022, appendix B); what
-recompute does twice counts once.
+Counted by torch's own FlopCounterMode over a real forward and backward. Attention counts in full, also where it is
+causal (as in PaLM, Chowdhery et al. 2022, appendix B); what recompute does twice counts once.
 """
 
 from __future__ import annotations
@@ -40,26 +39,43 @@ PEAKS: dict[str, dict[torch.dtype, float]] = {
 """dense products per second, from the makers' data sheets, without sparsity; float32 without TF32"""
 
 
+class Operations(FlopCounterMode):
+    """Counts the floating-point operations of what runs inside it; a multiplication and an addition are two.
+
+    torch's counter, but for what recompute does in the backward: it runs with gradients enabled, and is not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+        self.backward = False
+        """whether the forward is over; to be set by who calls it"""
+
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        if self.backward and torch.is_grad_enabled():
+            return out
+        return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
+
+    @property
+    def total(self) -> float:
+        return float(self.get_total_flops())
+
+
 def training_flops(
-    make: Callable[[], nn.Module], loss: Callable[[nn.Module, Any], tuple[Tensor, Any]], batch: Mapping[str, Any]
+    model: nn.Module, loss: Callable[[nn.Module, Any], tuple[Tensor, Any]], batch: Mapping[str, Any]
 ) -> float:
-    """Floating-point operations of one forward and backward over ``batch``; a multiplication and an addition are two.
+    """Floating-point operations of one forward and backward over ``batch``; gradients are left behind.
 
     Args:
-        make: builds the model; called under ``torch.device("meta")``.
+        model: in training mode.
         loss: of the model on a batch, as a task's.
-        batch: one batch, on any device.
-
-    Raises:
-        Exception: whatever a model raises that cannot be built or run without values.
+        batch: one batch, on the model's device.
     """
-    with torch.device("meta"):
-        model = make()
-    there = {name: value.to("meta") if torch.is_tensor(value) else value for name, value in batch.items()}
-    model.to("meta").train()
-    with FlopCounterMode(display=False) as counter:
-        loss(model, there)[0].backward()
-    return float(counter.get_total_flops())
+    counted = Operations()
+    with counted:
+        value, _ = loss(model, batch)
+        counted.backward = True
+        value.backward()
+    return counted.total
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:

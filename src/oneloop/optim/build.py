@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 Groups = list[dict[str, Any]]
 
+LR_FACTOR = "lr_factor"
+"""the key of a parameter group under which stands what share of the learning rate it gets"""
 _FUSED_DEVICES = {"cpu", "cuda", "xpu", "mps", "hpu"}
 
 
@@ -54,7 +56,39 @@ def build(
     if weight_decay and isinstance(make, type) and "weight_decay" not in arguments:
         raise ValueError(f"optimizer.weight_decay {weight_decay}: {make.__name__} has no weight decay; set it to 0")
     extra = {"model": model} if "model" in arguments else {}
-    return make(decay_groups(model.named_parameters(), weight_decay), lr=lr, **extra, **(options or {}))
+    optimizer = make(decay_groups(model.named_parameters(), weight_decay), lr=lr, **extra, **(options or {}))
+    optimizer.defaults.setdefault(LR_FACTOR, 1.0)  # so it is nothing that a checkpoint keeps
+    for group in optimizer.param_groups:
+        group[LR_FACTOR] = float(group["lr"]) / lr if lr else 1.0
+    return optimizer
+
+
+def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[str, Any]) -> float:
+    """Builds the optimizer over a matrix and a vector, and takes a step with it: what is wrong shows at once.
+
+    Returns:
+        Bytes of its state for each byte of parameters, about.
+
+    Raises:
+        ValueError: its arguments are out of range, or it cannot be used in a loop that computes each gradient once.
+    """
+    toy = nn.Linear(2, 2)
+    for parameter in toy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    try:
+        optimizer = build(make, toy, lr=1e-3, weight_decay=0.0, options=options)
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"it made a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        optimizer.step()
+    except Exception as error:
+        given = "".join(f" {key}={value!r}" for key, value in options.items())
+        needs = " (it needs a closure that computes the loss again, and the loop computes it once)"
+        raise ValueError(
+            f"optimizer.name {name}{given} cannot be used: {error}{needs if 'closure' in str(error) else ''};"
+            " correct its options, or choose another"
+        ) from error
+    held = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return sum(value.numel() for value in held if value.ndim) / sum(parameter.numel() for parameter in toy.parameters())
 
 
 def refuse_if_sharded(make: Callable[..., Optimizer]) -> None:
@@ -71,7 +105,8 @@ def refuse_if_sharded(make: Callable[..., Optimizer]) -> None:
 
 
 def _fused(groups: Groups) -> bool:
-    return all(p.device.type in _FUSED_DEVICES for group in groups for p in group["params"])
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
 
 
 def adamw(params: Groups, *, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> Optimizer:
@@ -173,7 +208,7 @@ def adafactor(
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> float:
-    """Gives every parameter group this learning rate, and returns it."""
+    """Gives every parameter group its share of this learning rate (as it was built with), and returns it."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get(LR_FACTOR, 1.0)
     return lr

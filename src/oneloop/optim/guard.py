@@ -40,6 +40,8 @@ class Step:
     """this rank's summed loss, 0-dim (NaN where it was not given)"""
     weight: float
     """of the global batch"""
+    figures: Tensor | None = None
+    """what else was given with it"""
 
 
 class Guard:
@@ -80,7 +82,7 @@ class Guard:
         """the verdict on the step, as :class:`Verdict` counts"""
         self._one = torch.ones((), device=device)
         self._told = _Copy(device)
-        self._open: tuple[Verdict | None, Tensor, Tensor, float] | None = None
+        self._open: tuple[Verdict | None, Tensor, Tensor, float, Tensor | None] | None = None
         """the verdict where it is known already, and the rest of a :class:`Step`"""
 
     @property
@@ -93,13 +95,16 @@ class Guard:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
 
-    def step(self, norm: Tensor, *, loss: Tensor | None = None, weight: float = 1.0) -> None:
+    def step(
+        self, norm: Tensor, *, loss: Tensor | None = None, weight: float = 1.0, figures: Tensor | None = None
+    ) -> None:
         """Updates the weights, unless the step is bad. The step before has to be settled.
 
         Args:
             norm: global gradient norm, equal on all ranks.
             loss: this rank's summed loss of the step, 0-dim; for spikes.
             weight: what it is divided by, the same on all ranks.
+            figures: what else is to be had back with the verdict.
 
         Raises:
             RuntimeError: the step before is not settled.
@@ -108,7 +113,8 @@ class Guard:
             raise RuntimeError("the step before is still open: call settle() first, which tells what became of it")
         mean = None if loss is None or self._window is None else loss.detach() / weight
         verdict = self._scaled_step(norm, mean) if self.scaler is not None else self._plain_step(norm, mean)
-        self._open = verdict, norm, torch.full_like(norm, torch.nan) if loss is None else loss, weight
+        loss = torch.full_like(norm, torch.nan) if loss is None else loss
+        self._open = verdict, norm, loss, weight, figures
 
     def _plain_step(self, norm: Tensor, mean: Tensor | None) -> Verdict | None:
         # Sets the flag where the norm is not finite: what torch.amp does to all gradients. (It also multiplies by one.)
@@ -133,8 +139,8 @@ class Guard:
         """
         if self._open is None:
             return None
-        (verdict, norm, loss, weight), self._open = self._open, None
-        return Step(Verdict(self._told.read()) if verdict is None else verdict, norm, loss, weight)
+        (verdict, norm, loss, weight, figures), self._open = self._open, None
+        return Step(Verdict(self._told.read()) if verdict is None else verdict, norm, loss, weight, figures)
 
     def _judged(self, norm: Tensor, loss: Tensor | None) -> Tensor:
         """0, 1 where a value is not finite, 2 where it is far above those before; as :class:`Verdict` counts."""

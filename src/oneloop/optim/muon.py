@@ -66,6 +66,11 @@ class Muon(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
+        if not all(0 <= value < 1 for value in (momentum, *betas)) or not eps >= 0 or iterations < 1:
+            raise ValueError(
+                f"muon needs momentum and betas from 0 to below 1, eps of at least 0 and an iteration or more; got"
+                f" momentum {momentum}, betas {betas}, eps {eps}, iterations {iterations}"
+            )
         defaults = {
             "lr": lr,
             "momentum": momentum,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from oneloop.basics.duration import Duration
-from oneloop.basics.errors import at_least
+from oneloop.basics.errors import within
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class MachineConfig:
     """use only deterministic algorithms, and fail where an operation has none"""
     sync_each_batch: bool = False
     """FSDP2 with accumulation: scatter gradients at every micro-batch, for less memory and more communication"""
+    find_unused_parameters: bool = False
+    """DDP: look at every step for parameters that take no part in the loss, instead of waiting for their gradients"""
     recompute: str = "none"
     """gradient checkpointing: none, full, every:K (each K-th block), selective (keep matmuls and attention), or
     budget:SHARE (with compile: keep that share of the activations)"""
@@ -44,4 +46,4 @@ class MachineConfig:
     """duration between two garbage collections of Python, at the same step on all processes (0: Python's own)"""
 
     def __post_init__(self) -> None:
-        at_least(0, machine__workers=0 if self.workers == "auto" else self.workers)
+        within(0, 512, machine__workers=0 if self.workers == "auto" else self.workers)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from oneloop.basics.duration import Duration
-from oneloop.basics.errors import BadInput, at_least
+from oneloop.basics.errors import BadInput, at_least, within
 
 
 @dataclass(frozen=True)
@@ -123,4 +123,4 @@ class GuardConfig:
 
     def __post_init__(self) -> None:
         at_least(0, guard__sigma=self.sigma, guard__patience=self.patience)
-        at_least(2, guard__window=self.window)
+        within(2, 100_000, guard__window=self.window)

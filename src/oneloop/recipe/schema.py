@@ -77,7 +77,7 @@ class Recipe:
 
     @property
     def folder(self) -> Path:
-        return Path(self.run.dir or f"runs/{self.name}")
+        return Path(self.run.dir or f"runs/{self.name}").expanduser()
 
     def yaml(self) -> str:
         return yaml.safe_dump(dict(self.resolved), sort_keys=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -134,14 +135,23 @@ class Agreement:
         except BadInput as error:
             message = str(error)
         except (ValueError, ImportError) as error:
-            message = f"{error}{_where(error)}"
+            message = f"{error}{where(error)}"
         for told in self.gathered(message):
             if told is not None:
                 raise BadInput(told)
 
 
-def _where(error: BaseException) -> str:
-    """Where an error of someone else's code was raised, so that a bug there is not taken for a typing error."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    ours = Path(frame.filename).is_relative_to(Path(__file__).parents[1])
-    return "" if ours else f" ({frame.filename}:{frame.lineno})"
+def where(error: BaseException) -> str:
+    """Where an error of someone else's code was raised, so that a bug there is not taken for a typing error: the
+    innermost line that is neither of a library nor of oneloop."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if _ours(frames[-1].filename):
+        return ""
+    libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+    own = [frame for frame in frames if not _ours(frame.filename) and not frame.filename.startswith(libraries)]
+    frame = (own or frames)[-1]
+    return f" ({frame.filename}:{frame.lineno})"
+
+
+def _ours(file: str) -> bool:
+    return Path(file).is_relative_to(Path(__file__).parents[1])

@@ -9,24 +9,21 @@ from torch.utils.data import Subset
 
 from oneloop.basics.duration import Duration, Scale
 from oneloop.data.groups import Split, Weighed
-from oneloop.data.keyed import Keyed
 from oneloop.data.order import Order
 from oneloop.ema import gamma
 from oneloop.measure.noise_scale import Sensor
-from oneloop.measure.throughput import training_flops
-from oneloop.optim.build import refuse_if_sharded
+from oneloop.optim.build import refuse_if_sharded, try_optimizer
 from oneloop.optim.schedule import LearningRate, learning_rate
 from oneloop.recipe.mathematics import OptimizerConfig
 from oneloop.recipe.names import resolve
 from oneloop.recipe.schema import Recipe
+from oneloop.run.agreement import where
 from oneloop.run.job import Job
 from oneloop.run.model import build_model, torch_dtype
 from oneloop.run.rhythm import Rhythm
 from oneloop.tasks.base import Task, check, check_sets
+from oneloop.tasks.contract import theirs
 from oneloop.tasks.metrics import directions, prefix
-
-SAMPLED = 4
-"""samples at most, of which operations are counted"""
 
 
 def build_job(
@@ -47,9 +44,8 @@ def build_job(
     if sharded:
         refuse_if_sharded(resolve("optimizer", recipe.optimizer.name))
     split = Split(recipe.batch.size, ranks, recipe.batch.micro if isinstance(recipe.batch.micro, int) else micro)
-    task = resolve("task", recipe.task.name)(**recipe.task.options)
-    check(task)
-    train_set, eval_sets = task.train_set(), task.eval_sets()
+    task = _task(recipe)
+    train_set, eval_sets = (theirs(task, member, getattr(task, member)) for member in ("train_set", "eval_sets"))
     check_sets(train_set, eval_sets)
     if recipe.debug.overfit:
         train_set = Subset(train_set, range(min(recipe.debug.overfit, len(train_set))))
@@ -63,7 +59,8 @@ def build_job(
         raise ValueError(f"duration {recipe.duration} is no step at all; the shortest is 1")
     collate = Weighed(task.collate, task.weight, sample_weight=sample_weight, dtype=torch_dtype(recipe))
     built = build_model(recipe, task, split, sharded=sharded, device=device)
-    flops, unknown = _flops(task, train_set, collate)
+    optimizer = resolve("optimizer", recipe.optimizer.name)
+    share = try_optimizer(optimizer, recipe.optimizer.name, recipe.optimizer.options)
     return Job(
         recipe=recipe,
         task=task,
@@ -77,11 +74,26 @@ def build_job(
         rate=_rate(recipe, scale, total),
         averages=averages,
         built=built,
-        flops=flops,
-        notes=[*built.notes, *unknown],
+        optimizer_share=share,
+        notes=built.notes,
         upward=upward,
         no_noise_scale=Sensor.why_not(ranks, split.accumulate, sharded=sharded),
     )
+
+
+def _task(recipe: Recipe) -> Task:
+    """The task that the recipe names."""
+    kind = resolve("task", recipe.task.name)
+    try:
+        task: Task = kind(**recipe.task.options)
+    except (ValueError, ImportError, MemoryError):
+        raise  # told as it is, with its place
+    except Exception as error:
+        raise ValueError(
+            f"task.name {recipe.task.name}: __init__ failed: {type(error).__name__}: {error}{where(error)}"
+        ) from error
+    check(task)
+    return task
 
 
 def _direction(best: str, task: Task, eval_sets: Iterable[str], averages: Iterable[str]) -> bool:
@@ -138,18 +150,6 @@ def peak(optimizer: OptimizerConfig, batch: int) -> float:
         return optimizer.lr
     power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[optimizer.lr_rule]
     return float(optimizer.lr * (batch / optimizer.lr_at_batch) ** power)
-
-
-def _flops(task: Task, train_set: Any, collate: Weighed) -> tuple[float, list[str]]:
-    """Operations of training on a sample (the mean of a few, where they differ), or a line that says why not."""
-    samples = Keyed(train_set, seed=0)
-    number = 1 if collate.sample_weight is not None else min(SAMPLED, len(train_set))
-    try:
-        each = [training_flops(task.model, task.loss, collate([samples[0, index]])[0]) for index in range(number)]
-    except Exception as error:  # a model that cannot be built or run without values is no worse for that
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        return 0.0, [f"MFU n/a: the model's operations cannot be counted without running it ({why})"]
-    return sum(each) / number, []
 
 
 def _averages(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ from oneloop.recipe.schema import Recipe
 from oneloop.run.build import build_job
 from oneloop.run.early import is_main, read_once, refuse
 from oneloop.run.ending import leave
-from oneloop.run.environment import environment
 from oneloop.run.folder import Folder
 from oneloop.run.job import Job
 from oneloop.run.processes import Run, start
@@ -31,56 +30,69 @@ def main(train: Callable[[Job, Run, Folder], dict[str, Any]], argv: Sequence[str
     """Reads the recipe, trains it, writes summary.json, and ends the process with oneloop's exit code."""
     main = is_main()
     job: Job | None = None
+    folder: Folder | None = None
     try:
         recipe = read_once(tuple(argv))
         check_trackers(recipe.track)
-        folder = Folder(recipe.folder)
         run = start(
             sync_each_batch=recipe.machine.sync_each_batch,
+            find_unused_parameters=recipe.machine.find_unused_parameters,
             deterministic=recipe.machine.deterministic,
             track=recipe.track,
             folder=recipe.folder,
         )
+        run.command = argv
         run.stopping.listen()
         run.display = Display(shown=run.main, quiet=recipe.watch.quiet, as_json=recipe.watch.json)
+        folder = Folder(recipe.folder, say=run.display.say)
         with run.display, run.closing:
-            job = _prepared(recipe, run, folder, argv)
+            job = _prepared(recipe, run, folder)
             if job is not None:
                 summary = train(job, run, folder)
         if job is None:
             leave(errors.DONE, main=main)
     except BadInput as error:
+        if folder is not None and main:
+            folder.abandon()
         refuse(error)
     except Diverged as error:
         summary = {"exit_reason": f"diverged: {error}", "exit_code": errors.DIVERGED}
     except Exception as error:
         traceback.print_exc()
         summary = {"exit_reason": f"error: {type(error).__name__}: {error}", "exit_code": errors.ERROR}
-        if job is None:  # before there was a run
+        if job is None or folder is None:  # before there was a run
             leave(errors.ERROR, main=main)
         if is_out_of_memory(error):
-            if run.device.type == "cuda":
+            if run.device.type == "cuda" and folder.begun:
                 snapshot = memory_snapshot(folder.path / "profile" / f"out-of-memory-{run.rank}.pickle")
                 print(f"oneloop: {snapshot} shows what holds the memory (pytorch.org/memory_viz)", file=sys.stderr)
             summary["exit_reason"] = f"error: {explained(job, run)}"
             print(f"oneloop: {summary['exit_reason']}", file=sys.stderr)
-    if main:
-        folder.write_json("summary.json", summary)
-        (folder.path / "STOP").unlink(missing_ok=True)
-        try:
-            folder.write("report.html", report([folder.path]))
-        except Exception as error:  # a page that cannot be drawn is no fault of the run
-            print(f"report.html cannot be written ({type(error).__name__}: {error})", file=sys.stderr)
-        folder.close()
-        run.display.summary(summary)
-        run.display.lines(summary[about] for about in ("noise_scale", "time") if about in summary)
-        ended = f"{summary['exit_reason']}; results in {folder.path}"
-        print(dumps({**summary, "folder": str(folder.path)}) if recipe.watch.json else ended, flush=True)
+    if main and folder is not None:
+        _end(run, folder, summary, as_json=recipe.watch.json)
     run.end(summary["exit_code"])
 
 
-def _prepared(recipe: Recipe, run: Run, folder: Folder, argv: Sequence[str]) -> Job | None:
-    """The job, checked, and its folder with what is known before it starts; None where the folder holds it, finished.
+def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) -> None:
+    """What is left of a run: summary, page, and the last lines; nothing, where it did not begin."""
+    if not folder.begun:
+        folder.abandon()
+        return
+    folder.write_json("summary.json", summary)
+    (folder.path / "STOP").unlink(missing_ok=True)
+    try:
+        folder.write("report.html", report([folder.path]))
+    except Exception as error:  # a page that cannot be drawn is no fault of the run
+        print(f"report.html cannot be written ({type(error).__name__}: {error})", file=sys.stderr)
+    folder.close()
+    run.display.summary(summary)
+    run.display.lines(summary[about] for about in ("noise_scale", "time") if about in summary)
+    ended = f"{summary['exit_reason']}; results in {folder.path}"
+    print(dumps({**summary, "folder": str(folder.path)}) if as_json else ended, flush=True)
+
+
+def _prepared(recipe: Recipe, run: Run, folder: Folder) -> Job | None:
+    """The job, checked; None where the folder holds it, finished.
 
     Raises:
         BadInput: on every rank; nothing was written.
@@ -102,14 +114,5 @@ def _prepared(recipe: Recipe, run: Run, folder: Folder, argv: Sequence[str]) -> 
         job = build_job(
             recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=find_micro(recipe, run)
         )
-    with run.setting_up():
-        if run.main:
-            folder.open()
-            folder.write("recipe.yaml", recipe.yaml())
-            folder.write_json(
-                "environment.json",
-                environment(command=["oneloop.train", *argv], device=str(run.device), processes=run.ranks),
-            )
-            (folder.path / "summary.json").unlink(missing_ok=True)
     run.stopping.also(file=folder.path / "STOP", after=recipe.stop.seconds)
     return job

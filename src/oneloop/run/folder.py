@@ -7,7 +7,8 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,52 +18,98 @@ from filelock import FileLock, Timeout
 from oneloop.basics.errors import BadInput
 from oneloop.basics.files import replacing
 from oneloop.basics.plain_json import dumps
+from oneloop.checkpoint.store import Store, problems
 from oneloop.recipe.comparison import difference, goes_on
 
-_OWN = {".lock", "owner.json", ".recipe.yaml.draft"}
+_OWN = {".lock", "owner.json", ".recipe.yaml.draft", ".environment.json.draft"}
 """what a start leaves that was killed before it had written its recipe"""
 
 
 class Folder:
     """The folder of one run; only rank 0 opens and writes it.
 
+    Args:
+        path: where it is to be.
+        say: how a person is told of what is damaged in it.
+
     Raises:
-        BadInput: by :meth:`inspect` and :meth:`open`: in use, unfinished, of another recipe, or not writable.
+        BadInput: by :meth:`inspect`, :meth:`hold` and :meth:`begin`: in use, unfinished, of another recipe, too full,
+            or not writable.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, say: Callable[[str], object] = print) -> None:
+        self.path, self.say = path, say
+        self.begun = False
+        """whether a run is written here"""
+        self._made: list[Path] = []
         self._lock = FileLock(path / ".lock", blocking=False)
+        self._store = Store(path / "checkpoints")
 
     def inspect(self, resolved: Mapping[str, Any], *, resume: str = "auto", accept_changes: bool = False) -> str | None:
         """Looks without touching: the line of a finished run of the same recipe, None where there is work to do."""
+        if resume not in ("auto", "never"):
+            _look_for(resume)
+        try:
+            return self._inspected(resolved, resume, accept_changes)
+        except OSError as error:
+            raise BadInput(f"run.dir {self.path} cannot be used: {error.strerror}; choose another run.dir") from error
+
+    def _inspected(self, resolved: Mapping[str, Any], resume: str, accept_changes: bool) -> str | None:
         if not self.path.exists():
             return None
         if not self.path.is_dir():
             raise BadInput(f"run.dir {self.path} is a file; choose another run.dir")
         if self._in_use():
             raise BadInput(f"run.dir {self.path} is in use by {self._owner()}; wait for it, or choose another run.dir")
-        recipe = self.path / "recipe.yaml"
-        if not recipe.exists():
+        saved = bool(self._store.sealed()) or (self.path / "final").exists()
+        if not saved and not (self.path / "recipe.yaml").exists():
             if any(path.name not in _OWN for path in self.path.iterdir()):
                 raise BadInput(f"run.dir {self.path} holds files that are no run of oneloop; choose another run.dir")
             return None
         if resume == "never":
             raise BadInput(f"run.dir {self.path} holds a run, and run.resume is never; choose another run.dir")
-        old = yaml.safe_load(recipe.read_text())
-        longer = goes_on(old, resolved)
-        changed = [] if longer or accept_changes else difference(old, resolved)
-        if changed:
+        old = self._recipe() if saved else None  # a run that has saved nothing binds nobody
+        if old is None:
+            return None
+        changed = difference(old, resolved)
+        if changed and not accept_changes and not goes_on(old, resolved):
             raise BadInput(
                 f"run.dir {self.path} holds a run of another recipe ({'; '.join(changed)}); choose another"
                 " run.dir, give the same recipe, or go on with --run.accept_changes true"
             )
-        try:
-            ended = json.loads((self.path / "summary.json").read_text())
-        except (OSError, ValueError):
-            return None
-        if ended.get("exit_code") == 0 and not difference(old, resolved):
+        ended = self._plain("summary.json", lambda text: dict(json.loads(text)))
+        if ended and ended.get("exit_code") == 0 and not changed and "step" in ended:
             return f"{self.path} holds this run, finished at step {ended['step']}: nothing to do"
+        return None
+
+    def _plain(self, name: str, parse: Callable[[str], dict[str, Any]]) -> dict[str, Any] | None:
+        """What a file of the run holds; None where it is not there, or damaged, which is told."""
+        file = self.path / name
+        try:
+            return parse(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+            self.say(f"{file} is damaged ({type(error).__name__}), and is written again")
+            return None
+
+    def _recipe(self) -> dict[str, Any] | None:
+        """The recipe of the run that is here: of recipe.yaml, or of the newest good checkpoint."""
+
+        def parsed(text: str) -> dict[str, Any]:
+            content = yaml.safe_load(text)
+            if not isinstance(content, dict) or not isinstance(content.get("schedule"), dict) or "task" not in content:
+                raise ValueError("no recipe")
+            return content
+
+        if recipe := self._plain("recipe.yaml", parsed):
+            return recipe
+        for path, wrong in self._store.newest_good():
+            if not wrong:
+                state = json.loads((path / "state.json").read_text())
+                recipe = (state.get("identity") or {}).get("recipe")
+                self.say(f"the recipe of {self.path} is {'taken from' if recipe else 'not in'} {path.name}")
+                return recipe
         return None
 
     def _in_use(self) -> bool:
@@ -77,24 +124,71 @@ class Folder:
     def _owner(self) -> str:
         try:
             owner = json.loads((self.path / "owner.json").read_text())
-        except (OSError, ValueError):
+            return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
+        except (OSError, ValueError, TypeError, KeyError):
             return "another process"
-        return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
 
-    def open(self) -> None:
-        """Makes the folder and takes its lock; the operating system lets go of it when this process ends."""
-        made = [parent for parent in (self.path, *self.path.parents) if not parent.exists()]
-        try:
+    def hold(self, *, need: int = 0) -> None:
+        """Makes the folder and takes its lock; the operating system lets go of it when this process ends.
+
+        Args:
+            need: bytes that the run's checkpoints and its end will take, beside what lies here already.
+        """
+        self._made = [parent for parent in (self.path, *self.path.parents) if not parent.exists()]
+        with self._writing():
+            self._refuse_too_little(need)
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
             owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
             (self.path / "owner.json").write_text(json.dumps(owner))
+
+    def begin(self, recipe: str, environment: Mapping[str, Any]) -> None:
+        """Writes down what is known before the first step: the resolved recipe as YAML, and what the run stands on."""
+        with self._writing():
+            self.write("recipe.yaml", recipe)
+            self.write_json("environment.json", environment)
+            self._remove("summary.json")
+        self.begun = True
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except Timeout:
             raise BadInput(f"run.dir {self.path} is in use by {self._owner()}; choose another run.dir") from None
         except OSError as error:
-            for folder in made:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise BadInput(f"run.dir {self.path} cannot be written: {error.strerror}; choose another run.dir") from None
+            self.abandon()
+            raise BadInput(
+                f"run.dir {self.path} cannot be written: {error.strerror or error}; make room there, or choose another"
+                " run.dir"
+            ) from None
+
+    def abandon(self) -> None:
+        """What :meth:`hold` made is removed again, where the run did not begin."""
+        if self._lock.is_locked and not self.begun:
+            self.close()
+            (self.path / ".lock").unlink(missing_ok=True)
+        with suppress(OSError):
+            for folder in () if self.begun else self._made:
+                folder.rmdir()  # where nothing else is in it
+
+    def _refuse_too_little(self, need: int) -> None:
+        """Refuses a disk that the run would fill."""
+        there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        free = shutil.disk_usage(there).free
+        if free < need:
+            raise BadInput(
+                f"run.dir {self.path}: the run needs about {need / 2**20:,.0f} MiB for checkpoints and its end, and"
+                f" {free / 2**20:,.0f} MiB are free there; make room, choose another run.dir, or keep fewer"
+                " (--save.keep 1, --save.best false)"
+            )
+
+    def _remove(self, name: str) -> None:
+        """A file, or whatever else stands under its name."""
+        path = self.path / name
+        if path.is_dir() and not path.is_symlink():
+            path.rename(path.with_name(f"bad-{name}-{time.time_ns()}"))
+        path.unlink(missing_ok=True)
 
     def close(self) -> None:
         (self.path / "owner.json").unlink(missing_ok=True)
@@ -102,8 +196,22 @@ class Folder:
 
     def write(self, name: str, text: str) -> None:
         """Writes one file whole or not at all."""
+        if (self.path / name).is_dir():
+            self._remove(name)
         with replacing(self.path / name) as draft:
-            draft.write_text(text)
+            draft.write_text(text, encoding="utf-8")
 
     def write_json(self, name: str, content: Any) -> None:
         self.write(name, dumps(content, indent=2) + "\n")
+
+
+def _look_for(resume: str) -> None:
+    """Refuses a ``run.resume`` that is no checkpoint."""
+    path = Path(resume).expanduser()
+    if (path / "checkpoints").is_dir():
+        names = ", ".join(one.name for one in Store(path / "checkpoints").sealed())
+        raise BadInput(f"run.resume {resume} is a run folder; name one of its checkpoints: {names or 'it has none'}")
+    if not path.is_dir():
+        raise BadInput(f"run.resume {resume}: no such checkpoint; give auto, never, or the path of a …/step-… folder")
+    if wrong := problems(path):
+        raise BadInput(f"run.resume {resume} is no good checkpoint: {'; '.join(wrong[:3])}; name another")

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from oneloop.checkpoint.checkpoints import Checkpoints
+from oneloop.checkpoint.run_state import RunState
+from oneloop.checkpoint.store import Store
 from oneloop.data.groups import Group, Split, Weighed, groups, workers_here
-from oneloop.data.keyed import Keyed
 from oneloop.data.order import Order
 from oneloop.ema import EMA
 from oneloop.evaluate import evaluate_all
@@ -26,11 +27,12 @@ from oneloop.optim.schedule import LearningRate
 from oneloop.recipe.names import resolve
 from oneloop.recipe.schema import Recipe
 from oneloop.run.book import Book
+from oneloop.run.environment import environment
+from oneloop.run.folder import Folder
 from oneloop.run.model import BuiltModel, torch_dtype
 from oneloop.run.processes import Run
 from oneloop.run.rhythm import Rhythm
 from oneloop.show.examples import Examples
-from oneloop.show.graph import model_graph
 from oneloop.show.tracking import Tracking
 from oneloop.tasks.base import Task
 
@@ -52,14 +54,19 @@ class Job:
     averages: list[dict[str, Any]]
     """arguments of each EMA"""
     built: BuiltModel
-    flops: float
-    """floating-point operations of training on one sample (0: not known)"""
+    optimizer_share: float
+    """bytes of the optimizer's state for each byte of the parameters, about"""
     notes: list[str]
     """how the model runs, for a person to read at the start"""
     upward: bool
     """whether a larger eval.best metric is the better one"""
     no_noise_scale: str | None
     """why the noise scale cannot be measured"""
+
+    @property
+    def sets(self) -> dict[str, Any]:
+        """All data sets by name."""
+        return {"train": self.train_set, **self.eval_sets}
 
     @property
     def steps(self) -> int:
@@ -88,6 +95,30 @@ class Job:
     def policy(self) -> Policy:
         guard = self.recipe.guard
         return Policy(guard.nonfinite, guard.spike, guard.sigma, guard.window)
+
+    # --- its folder ---
+
+    def hold(self, folder: Folder, run: Run, state: RunState) -> None:
+        """Takes the folder for this run, on rank 0. Every rank must get here.
+
+        Raises:
+            BadInput: on every rank: it is in use, or there is too little room in it.
+        """
+        save = self.recipe.save
+        weights, all_of_it = state.size(self.optimizer_share)  # of FSDP2: on all ranks
+        with run.setting_up():
+            if run.main:
+                there = len(Store(folder.path / "checkpoints").sealed())
+                most = min(save.keep + save.best + 1, 1 + self.steps // max(1, self.rhythm.every["save"] or self.steps))
+                folder.hold(need=max(0, most - there) * all_of_it + weights)
+
+    def begin(self, folder: Folder, run: Run) -> None:
+        """Writes down what is known before the first step, on rank 0. Every rank must get here."""
+        with run.setting_up():
+            if run.main:
+                command = ["oneloop.train", *run.command]
+                about = environment(command=command, device=str(run.device), processes=run.ranks)
+                folder.begin(self.recipe.yaml(), about)
 
     # --- what the loop is made of ---
 
@@ -137,10 +168,10 @@ class Job:
             interrupted=run.stop_wanted,
         )
 
-    def meter(self, run: Run, parameters: Iterable[Tensor]) -> Meter:
-        """Figures of training."""
-        tokens = self.unit == "tokens"
-        return Meter(run.accelerator, parameters, flops=self.flops, peak=run.peak_flops(), tokens=tokens)
+    def meter(self, run: Run, parameters: Iterable[Tensor], *, flops: float, figures: Sequence[str]) -> Meter:
+        """Figures of training; ``figures`` are more of the task's own."""
+        about: dict[str, Any] = {"flops": flops, "peak": run.peak_flops(), "tokens": self.unit == "tokens"}
+        return Meter(run.accelerator, parameters, **about, figures=figures)
 
     def checkpoints(self, folder: Path, run: Run) -> Checkpoints:
         """The checkpoints of the run in ``folder``."""
@@ -153,7 +184,9 @@ class Job:
             say=run.display.say,
         )
 
-    def tracking(self, folder: Path, run: Run, *, resumed: Mapping[str, Any] | None, step: int) -> Tracking:
+    def tracking(
+        self, folder: Path, run: Run, *, resumed: Mapping[str, Any] | None, step: int, graph: Any = None
+    ) -> Tracking:
         """metrics.jsonl and the trackers, going on from what was ``resumed`` at ``step``."""
         return Tracking(
             run.accelerator,
@@ -162,14 +195,9 @@ class Job:
             config=self.recipe.resolved,
             resumed=resumed,
             step=step,
-            graph=self.graph,
+            graph=graph,
             say=run.display.say,
         )
-
-    def graph(self) -> Any:
-        """The model's operations on one sample, for TensorBoard."""
-        sample = Keyed(self.train_set, seed=0)[0, 0]
-        return model_graph(self.task.model, self.task.loss, self.collate([sample])[0])
 
     def profiling(self, folder: Path, run: Run, book: Book) -> Profiling:
         """A trace of the steps that the recipe names, on rank 0."""

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from oneloop.basics.seeds import key
+from oneloop.checkpoint.state import unsavable
 from oneloop.checkpoint.weights import load_weights
 from oneloop.data.groups import Split
 from oneloop.machine.blocks import blocks, class_names
@@ -17,6 +19,7 @@ from oneloop.machine.recompute import parsed, recompute
 from oneloop.machine.switches import channels_last
 from oneloop.recipe.schema import Recipe
 from oneloop.tasks.base import Task
+from oneloop.tasks.contract import named, theirs
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class BuiltModel:
     """class names of its blocks"""
     notes: list[str]
     """how it runs, for a person to read at the start"""
+    structure: str
+    """its repr, as the task made it"""
 
 
 def torch_dtype(recipe: Recipe) -> torch.dtype:
@@ -42,13 +47,47 @@ def build_model(recipe: Recipe, task: Task, split: Split, *, sharded: bool, devi
         ValueError: weights of another model, a layout that it cannot have, or what would not be exact with it.
     """
     torch.manual_seed(key(recipe.seed))
-    model = task.model().to(torch_dtype(recipe))
+    model = theirs(task, "model", task.model)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{named(task)}.model returned a {type(model).__name__}; a torch.nn.Module is needed")
+    _refuse_unfit(model, task, sharded=sharded)
+    structure = repr(model)
+    in_dtype(model, torch_dtype(recipe))
     if recipe.init.source:
         load_weights(model, recipe.init.source, recipe.init.weights)
     names = class_names(blocks(model, recipe.machine.blocks))
     notes = _lay_out(model, recipe, names, sharded=sharded, device=device)
     _refuse_inexact(recipe, model, split)
-    return BuiltModel(model, names, notes)
+    return BuiltModel(model, names, notes, structure)
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Turns float32 parameters and buffers into ``dtype``, in place; all others stay as they are."""
+    if dtype is not torch.float32:
+        model._apply(lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor)
+
+
+def _refuse_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
+    """Refuses models that cannot be trained, or not be saved."""
+    parameters = dict(model.named_parameters())
+    if lazy := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
+        raise ValueError(
+            f"{named(task)}.model returned a model whose {lazy[0]} has no shape yet (a lazy module); put a batch"
+            " through it in model() first, or state the shape"
+        )
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ValueError(
+            f"{named(task)}.model returned a model with {len(parameters)} parameters of which none is trained"
+            " (requires_grad is False in all of them); leave some of them to be trained"
+        )
+    kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters.values()})
+    if sharded and (len(kinds) > 1 or kinds[0].startswith("complex")):
+        raise ValueError(
+            f"{named(task)}.model has parameters of {' and '.join(kinds)}, and FSDP2 shards those of one real type"
+            " only; run it with ddp.yaml"
+        )
+    if wrong := unsavable(model):
+        raise ValueError(f"{named(task)}.model cannot be saved: {wrong}")
 
 
 def _lay_out(model: nn.Module, recipe: Recipe, names: list[str], *, sharded: bool, device: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -43,6 +44,8 @@ class Run(Agreement):
         self.cores = max(1, len(os.sched_getaffinity(0)) // self.local_ranks)
         self.stopping = Stopping(looks=self.main)
         self.display = Display(shown=self.main)
+        self.command: Sequence[str] = sys.argv[1:]
+        """as typed: the recipe and its keys"""
         self.closing = ExitStack()
         """what has to be ended however the run ends"""
 
@@ -74,6 +77,7 @@ class Run(Agreement):
 def start(
     *,
     sync_each_batch: bool = False,
+    find_unused_parameters: bool = False,
     deterministic: bool = False,
     track: tuple[str, ...] = (),
     folder: Path | None = None,
@@ -82,6 +86,7 @@ def start(
 
     Args:
         sync_each_batch: accelerate's switch of that name: reduce gradients at every micro-batch.
+        find_unused_parameters: torch's DDP's switch of that name.
         deterministic: refuse operations that have no deterministic algorithm.
         track: accelerate's tracker names.
         folder: where the trackers write.
@@ -116,7 +121,9 @@ def start(
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=1, sync_with_dataloader=False, sync_each_batch=sync_each_batch
         ),
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
+        ],
         step_scheduler_with_optimizer=False,
     )
     return Run(accelerator)

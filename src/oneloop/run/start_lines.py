@@ -12,9 +12,12 @@ from oneloop.machine.randomness import has_batch_statistics, has_dropout
 from oneloop.machine.replicas import replica_group
 from oneloop.run.job import Job
 from oneloop.run.processes import Run
+from oneloop.run.rehearsal import Rehearsal
 
 
-def start_lines(job: Job, run: Run, model: nn.Module, optimizer: Optimizer, emas: Sequence[EMA]) -> Iterator[str]:
+def start_lines(
+    job: Job, run: Run, model: nn.Module, optimizer: Optimizer, emas: Sequence[EMA], seen: Rehearsal
+) -> Iterator[str]:
     """Lines for a person to read at the start."""
     recipe, split = job.recipe, job.split
     number = sum(parameter.numel() for parameter in model.parameters())
@@ -24,16 +27,10 @@ def start_lines(job: Job, run: Run, model: nn.Module, optimizer: Optimizer, emas
         f" precision {run.accelerator.mixed_precision}"
     )
     yield f"{split}; {job.steps:,} steps ({recipe.duration}, {job.steps * split.size:,} samples)"
-    exact_in = "1e-12" if recipe.machine.dtype == "float64" else "1e-6"
-    if has_batch_statistics(model):
-        yield (
-            "the model has BatchNorm: its statistics depend on the micro-batch, so another split trains another"
-            " model; the same split is exact to the bit"
-        )
-    elif has_dropout(model):
-        yield "the model has dropout: another split sees the same samples, with other drops; the same split is exact"
-    else:
-        yield f"any split of the batch gives the same gradients (to {exact_in}); the same split is exact to the bit"
+    yield _promise(job, model, seen)
+    if seen.unused:
+        first = ", ".join(seen.unused[:3])
+        yield f"parameters that took no part in the loss at the start: {len(seen.unused)} ({first})"
     if run.sharded and split.accumulate > 1:
         held, moved = 4 * number / 2**20, split.accumulate * 4 * number / 2**20
         if recipe.machine.sync_each_batch:
@@ -54,3 +51,22 @@ def start_lines(job: Job, run: Run, model: nn.Module, optimizer: Optimizer, emas
             yield f"the processes compare weights and optimizer state every {job.rhythm.every['check']:,} steps"
     if matrices := [p for group in optimizer.param_groups if group.get("muon") for p in group["params"]]:
         yield f"muon updates {len(matrices)} matrices, adamw the rest"
+
+
+def _promise(job: Job, model: nn.Module, seen: Rehearsal) -> str:
+    """How exact this run is, by what its model and its loss do."""
+    if not seen.additive:
+        return (
+            "the task says that its loss is no sum over samples: another split of the batch trains another model; the"
+            " same split is exact to the bit"
+        )
+    if has_batch_statistics(model):
+        return (
+            "the model has BatchNorm: its statistics depend on the micro-batch, so another split trains another"
+            " model; the same split is exact to the bit"
+        )
+    if has_dropout(model) or seen.draws:
+        what = "the model has dropout" if has_dropout(model) else "model or loss draw random numbers"
+        return f"{what}: another split sees the same samples, with other draws; the same split is exact to the bit"
+    exact_in = "1e-12" if job.recipe.machine.dtype == "float64" else "1e-6"
+    return f"any split of the batch gives the same gradients (to {exact_in}); the same split is exact to the bit"

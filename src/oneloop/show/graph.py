@@ -1,6 +1,6 @@
-"""A model as a graph of its operations, for TensorBoard: drawn on the meta device, without memory or values.
+"""A model as a graph of its operations, for TensorBoard: drawn while a real batch goes through it.
 
->>> writer.file_writer.add_graph((model_graph(make_model, loss, batch), RunMetadata()))
+>>> writer.file_writer.add_graph((model_graph(model, loss, batch), RunMetadata()))
 """
 
 from __future__ import annotations
@@ -17,48 +17,67 @@ from torch.utils.module_tracker import ModuleTracker
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
-def model_graph(make: Callable[[], nn.Module], loss: Callable[[nn.Module, Any], Any], batch: Mapping[str, Any]) -> Any:
+def model_graph(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Mapping[str, Any]) -> Any:
     """One forward pass as a TensorBoard ``GraphDef``: a node for each operation, under the module that makes it.
 
     Args:
-        make: builds the model; called under ``torch.device("meta")``.
+        model: in eval mode.
         loss: of the model on a batch.
-        batch: one batch, on any device.
-
-    Raises:
-        Exception: whatever a model raises that cannot be built or run without values.
+        batch: one batch, on the model's device.
     """
-    with torch.device("meta"):
-        model = make()
-    model.to("meta").eval()
-    there = {name: value.to("meta") if torch.is_tensor(value) else value for name, value in batch.items()}
-    drawing = _Drawing(type(model).__name__)
-    for name, value in there.items():
-        if torch.is_tensor(value):
-            drawing.given(value, f"batch/{name}", "Input")
-    for name, parameter in model.named_parameters():
-        drawing.given(parameter, f"{type(model).__name__}/{name.replace('.', '/')}", "Parameter")
-    with torch.no_grad(), drawing.modules, drawing:
-        loss(model, there)
+    with torch.no_grad(), Drawing(model, batch) as drawing:
+        loss(model, batch)
     return drawing.graph
 
 
-class _Drawing(TorchDispatchMode):
-    """Writes down each operation, and which ones made what it works on."""
+class Drawing(TorchDispatchMode):
+    """Writes down each operation that is made inside it, and which ones made what it works on.
 
-    def __init__(self, root: str) -> None:
+    Args:
+        model: whose parameters are known by name, sharded or not.
+        batch: whose tensors are.
+    """
+
+    def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         from tensorboard.compat.proto.graph_pb2 import GraphDef
         from tensorboard.compat.proto.versions_pb2 import VersionDef
 
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph: Any = GraphDef(versions=VersionDef(producer=22))
-        self.modules: Any = ModuleTracker()
-        self._root = root
+        self.trouble = ""
+        """why something is missing in it"""
+        self._tracker: Any = ModuleTracker()
+        self._root = type(model).__name__
+        self._model = model
         self._names: Counter[str] = Counter()
         self._made: Any = WeakTensorKeyDictionary()
+        for name, value in batch.items():
+            if torch.is_tensor(value):
+                self._made[value] = self._node(f"batch/{name}", "Input", (), value)
 
-    def given(self, tensor: Tensor, name: str, kind: str) -> None:
-        self._made[tensor] = self._node(name, kind, (), tensor)
+    def __enter__(self) -> Drawing:
+        self._tracker.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call,no-any-return]
+
+    def __exit__(self, *of: Any) -> None:
+        super().__exit__(*of)  # type: ignore[no-untyped-call]
+        self._tracker.__exit__(*of)
+
+    def _inside(self) -> str:
+        """Dotted name of the innermost module that runs."""
+        return str(max(self._tracker.parents - {"Global"}, key=len, default=self._root))
+
+    def _source(self, value: Tensor) -> str | None:
+        """The node that made a tensor; the parameters of the module that runs get theirs at their first use."""
+        if value not in self._made:
+            inside = self._inside()
+            module = self._model
+            for part in inside.split(".")[1:]:
+                module = getattr(module, part, module)
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter is value:
+                    self._made[value] = self._node(f"{inside}.{name}".replace(".", "/"), "Parameter", (), value)
+        return self._made.get(value)  # type: ignore[no-any-return]
 
     def _node(self, name: str, kind: str, inputs: Iterable[str], tensor: Tensor) -> str:
         self._names[name] += 1
@@ -71,16 +90,18 @@ class _Drawing(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operation(*args, **(kwargs or {}))
-        made = [value for value in tree_leaves(result) if torch.is_tensor(value)]
-        if made:
-            inputs = [
-                self._made[value]
-                for value in tree_leaves((args, kwargs or {}))
-                if torch.is_tensor(value) and value in self._made
-            ]
-            inside = max(self.modules.parents - {"Global"}, key=len, default=self._root)
-            kind = operation.overloadpacket.__name__
-            name = self._node(f"{inside.replace('.', '/')}/{kind}", kind, inputs, made[0])
-            for value in made:
-                self._made[value] = name
+        try:
+            self._draw(operation, tree_leaves((args, kwargs or {})), tree_leaves(result))
+        except Exception as error:  # a picture is not worth a run
+            self.trouble = f"{type(error).__name__}: {error}"
         return result
+
+    def _draw(self, operation: Any, given: list[Any], result: list[Any]) -> None:
+        made = [value for value in result if torch.is_tensor(value)]
+        if not made:
+            return
+        inputs = [source for value in given if torch.is_tensor(value) and (source := self._source(value))]
+        kind = operation.overloadpacket.__name__
+        name = self._node(f"{self._inside().replace('.', '/')}/{kind}", kind, inputs, made[0])
+        for value in made:
+            self._made[value] = name

@@ -57,7 +57,7 @@ class Tracking:
         config: the resolved recipe, for the trackers.
         resumed: state of an earlier start; what was written after it is cut off, or all where there is none.
         step: of that state.
-        graph: draws the model, as a TensorBoard ``GraphDef``; asked where there is a TensorBoard, at the first start.
+        graph: the model as a TensorBoard ``GraphDef``, for a TensorBoard at the first start.
         say: how a person is told of trouble.
     """
 
@@ -70,7 +70,7 @@ class Tracking:
         config: Mapping[str, Any],
         resumed: Mapping[str, Any] | None = None,
         step: int = 0,
-        graph: Callable[[], Any] | None = None,
+        graph: Any = None,
         say: Callable[[str], object] = print,
     ) -> None:
         self._accelerator, self._say, self._folder = accelerator, say, folder
@@ -106,11 +106,11 @@ class Tracking:
         self._accelerator.trackers.append(tracker)
         return tracker
 
-    def _draw(self, writer: Any, graph: Callable[[], Any]) -> None:
+    def _draw(self, writer: Any, graph: Any) -> None:
         from tensorboard.compat.proto.config_pb2 import RunMetadata
 
         with self._bearing("the model's graph"):
-            writer.file_writer.add_graph((graph(), RunMetadata()))
+            writer.file_writer.add_graph((graph, RunMetadata()))
 
     @contextmanager
     def _bearing(self, what: str) -> Iterator[None]:

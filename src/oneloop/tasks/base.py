@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from oneloop.tasks.contract import check_signatures
+
 
 class Objective(Protocol):
     """What is minimized: how samples become a batch, what it weighs, and what it costs."""
@@ -17,7 +19,11 @@ class Objective(Protocol):
         """How much this batch counts: its samples, or its target tokens. 0-dim, on the host."""
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """SUM of the losses over what ``weight`` counts (0-dim), and detached outputs."""
+        """SUM of the losses over what ``weight`` counts (0-dim), and detached outputs.
+
+        Outputs that are 0-dim figures in training are logged as train/NAME: their mean over the micro-batches, each
+        counting by its weight.
+        """
 
 
 class Task(Objective, Protocol):
@@ -26,6 +32,9 @@ class Task(Objective, Protocol):
     Optional members:
         ``sample_weight: float``: what every sample weighs, where that is the same for all; spares a sum per step.
         ``unit: str``: what the weight counts, "samples" (default) or "tokens".
+        ``additive: bool``: False says that the loss of a batch is not the sum of its samples' (contrastive losses,
+        mixup drawn in ``loss``, auxiliary losses over the batch); a run then promises the same bits for the same split
+        only, and says so.
         ``metrics()`` with ``update(metrics, batch, outputs) -> None``: what is measured beside the loss, a new
         :class:`oneloop.tasks.metrics.Metrics` (sums over samples, and the figures that they make) or a
         ``torchmetrics.MetricCollection``.
@@ -56,7 +65,7 @@ def check(task: Any) -> None:
     """Refuses what is not a task.
 
     Raises:
-        ValueError: names what is missing.
+        ValueError: names what is missing, or cannot be called as it is called.
     """
     missing = [name for name in _NEEDED if not callable(getattr(task, name, None)) or _is_stub(task, name)]
     if hasattr(task, "metrics") and not callable(getattr(task, "update", None)):
@@ -66,6 +75,7 @@ def check(task: Any) -> None:
             f"task.name {type(task).__name__} is not a task: it lacks {', '.join(missing)}"
             " (see oneloop.tasks.base.Task)"
         )
+    check_signatures(task)
 
 
 def _is_stub(task: Any, name: str) -> bool:
@@ -79,6 +89,8 @@ def check_sets(train: Any, evals: dict[str, Any]) -> None:
     Raises:
         ValueError: names the set.
     """
+    if not isinstance(evals, dict):
+        raise ValueError(f"task: eval_sets() returned a {type(evals).__name__}; a dict of data sets by name is needed")
     for name, dataset in {"train": train, **evals}.items():
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ValueError(

@@ -1,0 +1,42 @@
+"""What the micro-batches of one step come to, on the device.
+
+>>> sums = Sums(("accuracy",))
+>>> sums.add(loss, {"accuracy": share_that_is_right}, weight=64.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Sums:
+    """The summed loss, and the sums of named figures, each times the weight of its micro-batch.
+
+    Args:
+        names: of the figures: 0-dim outputs of the loss.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._names = names
+        self.loss: Any = 0.0
+        """0-dim"""
+        self.figures: Tensor | None = None
+        """one value for each name"""
+
+    def add(self, loss: Tensor, outputs: Mapping[str, Tensor], weight: float) -> None:
+        """Takes in one micro-batch; no host sync, and no work for the device beyond the sums.
+
+        Raises:
+            ValueError: an output is missing.
+        """
+        self.loss = self.loss + loss.detach()
+        if self._names:
+            if missing := [name for name in self._names if name not in outputs]:
+                raise ValueError(f"the loss returned no output {missing[0]!r} this time, as it did before the run")
+            wide = torch.float32 if loss.device.type == "mps" else torch.float64
+            mine = torch.stack([outputs[name].detach().to(wide) for name in self._names]) * weight
+            self.figures = mine if self.figures is None else self.figures + mine

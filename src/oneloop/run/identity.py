@@ -1,0 +1,163 @@
+"""What a run is made of, kept in its checkpoints and compared when it goes on: data, model, precision, recipe."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+from xxhash import xxh3_64, xxh3_64_hexdigest
+
+from oneloop.basics.tensors import bare_name
+from oneloop.data.keyed import Keyed
+from oneloop.optim.build import LR_FACTOR
+from oneloop.run.job import Job
+from oneloop.run.processes import Run
+from oneloop.tasks.contract import theirs
+
+SAMPLES = 16
+"""of each data set, spread over it, that are loaded and compared"""
+
+
+class Identity:
+    """What a run is made of, as a part of its checkpoints.
+
+    Args:
+        about: as :func:`identity` tells it.
+        accept_changes: go on where a checkpoint says otherwise.
+        say: how a person is told.
+    """
+
+    def __init__(self, about: Mapping[str, Any], *, accept_changes: bool, say: Callable[[str], object]) -> None:
+        self.about, self._accept, self._say = about, accept_changes, say
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.about)
+
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Compares a checkpoint's state with what there is now. To be called before it is loaded.
+
+        Raises:
+            ValueError: it is of other data, another model or precision, and that is not accepted.
+        """
+        if not (there := saved.get("identity")):
+            self._say(
+                "the checkpoint does not say what it was made of (it is of an older oneloop): nothing is compared"
+            )
+            return
+        changed = differences(there, self.about)
+        if changed and not self._accept:
+            raise ValueError(
+                f"what the run was trained with has changed: {'; '.join(changed)}; give it what it had, choose another"
+                " run.dir, or go on with --run.accept_changes true"
+            )
+        for line in changed:
+            self._say(f"accepted: {line}")
+        before, now = there.get("source") or {}, self.about.get("source") or {}
+        if before.get("checksum") != now.get("checksum"):
+            self._say(f"the source of the task has changed since ({now.get('file')}): the run goes on with the new one")
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What two identities differ in, one sentence for each."""
+    found = []
+    for name in dict.fromkeys([*before["data"], *now["data"]]):
+        there, here = before["data"].get(name), now["data"].get(name)
+        if there is None or here is None:
+            found.append(f"the {name} set is {'new' if there is None else 'gone'}")
+        elif there["length"] != here["length"]:
+            found.append(f"the {name} set has {here['length']:,} samples, and had {there['length']:,}")
+        elif there["checksum"] and here["checksum"] and there["checksum"] != here["checksum"]:
+            found.append(
+                f"the {name} set has as many samples, but some of the {SAMPLES} that were looked at are others"
+            )
+    if before["model"] != now["model"]:
+        pairs = zip(before["model"].splitlines(), now["model"].splitlines(), strict=False)
+        one = next((f"{a.strip()!r} -> {b.strip()!r}" for a, b in pairs if a != b), "it has more or fewer parts")
+        found.append(f"the model's structure: {one}")
+    for key, what in (("trained", "trained parameters"), ("precision", "precision"), ("rates", "learning rates")):
+        if before[key] != now[key]:
+            found.append(f"{what}: {before[key]} -> {now[key]}")
+    return found
+
+
+def identity(job: Job, run: Run, optimizer: Optimizer) -> dict[str, Any]:
+    """What the job is made of, as plain data; to be asked on rank 0, which loads some samples for it.
+
+    A set whose samples are others each time they are loaded has no checksum.
+    """
+    named = [(bare_name(name), parameter) for name, parameter in job.model.named_parameters()]
+    trained = [name for name, parameter in named if parameter.requires_grad]
+    structure = job.built.structure
+    return {
+        "data": {name: _of_set(job, name, dataset) for name, dataset in job.sets.items()},
+        "model": structure if len(structure) < 1 << 15 else _digest(structure),
+        "trained": f"{len(trained)} of {len(named)}, {_digest(' '.join(trained))}",
+        "precision": f"{run.accelerator.mixed_precision}, weights in {job.recipe.machine.dtype}",
+        "rates": [group.get(LR_FACTOR, 1.0) for group in optimizer.param_groups],
+        "source": _source(job.task),
+        "recipe": dict(job.recipe.resolved),
+    }
+
+
+def _digest(text: str) -> str:
+    return xxh3_64_hexdigest(text.encode())
+
+
+def _of_set(job: Job, name: str, dataset: Any) -> dict[str, Any]:
+    keyed, number = Keyed(dataset, seed=job.recipe.seed), len(dataset)
+    member = "train_set()" if name == "train" else "eval_sets()"
+    places = sorted({place * number // SAMPLES for place in range(SAMPLES)})
+
+    def load() -> str | None:
+        first = checksum([keyed[0, places[0]]])
+        whole = checksum(keyed[0, index] for index in places)
+        return whole if checksum([keyed[0, places[0]]]) == first else None
+
+    return {"length": number, "checksum": theirs(job.task, member, load)}
+
+
+def checksum(values: Any) -> str:
+    """xxh3-64 of tensors, arrays, texts, numbers and containers of them; of other objects their class alone."""
+    state = xxh3_64()
+
+    def take(value: Any, depth: int = 0) -> None:
+        state.update(type(value).__name__.encode())
+        if depth > 8:  # of objects that hold one another
+            return
+        if isinstance(value, torch.Tensor):
+            state.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            state.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, np.ndarray) and value.dtype != object:
+            state.update(f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes())
+        elif isinstance(value, str | bytes):
+            state.update(value.encode(errors="surrogatepass") if isinstance(value, str) else value)
+        elif isinstance(value, int | float | complex | np.generic) or value is None:
+            state.update(repr(value).encode())
+        elif isinstance(value, Mapping):
+            for name in sorted(value, key=str):
+                take(str(name), depth + 1)
+                take(value[name], depth + 1)
+        elif hasattr(value, "tobytes") and hasattr(value, "size"):  # an image of PIL
+            state.update(repr(value.size).encode() + value.tobytes())
+        elif hasattr(value, "__iter__"):
+            for inside in value:
+                take(inside, depth + 1)
+        elif hasattr(value, "__dict__"):
+            take(vars(value), depth + 1)
+
+    for value in values:
+        take(value)
+    return state.hexdigest()
+
+
+def _source(task: Any) -> dict[str, str]:
+    try:
+        file = inspect.getsourcefile(type(task))
+        return {"file": str(file), "checksum": xxh3_64_hexdigest(Path(str(file)).read_bytes())}
+    except (TypeError, OSError):
+        return {}
