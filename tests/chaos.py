@@ -57,8 +57,8 @@ def trace_writing(phase: str) -> None:
     writer.write_tensors = traced(phase, writer.write_tensors)
     store.Store.seal = traced("renaming", store.Store.seal)
     store.Store.prune = traced("pruning", store.Store.prune)
-    flush = store.flush_folder
-    store.flush_folder = lambda folder: (flush(folder), time.sleep(0.01))  # between manifest, rename and its flush
+    flush = store.flush
+    store.flush = lambda folder: (flush(folder), time.sleep(0.01))  # between manifest, rename and its flush
 
 
 def rank_of(

@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text()
 def test_the_quoted_loop_is_the_loop():
     quoted = next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "clock.over" in block)
     source = (ROOT / "src/oneloop/train.py").read_text()
-    start, end = source.index("    def settle() ->"), source.index("    if not stopped and")
+    start, end = source.index("    def settle() ->"), source.index("    # The end. ")
     settle, loop = source[start : source.index("    if job.policy.rewinds")], source[:end]
     loop = loop[loop.rindex("        for group in clock.over") :]
     assert quoted.strip() == f"{textwrap.dedent(settle).strip()}\n\n\n{textwrap.dedent(loop).strip()}"

@@ -12,7 +12,10 @@ from worlds import run, train
 
 
 class Flipping(Ragged):
-    """Flips one bit of one rank's weights, or of its optimizer's memory, before the fifth step."""
+    """Flips one bit of one rank's weights before the fifth step.
+
+    Before the first step the task was tried three times in training.
+    """
 
     def __init__(self, rank: int = 1, bit: int = 3, samples: int = 37) -> None:
         super().__init__(samples)
@@ -21,9 +24,9 @@ class Flipping(Ragged):
     def loss(self, model, batch):
         import os
 
-        if model.training and batch["input"].device.type != "meta":  # where operations are counted
+        if model.training:
             self.calls += 1
-            if self.calls == 5 and int(os.environ.get("RANK", "0")) == self.rank:
+            if self.calls == 3 + 5 and int(os.environ.get("RANK", "0")) == self.rank:
                 weight = dict(model.named_parameters())
                 name = next(name for name in weight if name.endswith("inner.bias"))
                 with torch.no_grad():

@@ -281,3 +281,95 @@ def test_names_cannot_run_code_in_the_page(tmp_path):
     (folder / "recipe.yaml").write_text("task: {name: '</script><script>alert(2)</script>'}\n")
     page = report([folder])
     assert "<script>alert" not in page
+
+
+EVIL = (
+    "</script><img src=x onerror=\"window.ran='{0}'\"><script>window.ran='{0}'</script>"
+    "<a href=\"javascript:window.ran='{0}'\">{0}</a>"
+)
+
+
+def hostile(folder: Path) -> None:
+    """A run folder with code in every string that it holds, and with values of the wrong kind beside them."""
+    folder.mkdir()
+
+    def evil(what: str) -> str:
+        return EVIL.format(what)
+
+    lines = [
+        {
+            "step": step,
+            "event": evil("event"),
+            "why": evil("why"),
+            "ids": [evil("ids"), step],
+            evil("key"): evil("value"),
+        }
+        for step in (1, 2)
+    ]
+    lines += [
+        {"step": step, "event": kind, "why": evil("why")} for step in (1, 2) for kind in ("save", "resume", "skip")
+    ]
+    for step in (1, 2, 3):
+        lines.append({"step": step, "train/loss": 1.0 / step, f"train/{evil('figure')}": 2.0, "share/data": 0.5})
+        lines.append({"step": step, "eval/loss": 0.5, f"eval/{evil('metric')}": 1.0, "weights": evil("weights")})
+        lines.append({"step": step, f"{evil('set')}/loss": 1.0, "weights": "raw", "train/lr": evil("lr"), "x/y": [1]})
+    lines += [{"step": evil("step")}, {"step": 4, "event": [1]}, {"step": 4, "weights": {}}, [], 7]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sample = {"index": evil("index"), "worst": False, "loss": evil("loss"), "target": evil("target")}
+    sample |= {"prediction": evil("prediction"), "confidence": evil("confidence"), "right": evil("right")}
+    samples = [
+        {**sample, "image": evil("image")},
+        {**sample, "image": "https://example.com/a.png"},
+        {**sample, "image": "data:image/svg+xml,<svg onload=alert(1)>", "worst": evil("worst")},
+        {**sample, "tokens": [[evil("token"), evil("loss")], [1], evil("tokens")]},
+        {**sample, "text": evil("text")},
+        {**sample, "prompt": evil("prompt"), "continuation": evil("continuation")},
+        evil("sample"),
+    ]
+    confusion = {"classes": [evil("class"), "b"], "counts": [[1, 2], [3, 4]]}
+    (folder / "examples.json").write_text(
+        json.dumps({"step": evil("step"), "samples": samples, "confusion": confusion})
+    )
+    best = {"metric": evil("metric"), "value": evil("value"), "step": evil("step")}
+    summary = {"exit_reason": evil("reason"), "step": evil("step"), "seconds": evil("seconds"), "best": best}
+    summary |= {f"eval/{evil('summary')}": 1.0, "time": evil("time"), "noise_scale": evil("noise")}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "recipe.yaml").write_text(json.dumps({"task": {"name": evil("task"), evil("option"): evil("set")}}))
+    about = {"command": [evil("a"), evil("b")], "accelerate": {"ACCELERATE_MIXED_PRECISION": evil("bf16")}}
+    (folder / "environment.json").write_text(
+        json.dumps({**about, "processes": evil("processes"), evil("k"): evil("v")})
+    )
+
+
+@needs_chromium
+def test_no_script_of_a_hostile_folder_runs(tmp_path, browser):
+    folders = [tmp_path / "evil", tmp_path / "<b onmouseover=alert(1)>"]
+    for folder in folders:
+        hostile(folder)
+    for words in ([str(folders[0])], list(map(str, folders))):
+        page = tmp_path / "page.html"
+        assert main(["report", *words, "--to", str(page)]) == 0
+        charts = opened(browser, page)  # nothing was fetched, no error on the console
+        assert len(charts) > 5
+        browser.execute_script("document.querySelectorAll('details').forEach(one => one.open = true)")
+        assert browser.execute_script("return window.ran") is None
+        assert browser.execute_script("return document.querySelectorAll('script').length") == 3
+        assert (
+            browser.execute_script("return document.querySelectorAll('[onerror], [onload], [onmouseover]').length") == 0
+        )
+        links = browser.execute_script(
+            "return [...document.querySelectorAll('a')].map(a => a.getAttribute('href') || a.getAttribute('xlink:href'))"
+        )
+        assert not [link for link in links if link and "javascript" in link]
+
+
+@needs_chromium
+def test_a_script_that_came_into_the_page_would_not_run(tmp_path, browser):
+    """The second lock: were something not escaped, the page's own policy would still refuse it."""
+    hostile(tmp_path / "evil")
+    page = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "evil"), "--to", str(page)]) == 0
+    page.write_text(page.read_text().replace("</main>", "<script>window.ran = 1</script></main>"))
+    browser.get(page.as_uri())
+    assert browser.execute_script("return window.ran") is None
+    assert any("Content Security Policy" in entry["message"] for entry in browser.get_log("browser"))

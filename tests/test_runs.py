@@ -144,7 +144,10 @@ def test_plateau_lowers_the_rate(tmp_path, recipe):
 
 
 def test_a_tasks_own_bug_says_where(tmp_path, recipe):
-    (tmp_path / "mine.py").write_text("class Bad:\n    def __init__(self):\n        raise ValueError('no such file')\n")
+    (tmp_path / "mine.py").write_text(
+        "from oneloop.tasks.base import Task\n"
+        "class Bad(Task):\n    def __init__(self):\n        raise ValueError('no such file')\n"
+    )
     ended = subprocess.run(
         [sys.executable, "-m", "oneloop.train", recipe, "--task", "mine.Bad"],
         cwd=tmp_path,
@@ -153,7 +156,7 @@ def test_a_tasks_own_bug_says_where(tmp_path, recipe):
         timeout=100,
         check=False,
     )
-    assert ended.returncode == 2 and "mine.py:3" in ended.stderr and "no such file" in ended.stderr
+    assert ended.returncode == 2 and "mine.py:4" in ended.stderr and "no such file" in ended.stderr
 
 
 def _trainers(parent: int) -> list[int]:
@@ -220,12 +223,12 @@ def test_two_starters_on_one_folder(tmp_path):
     from oneloop.run.folder import Folder
 
     first = Folder(tmp_path / "run")
-    first.open()
+    first.hold()
     (tmp_path / "run" / "recipe.yaml").write_text("{}")
     with pytest.raises(BadInput, match=f"in use by process {os.getpid()} on "):
         Folder(tmp_path / "run").inspect({})
     with pytest.raises(BadInput, match="in use by process"):
-        Folder(tmp_path / "run").open()
+        Folder(tmp_path / "run").hold()
     first.close()
 
 

@@ -17,7 +17,8 @@ import yaml
 
 from oneloop.basics.errors import BAD_INPUT, ERROR, BadInput
 from oneloop.basics.orphans import die_with
-from oneloop.checkpoint.store import Store, problems, read_manifest, step_of
+from oneloop.basics.text import printable
+from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files, read_manifest, step_of
 
 _USAGE = """usage: oneloop launch [accelerate launch's options] RECIPE [--key value …]
        oneloop verify RUN
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise BadInput(f"unknown command {command!r}; known: {', '.join(commands)}")
         return commands[command](rest)
     except BadInput as error:
-        print(f"oneloop: {error}", file=sys.stderr)
+        print(printable(f"oneloop: {error}"), file=sys.stderr)
         return BAD_INPUT
 
 
@@ -69,7 +70,12 @@ def verify(words: Sequence[str]) -> int:
     for path in store.sealed():
         wrong = problems(path)
         bad += bool(wrong)
-        print(f"{path.name}: {'good' if not wrong else '; '.join(wrong)}")
+        print(printable(f"{path.name}: {'good' if not wrong else '; '.join(wrong)}"))
+    final = Path(given["RUN"]) / "final"
+    if (final / MANIFEST).exists():
+        wrong = problems_of_files(final)
+        bad += bool(wrong)
+        print(printable(f"final: {'good' if not wrong else '; '.join(wrong)}"))
     return ERROR if bad else 0
 
 
@@ -86,7 +92,7 @@ def report(words: Sequence[str]) -> int:
         raise BadInput(str(error)) from error
     except OSError as error:
         raise BadInput(f"--to {to} cannot be written: {error.strerror}") from error
-    print(to)
+    print(printable(to))
     return 0
 
 
@@ -126,21 +132,30 @@ def export(words: Sequence[str]) -> int:
     if given["--to"] is None:
         raise BadInput("export needs a folder to write to: --to DIR")
     folder = _chosen(_store(given["RUN"]), given["--checkpoint"])
-    from oneloop.recipe.names import resolve
-    from oneloop.recipe.parse import read
-    from oneloop.run.export import export_checkpoint
-
     try:
-        task = read([str(Path(given["RUN"]) / "recipe.yaml")]).task
-        export_checkpoint(
-            folder, Path(given["--to"]), resolve("task", task.name)(**task.options), weights=given["--weights"]
-        )
+        _export(Path(given["RUN"]), folder, Path(given["--to"]), given["--weights"])
     except BadInput:
         raise
     except (ValueError, OSError) as error:
         raise BadInput(str(error)) from error
-    print(f"{folder.name} of {given['RUN']} is in {given['--to']}")
+    print(printable(f"{folder.name} of {given['RUN']} is in {given['--to']}"))
     return 0
+
+
+def _export(run: Path, checkpoint: Path, to: Path, weights: str) -> None:
+    """Makes the task of a run, whose code may be the user's own: from where it is taken is said before."""
+    from oneloop.recipe.names import resolve, source
+    from oneloop.recipe.parse import task_of
+
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a task in the current folder, as `python -m oneloop.train` finds it
+    name = task_of(run / "recipe.yaml", typed=False).name
+    if file := source("task", name):
+        print(printable(f"oneloop export: task.name {name} of {run}/recipe.yaml is taken from {file}"), file=sys.stderr)
+    task = task_of(run / "recipe.yaml")
+    from oneloop.run.export import export_checkpoint
+
+    export_checkpoint(checkpoint, to, resolve("task", task.name)(**task.options), weights=weights)
 
 
 def _parsed(

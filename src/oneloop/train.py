@@ -236,17 +236,17 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             if stopped or over():
                 break
 
+    # The end. The best weights are put in place, where they are wanted.
+    trouble = checkpoints.finish()
+    final = job.final(state, checkpoints, count.step, best)
     if not stopped and "test" in job.eval_sets:
         stopped = not evaluated({"test": job.eval_sets["test"]})
-
-    # The end.
-    trouble = checkpoints.finish()
     if trouble and stopped:  # the run is not done, and cannot go on where it was
         raise OSError("told to stop, but the last checkpoint could not be written")
     checkpoints.close()
-    write_final(folder.path / "final", model, task, emas)  # every rank must get here
+    write_final(folder.path / "final", model, task, emas, about=final)  # every rank must get here
     time = advice.sentence(clock.overall())
-    return summary(job, run, count, best, results, noise, time=time, stopped=stopped)
+    return summary(job, run, count, best, results, noise, final=final, time=time, stopped=stopped)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

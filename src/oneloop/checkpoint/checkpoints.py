@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from oneloop.basics.progress import Working
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint import writer
 from oneloop.checkpoint.state import (
+    described,
     header_of,
     load_tensors,
     load_values,
@@ -83,6 +84,7 @@ class Checkpoints:
         extra: Mapping[str, Tensor] | None = None,
         about: Mapping[str, Any] | None = None,
         keep: Keep | None = None,
+        flush: Sequence[Path] = (),
     ) -> str | None:
         """Begins to save; the last save is finished first. Every rank must get here.
 
@@ -94,6 +96,7 @@ class Checkpoints:
             extra: more tensors, named ``ema.…``; sharded as the model's are, or the same on all ranks.
             about: for the manifest (the metric that the best is chosen by).
             keep: which older ones to leave.
+            flush: files that have to be on disk before it is sealed, since its state tells of them.
 
         Returns:
             What went wrong with the last save, alike on all ranks; None where nothing did.
@@ -114,6 +117,8 @@ class Checkpoints:
             state={**state, "optimizer": optimizer_values(model, optimizer)},
             about={"ranks": self.ranks, **(about or {})},
             keep=vars(keep or Keep()),
+            tensors=described(tensors) if self.rank == 0 else {},
+            flush=[str(file.absolute()) for file in flush],
         )
         if self._sync:
             buffer = torch.empty(size, dtype=torch.uint8)
@@ -170,6 +175,8 @@ class Checkpoints:
             return None
         trouble: str = next((first for first in troubles if not first.startswith("Gone")), troubles[0])
         self._failures += 1
+        if self.rank == 0:
+            self.store.sweep(drafts=True)  # no writer is at work now
         if self._failures > self._max_failures:
             raise OSError(f"{self._failures} saves in a row have failed, the last one: {trouble}")
         if self.rank == 0:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from oneloop.checkpoint.checkpoints import Checkpoints
-from oneloop.checkpoint.state import model_tensors
-from oneloop.checkpoint.store import Keep
+from oneloop.checkpoint.state import load_tensors, model_tensors
+from oneloop.checkpoint.store import Keep, name_of
 
 
 class Average(Protocol):
@@ -34,7 +34,7 @@ class RunState:
         optimizer: over its parameters.
         averages: of its parameters.
         parts: by name, what has a ``state_dict`` of plain values, and takes it back by ``load_state_dict`` where it has
-            one.
+            one; ``files`` of it are on disk before a checkpoint that tells of them.
         own: names of parts that belong to a run's own folder: they do not go on from another folder's checkpoint.
         check: is shown what a checkpoint holds beside tensors before it is loaded, and may refuse it.
     """
@@ -71,7 +71,18 @@ class RunState:
     ) -> None:
         """Begins a checkpoint, as :meth:`Checkpoints.save`. Every rank must get here."""
         plain = {name: part.state_dict() for name, part in self.parts.items()}
-        checkpoints.save(step, self.model, self.optimizer, plain, extra=self._extra(), about=about, keep=keep)
+        told = [file for part in self.parts.values() for file in getattr(part, "files", ())]
+        more: dict[str, Any] = {"extra": self._extra(), "about": about, "keep": keep, "flush": told}
+        checkpoints.save(step, self.model, self.optimizer, plain, **more)
+
+    def take(self, checkpoints: Checkpoints, step: int) -> None:
+        """Puts the weights and averages of an earlier checkpoint in place, and nothing else of it. Every rank must get
+        here.
+
+        Raises:
+            ValueError: there is no such checkpoint.
+        """
+        load_tensors(checkpoints.store.root / name_of(step), self.model, extra=self._extra())
 
     def resume(self, checkpoints: Checkpoints, asked: str, *, say: Callable[[str], None] = print) -> dict[str, Any]:
         """Loads what ``asked`` says: ``auto`` (the newest good checkpoint), ``never``, or a checkpoint's path.

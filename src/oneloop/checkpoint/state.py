@@ -80,6 +80,11 @@ def optimizer_values(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {"parameters": {name: values for name, values in states.items() if values}, "groups": groups}
 
 
+def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
+    """Type, as safetensors names it, and global shape of each tensor, for a manifest."""
+    return {name: (_TYPES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()}
+
+
 @dataclass(frozen=True)
 class Piece:
     """A rank's part of one tensor."""

@@ -17,8 +17,12 @@ from typing import Any
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
+from oneloop.checkpoint.headers import tensor_problems
+
 MANIFEST = "MANIFEST.json"
-FORMAT = 1
+FORMAT = 2
+"""of what is written; 1 did not list the tensors"""
+_READ = (1, 2)
 _NAME = re.compile(r"step-(\d{8,})")
 _CHUNK = 1 << 22
 
@@ -43,9 +47,9 @@ def checksum(file: Path) -> str:
     return state.hexdigest()
 
 
-def flush_folder(folder: Path) -> None:
-    """Makes names in a folder last through a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Makes a file's content, or the names in a folder, last through a power cut."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -88,7 +92,14 @@ class Store:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def seal(self, draft: Path, step: int, files: Mapping[str, Any], about: Mapping[str, Any]) -> Path:
+    def seal(
+        self,
+        draft: Path,
+        step: int,
+        files: Mapping[str, Any],
+        about: Mapping[str, Any],
+        tensors: Mapping[str, Any] | None = None,
+    ) -> Path:
         """Commits a draft: manifest, flush, one rename, flush.
 
         Args:
@@ -96,15 +107,17 @@ class Store:
             step: of the checkpoint.
             files: manifest entries (size and checksum) by name.
             about: what is in it, for readers.
+            tensors: type (as safetensors has it) and global shape of all tensors in its files, by name.
         """
         manifest = {"format": FORMAT, "step": step, "files": dict(sorted(files.items())), "about": dict(about)}
+        manifest["tensors"] = dict(tensors or {})
         write_file(draft / MANIFEST, json.dumps({**manifest, "self": _of(manifest)}, indent=1).encode())
-        flush_folder(draft)
+        flush(draft)
         sealed = self.root / name_of(step)
         if sealed.exists():  # an older one of the same step, which a resume passed over
             sealed.rename(self.root / f".{sealed.name}.replaced")
         draft.rename(sealed)
-        flush_folder(self.root)
+        flush(self.root)
         return sealed
 
     def sealed(self) -> list[Path]:
@@ -165,19 +178,33 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
     if vouched != _of(manifest) or not plain:
         raise ValueError(f"{MANIFEST} is damaged: its checksum should be {_of(manifest)}, and says {vouched}")
-    if manifest["format"] != FORMAT:
+    if manifest["format"] not in _READ:
         raise ValueError(f"{MANIFEST} is of format {manifest['format']}, and this oneloop reads {FORMAT}")
     return manifest  # type: ignore[no-any-return]
 
 
-def problems(folder: Path) -> list[str]:
-    """What is wrong with a committed checkpoint: which file, what was expected, what was found. Reads it whole."""
+def vouch(folder: Path, about: Mapping[str, Any]) -> None:
+    """Writes a manifest of all files that lie in a folder, which is no checkpoint: ``problems_of_files`` reads it."""
+    files = {
+        path.name: {"size": path.stat().st_size, "xxh3": checksum(path)}
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name != MANIFEST
+    }
+    manifest = {"format": FORMAT, "files": files, "about": dict(about)}
+    write_file(folder / MANIFEST, json.dumps({**manifest, "self": _of(manifest)}, indent=1).encode())
+
+
+def problems_of_files(folder: Path) -> list[str]:
+    """What is wrong with the files that a folder's manifest names. Reads them whole."""
     try:
-        manifest = read_manifest(folder)
+        return _changed(folder, read_manifest(folder)["files"])
     except ValueError as error:
         return [str(error)]
+
+
+def _changed(folder: Path, files: Mapping[str, Any]) -> list[str]:
     wrong = []
-    for name, entry in manifest["files"].items():
+    for name, entry in files.items():
         file = folder / name
         try:
             size = file.stat().st_size
@@ -187,5 +214,23 @@ def problems(folder: Path) -> list[str]:
                 wrong.append(f"{name}: expected checksum {entry['xxh3']}, found {actual}")
         except OSError as error:
             wrong.append(f"{name}: {error.strerror}")
+    return wrong
+
+
+def problems(folder: Path) -> list[str]:
+    """What is wrong with a committed checkpoint: which file, what was expected, what was found. Reads it whole."""
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        return [str(error)]
+    wrong = [f"{path.name}: a link, which may lead elsewhere" for path in folder.iterdir() if path.is_symlink()]
+    if _NAME.fullmatch(folder.name) and manifest["step"] != step_of(folder):
+        wrong.append(f"it is the checkpoint of step {manifest['step']} under another one's name")
+    if wrong:
+        return wrong
+    wrong = _changed(folder, manifest["files"])
     strangers = {path.name for path in folder.iterdir()} - set(manifest["files"]) - {MANIFEST}
-    return wrong + [f"{name}: not in the manifest" for name in sorted(strangers)]
+    wrong += [f"{name}: not in the manifest" for name in sorted(strangers)]
+    if wrong or not manifest.get("tensors"):
+        return wrong
+    return tensor_problems(folder, manifest["files"], manifest["tensors"])

@@ -29,8 +29,17 @@ def gathered_weights(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Any] = get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
-    tied = tied_names(bare(model))
-    return {name: tensor.contiguous() for name, tensor in state.items() if name not in tied}
+    tied, memory = tied_names(bare(model)), set[int]()
+    weights = {}
+    for name, tensor in state.items():
+        if name in tied:
+            continue
+        whole = tensor.contiguous()
+        if (place := whole.untyped_storage().data_ptr()) in memory:  # a view of another's, which a file does not hold
+            whole = whole.clone()
+        memory.add(place)
+        weights[name] = whole
+    return weights
 
 
 def write_weights(file: Path, weights: dict[str, Tensor]) -> None:

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 from xxhash import xxh3_128
 
 from oneloop.basics.orphans import die_with
-from oneloop.checkpoint.store import Keep, Store, write_file
+from oneloop.checkpoint.store import Keep, Store, flush, write_file
 
 _CHUNK = 1 << 22
 
@@ -48,6 +49,10 @@ class SaveRequest:
     """for the manifest"""
     keep: dict[str, Any] = field(default_factory=dict)
     """fields of :class:`Keep`"""
+    tensors: dict[str, Any] = field(default_factory=dict)
+    """type and global shape of all tensors by name, for the manifest"""
+    flush: list[str] = field(default_factory=list)
+    """files beside it that have to be on disk before it is sealed"""
 
 
 class Gone(Exception):
@@ -78,7 +83,10 @@ def write(request: SaveRequest, data: memoryview, called_off: Callable[[], bool]
             (draft / f"{part}.failed").touch()
         finally:
             raise
-    store.seal(draft, request.step, files, request.about)
+    for file in request.flush:
+        with suppress(OSError):  # it may not be there
+            flush(Path(file))
+    store.seal(draft, request.step, files, request.about, request.tensors)
     store.prune(Keep(**request.keep))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from oneloop.basics.duration import Duration, span
 from oneloop.basics.errors import BadInput, at_least
@@ -35,6 +36,8 @@ class SaveConfig:
     """checkpoints at multiples of this duration are kept for good (0: none)"""
     best: bool = True
     """also save whenever eval.best is better than ever, and keep that checkpoint"""
+    final: Literal["last", "best"] = "last"
+    """which weights final/ holds in the end: the last ones, or those of the best evaluation (needs save.best)"""
     sync: bool = False
     """write in the training process, which waits, instead of another one"""
     max_failures: int = 3
@@ -42,6 +45,8 @@ class SaveConfig:
 
     def __post_init__(self) -> None:
         at_least(1, save__keep=self.keep)
+        if self.final == "best" and not self.best:
+            raise BadInput("save.final best needs the checkpoint of the best evaluation; leave save.best at true")
         at_least(0, save__max_failures=self.max_failures)
 
 

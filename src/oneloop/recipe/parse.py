@@ -115,6 +115,32 @@ def read(argv: Sequence[str]) -> Recipe:
     return recipe
 
 
+def task_of(recipe: Path, *, typed: bool = True) -> TaskConfig:
+    """The task that a resolved recipe names; optimizer and schedule, whose code may be anyone's, are not looked at.
+
+    Args:
+        recipe: its file.
+        typed: with its options, for which the task's module is imported.
+
+    Raises:
+        BadInput: it cannot be read, or is no recipe.
+    """
+    _, written = _load(str(recipe), allow_none=False)
+    name = written.get("task.name", TaskConfig().name)
+    if not isinstance(name, str):
+        raise BadInput(f"{recipe}: task.name must be a name or a class path, found {name!r}")
+    if not typed:
+        return TaskConfig(name)
+    made = parser(name, OptimizerConfig().name, ScheduleConfig().name)
+    given = {key: value for key, value in written.items() if key.startswith("task.")}
+    _refuse_unknown(given, made)
+    try:
+        values = made.parse_args([_argument(key, value, made) for key, value in given.items()]).task.as_dict()
+    except Exception as error:
+        raise BadInput(f"{recipe}: {_one_line(error)}") from error
+    return TaskConfig(values.pop("name"), values)
+
+
 def _split(argv: Sequence[str]) -> tuple[str | None, dict[str, Any], set[str]]:
     """Command line -> recipe, {key: text or None where no value follows}, flags."""
     source: str | None = None
@@ -158,9 +184,11 @@ def _load(source: str | None, *, allow_none: bool) -> tuple[str, dict[str, Any]]
                 f" a .yaml file{suggestion(source, packaged())}"
             )
         try:
-            name, text = path.stem, path.read_text()
+            name, text = path.stem, path.read_text(encoding="utf-8")
         except OSError as error:
             raise BadInput(f"recipe {source!r} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise BadInput(f"recipe {source!r} is no text: {error}") from error
     try:
         content = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:

@@ -47,6 +47,8 @@ def build_job(
     task = _task(recipe)
     train_set, eval_sets = (theirs(task, member, getattr(task, member)) for member in ("train_set", "eval_sets"))
     check_sets(train_set, eval_sets)
+    if recipe.save.final == "best" and not set(eval_sets) - {"test"}:
+        raise ValueError("save.final best is asked for, and the task has no validation set to choose the best by")
     if recipe.debug.overfit:
         train_set = Subset(train_set, range(min(recipe.debug.overfit, len(train_set))))
     sample_weight = getattr(task, "sample_weight", None)

@@ -10,6 +10,7 @@ from typing import NoReturn
 from oneloop.basics import errors
 from oneloop.basics.errors import BadInput
 from oneloop.basics.orphans import die_with_launcher
+from oneloop.basics.text import printable
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
 from oneloop.run.ending import leave
@@ -33,7 +34,7 @@ def read_once(argv: tuple[str, ...]) -> Recipe:
 def refuse(error: BadInput) -> NoReturn:
     """Says what was wrong, on rank 0, and ends this process."""
     if is_main():
-        print(f"oneloop: {error}", file=sys.stderr)
+        print(printable(f"oneloop: {error}"), file=sys.stderr)
     leave(errors.BAD_INPUT, main=is_main())
 
 

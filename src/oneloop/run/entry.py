@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from oneloop.basics import errors
 from oneloop.basics.errors import BadInput, Diverged
 from oneloop.basics.plain_json import dumps
+from oneloop.basics.text import printable
 from oneloop.machine.micro_batch import is_out_of_memory
 from oneloop.machine.switches import float32_products
 from oneloop.measure.profiling import memory_snapshot
@@ -87,7 +88,7 @@ def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) ->
     folder.close()
     run.display.summary(summary)
     run.display.lines(summary[about] for about in ("noise_scale", "time") if about in summary)
-    ended = f"{summary['exit_reason']}; results in {folder.path}"
+    ended = printable(f"{summary['exit_reason']}; results in {folder.path}")
     print(dumps({**summary, "folder": str(folder.path)}) if as_json else ended, flush=True)
 
 

@@ -3,28 +3,55 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from oneloop.checkpoint.state import load_tensors
-from oneloop.checkpoint.store import Store, problems
+from oneloop.checkpoint.store import MANIFEST, Store, problems, vouch
 from oneloop.checkpoint.weights import bare, gathered_weights, write_weights
 from oneloop.ema import EMA, gamma, post_hoc
 from oneloop.tasks.base import Task
 
 
-def write_final(folder: Path, model: nn.Module, task: Task, averages: Iterable[EMA] = ()) -> None:
+def write_final(
+    folder: Path, model: nn.Module, task: Task, averages: Iterable[EMA] = (), *, about: Mapping[str, Any]
+) -> None:
     """``model.safetensors``, one file for each average, and what the task adds (config, tokenizer). Every rank must get
-    here."""
-    write_weights(folder / "model.safetensors", gathered_weights(model))
+    here.
+
+    Args:
+        folder: to write to.
+        model: as prepared, or bare.
+        task: its ``save`` is called on rank 0, with a model whose tensors are whole.
+        averages: of the model's weights.
+        about: which weights they are, for MANIFEST.json, which also holds the size and checksum of every file.
+    """
+    (folder / MANIFEST).unlink(missing_ok=True)
+    weights = gathered_weights(model)
+    write_weights(folder / "model.safetensors", weights)
     for ema in averages:
         with ema.swapped():
             write_weights(folder / f"{ema.name}.safetensors", gathered_weights(model))
-    if hasattr(task, "save") and folder.exists():
-        task.save(bare(model), folder)
+    if weights:  # on rank 0
+        if hasattr(task, "save"):
+            task.save(_whole(model, task, weights), folder)
+        vouch(folder, about)
+
+
+def _whole(model: nn.Module, task: Task, weights: Mapping[str, Tensor]) -> nn.Module:
+    """The model without DTensors: itself, or under FSDP2 a new one with its weights."""
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return bare(model)
+    made = task.model()
+    for name, tensor in made.state_dict(keep_vars=True).items():
+        if name in weights:
+            tensor.data = weights[name]  # another name of tied weights holds the same tensor
+    return made.train(model.training)
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, task: Task, *, weights: str = "raw") -> None:
@@ -45,7 +72,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, task: Task, *, weights: st
         _mix(checkpoint, model, weights)
     else:
         load_tensors(checkpoint, model, weights=weights)
-    write_final(folder, model, task)
+    write_final(folder, model, task, about={"weights": weights, "checkpoint": checkpoint.name})
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from oneloop.basics.errors import BadInput
 from oneloop.basics.files import replacing
 from oneloop.basics.plain_json import dumps
-from oneloop.checkpoint.store import Store, problems
+from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
 from oneloop.recipe.comparison import difference, goes_on
 
 _OWN = {".lock", "owner.json", ".recipe.yaml.draft", ".environment.json.draft"}
@@ -72,15 +72,23 @@ class Folder:
         if old is None:
             return None
         changed = difference(old, resolved)
+        if changed and (kept := self._saved_recipe()) and not difference(kept, resolved):
+            self.say(f"{self.path}/recipe.yaml says otherwise than the newest checkpoint, whose recipe is this one")
+            changed = []
         if changed and not accept_changes and not goes_on(old, resolved):
             raise BadInput(
                 f"run.dir {self.path} holds a run of another recipe ({'; '.join(changed)}); choose another"
                 " run.dir, give the same recipe, or go on with --run.accept_changes true"
             )
         ended = self._plain("summary.json", lambda text: dict(json.loads(text)))
-        if ended and ended.get("exit_code") == 0 and not changed and "step" in ended:
-            return f"{self.path} holds this run, finished at step {ended['step']}: nothing to do"
-        return None
+        done = str((ended or {}).get("exit_reason", "")).startswith(("done", "early stop"))
+        if not ended or ended.get("exit_code") != 0 or not done or changed:
+            return None
+        final = self.path / "final"
+        if (final / MANIFEST).exists() and (wrong := problems_of_files(final)):
+            self.say(f"{final} is damaged ({'; '.join(wrong[:3])}), and is written again")
+            return None
+        return f"{self.path} holds this run, finished at step {ended.get('step')}: nothing to do"
 
     def _plain(self, name: str, parse: Callable[[str], dict[str, Any]]) -> dict[str, Any] | None:
         """What a file of the run holds; None where it is not there, or damaged, which is told."""
@@ -104,12 +112,14 @@ class Folder:
 
         if recipe := self._plain("recipe.yaml", parsed):
             return recipe
+        return self._saved_recipe()
+
+    def _saved_recipe(self) -> dict[str, Any] | None:
+        """The recipe in the newest good checkpoint."""
         for path, wrong in self._store.newest_good():
             if not wrong:
-                state = json.loads((path / "state.json").read_text())
-                recipe = (state.get("identity") or {}).get("recipe")
-                self.say(f"the recipe of {self.path} is {'taken from' if recipe else 'not in'} {path.name}")
-                return recipe
+                recipe = json.loads((path / "state.json").read_text()).get("identity", {}).get("recipe")
+                return recipe if isinstance(recipe, dict) else None
         return None
 
     def _in_use(self) -> bool:

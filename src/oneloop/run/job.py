@@ -27,6 +27,7 @@ from oneloop.optim.schedule import LearningRate
 from oneloop.recipe.names import resolve
 from oneloop.recipe.schema import Recipe
 from oneloop.run.book import Book
+from oneloop.run.counters import Best
 from oneloop.run.environment import environment
 from oneloop.run.folder import Folder
 from oneloop.run.model import BuiltModel, torch_dtype
@@ -119,6 +120,15 @@ class Job:
                 command = ["oneloop.train", *run.command]
                 about = environment(command=command, device=str(run.device), processes=run.ranks)
                 folder.begin(self.recipe.yaml(), about)
+
+    def final(self, state: RunState, checkpoints: Checkpoints, step: int, best: Best) -> dict[str, Any]:
+        """Puts the weights of the best evaluation in place, where the recipe asks for them; says which are there. Every
+        rank must get here, and no save may be under way."""
+        if self.recipe.save.final == "last" or not best.step:
+            return {"weights": "last", "step": step}
+        if best.step != step:
+            state.take(checkpoints, best.step)
+        return {"weights": "best", "step": best.step, "metric": self.recipe.eval.best, "value": best.value}
 
     # --- what the loop is made of ---
 

@@ -82,7 +82,9 @@ def rehearse(job: Job, run: Run, model: nn.Module) -> Rehearsal:
 
 def _batch(contract: Contract, job: Job, run: Run, samples: list[tuple[int, Any]]) -> tuple[dict[str, Any], float]:
     """These samples on the device, and what they weigh."""
+    before = _random_states(run.device)
     collated = contract.collated([sample for _, sample in samples])
+    contract.draws = contract.draws or not _same(before, _random_states(run.device))
     batch = job.collate.completed(collated, [index for index, _ in samples])
     weight = contract.weight(batch, samples=len(samples))
     return next(transferred(iter([batch]), run.device)), weight
@@ -99,7 +101,7 @@ def _evaluated(contract: Contract, job: Job, run: Run, model: nn.Module, samples
         drawn = run.main and "tensorboard" in job.recipe.track
         with Drawing(model, one) if drawn else nullcontext() as drawing:
             loss, _ = contract.loss(model, one)
-        if contract.additive:
+        if contract.additive and not contract.draws:
             contract.doubles("loss", float(loss), float(contract.loss(model, two)[0]), tolerance)
         for dataset in job.eval_sets.values():
             held_out = Keyed(dataset, seed=job.recipe.seed)
@@ -124,7 +126,7 @@ def _trained(
     batch, _ = _batch(contract, job, run, samples)
     with Operations() as counted:
         loss, outputs = contract.loss(model, batch)
-        draws = not _same(before, _random_states(run.device))
+        draws = contract.draws or not _same(before, _random_states(run.device))
         counted.backward = True
         theirs(job.task, "loss", loss.backward)
     unused = [bare_name(name) for name, p in model.named_parameters() if p.requires_grad and p.grad is None]

@@ -66,7 +66,7 @@ def _promise(job: Job, model: nn.Module, seen: Rehearsal) -> str:
             " model; the same split is exact to the bit"
         )
     if has_dropout(model) or seen.draws:
-        what = "the model has dropout" if has_dropout(model) else "model or loss draw random numbers"
+        what = "the model has dropout" if has_dropout(model) else "model, loss or collate draw random numbers"
         return f"{what}: another split sees the same samples, with other draws; the same split is exact to the bit"
     exact_in = "1e-12" if job.recipe.machine.dtype == "float64" else "1e-6"
     return f"any split of the batch gives the same gradients (to {exact_in}); the same split is exact to the bit"

@@ -19,11 +19,12 @@ def summary(
     results: Results,
     noise: NoiseScale,
     *,
+    final: dict[str, Any],
     time: str,
     stopped: bool,
 ) -> dict[str, Any]:
     """The summary of a run that came to its end, or to a stop; ``noise_scale`` and ``time`` (where it went) are
-    sentences."""
+    sentences, ``final`` says which weights final/ holds."""
     metric = job.recipe.eval.best
     early = f"early stop: {metric} was best at step {best.step}" if count.step < job.steps else "done"
     return {
@@ -34,6 +35,7 @@ def summary(
         "seconds": count.elapsed(),
         **results,
         "best": {"metric": metric, "value": best.value, "step": best.step},
+        "final": final,
         "noise_scale": meaning(noise.value, job.split.size, job.no_noise_scale),
         "time": time,
     }

@@ -24,10 +24,12 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from oneloop.basics.plain_json import dumps
 from oneloop.basics.progress import BARS
+from oneloop.basics.text import printable
 
 
 class _Bars(Progress):
@@ -150,10 +152,15 @@ class Display:
         if self._as_json:
             self._json({"message": text})
         else:
-            self._console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
+            self._console.print(printable(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def _json(self, content: Mapping[str, object]) -> None:
         self._console.print(dumps(content), highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def _plain(name: str) -> Text:
+    """A name in a table, whatever it is made of: no markup, no control characters."""
+    return Text(printable(name))
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
@@ -161,13 +168,13 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     best = summary.get("best") or {}
     names = [name for name, value in summary.items() if "/" in name and isinstance(value, float)]
     kinds = dict.fromkeys(name.rpartition("/")[0].rpartition("/")[0] or "weights" for name in names)
-    table = Table("", *kinds, title=None, show_edge=False, pad_edge=False)
+    table = Table("", *(Column(_plain(kind)) for kind in kinds), title=None, show_edge=False, pad_edge=False)
     for row in dict.fromkeys("/".join(name.split("/")[-2:]) for name in names):
         values = [summary.get(row if kind == "weights" else f"{kind}/{row}") for kind in kinds]
-        table.add_row(row, *("" if value is None else f"{value:.4f}" for value in values))
+        table.add_row(_plain(row), *("" if value is None else f"{value:.4f}" for value in values))
     table.add_section()
     if best.get("value") is not None:
-        table.add_row(f"best {best['metric']}", f"{best['value']:.4f} at step {best['step']:,}")
+        table.add_row(_plain(f"best {best['metric']}"), f"{best['value']:.4f} at step {best['step']:,}")
     for name in ("step", "samples", "tokens"):
         if name in summary:
             table.add_row(name, f"{summary[name]:,}")

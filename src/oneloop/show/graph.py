@@ -47,7 +47,7 @@ class Drawing(TorchDispatchMode):
         self.trouble = ""
         """why something is missing in it"""
         self._tracker: Any = ModuleTracker()
-        self._root = type(model).__name__
+        self._root = type(model).__name__.removeprefix("FSDP")  # which fully_shard puts before it
         self._model = model
         self._names: Counter[str] = Counter()
         self._made: Any = WeakTensorKeyDictionary()
@@ -65,7 +65,8 @@ class Drawing(TorchDispatchMode):
 
     def _inside(self) -> str:
         """Dotted name of the innermost module that runs."""
-        return str(max(self._tracker.parents - {"Global"}, key=len, default=self._root))
+        name = str(max(self._tracker.parents - {"Global"}, key=len, default=self._root))
+        return ".".join([self._root, *name.split(".")[1:]])
 
     def _source(self, value: Tensor) -> str | None:
         """The node that made a tensor; the parameters of the module that runs get theirs at their first use."""

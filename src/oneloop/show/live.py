@@ -20,7 +20,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from oneloop.show.runs import Follower
+from oneloop.basics.text import printable
+from oneloop.show.runs import Follower, number
 
 _NARROWEST = 56
 """columns that a run needs"""
@@ -82,6 +83,7 @@ def view(runs: Sequence[Follower], figures: Sequence[str], *, width: int, height
     room = height // rows if height else 0
     names = [run.folder.resolve().name for run in runs]
     titles = [name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)]
+    titles = [printable(title) for title in titles]
     panels = [_panel(run, title, figures, width=each, height=room) for run, title in zip(runs, titles, strict=True)]
     return Columns(panels, width=each, padding=(0, 1, 0, 0)) if across > 1 else Group(*panels)
 
@@ -113,20 +115,21 @@ def _usual(run: Follower) -> list[list[str]]:
 def _head(run: Follower) -> Table:
     table = Table.grid(padding=(0, 2))
     last = {name: value for line in run.lines for name, value in line.items() if line.get("weights", "raw") == "raw"}
-    events = [line["event"] for line in run.lines if "event" in line]
+    events = [printable(line["event"]) for line in run.lines if "event" in line]
     table.add_row("step", f"{last['step']:,}", "ended" if run.ended else f"last line {run.age:,.0f} s ago")
     for name in ("train/loss", "train/lr", *(name for name in last if name.startswith("eval/"))):
         if name in last:
-            table.add_row(name, _short(last[name]))
-    shares = {name.partition("/")[2]: float(last[name]) for name in last if name.startswith("share/")}
+            table.add_row(Text(printable(name)), Text(_short(last[name])))
+    shares = {name.partition("/")[2]: number(last[name]) for name in last if name.startswith("share/")}
     if shares:
         parts = sorted(shares.items(), key=lambda part: -part[1])[:3]
-        table.add_row("time", ", ".join(f"{100 * share:.0f} % {name}" for name, share in parts))
+        table.add_row("time", Text(printable(", ".join(f"{100 * share:.0f} % {name}" for name, share in parts))))
     if "train/samples_per_second" in last:
-        table.add_row("speed", f"{float(last['train/samples_per_second']):,.0f} samples/s")
+        table.add_row("speed", f"{number(last['train/samples_per_second']):,.0f} samples/s")
     counts = {kind: events.count(kind) for kind in dict.fromkeys(events)}
     if counts:
-        table.add_row("events", ", ".join(f"{count} {kind}" for kind, count in counts.items()))
+        seen = " (of the lines that were looked at)" if run.sampled else ""
+        table.add_row("events", Text(", ".join(f"{count} {kind}" for kind, count in counts.items()) + seen))
     return table
 
 
@@ -141,7 +144,7 @@ def _chart(run: Follower, names: Sequence[str], *, width: int) -> RenderableType
     kinds = [(name, weights) for name in names for weights in _weights(run, name)]
     for (name, weights), colour in zip(kinds, cycle(_COLOURS), strict=False):
         points = [
-            (line["step"], float(line[name]))
+            (line["step"], number(line[name]))
             for line in run.lines
             if name in line and line.get("weights", "raw") == weights
         ]
@@ -151,10 +154,10 @@ def _chart(run: Follower, names: Sequence[str], *, width: int) -> RenderableType
         steps, values = zip(*points, strict=True)
         draw = figure.plot if len(points) > 1 else figure.scatter
         draw(steps, values, lc=colour)
-        title.append(f"{name}{'' if weights == 'raw' else f' ({weights})'}  ", style=colour)
+        title.append(printable(f"{name}{'' if weights == 'raw' else f' ({weights})'}  "), style=colour)
         lows, highs, ends = [*lows, min(values)], [*highs, max(values)], [*ends, steps[-1]]
     if not lows:
-        return Text(f"{', '.join(names)}: no figures", style="dim")
+        return Text(printable(f"{', '.join(names)}: no figures"), style="dim")
     margin = 0.05 * (max(highs) - min(lows)) or max(abs(max(highs)) * 0.05, 1e-9)
     figure.set_x_limits(0, 1.02 * max(1, *ends))
     figure.set_y_limits(min(lows) - margin, max(highs) + margin)
@@ -167,4 +170,4 @@ def _weights(run: Follower, name: str) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else printable(value)

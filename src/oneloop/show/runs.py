@@ -1,4 +1,4 @@
-"""What a run folder tells of its run, finished or not.
+"""What a run folder tells of its run, finished or not, however long it was and whatever is in its files.
 
 >>> steps, losses = read_record(Path("runs/digits")).curve("train/loss")
 """
@@ -6,88 +6,172 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+_POINTS = 2048
+"""of a curve that has more, about as many are kept"""
+EVENTS = 2000
+"""of a run that has more, some saves are left out"""
+_NOT_FINITE = ("nan", "inf", "-inf", "NaN", "Infinity", "-Infinity")
+_AT_ONCE = 1 << 25
+"""bytes of metrics.jsonl that are followed line by line; of a longer file samples are taken"""
 
-@dataclass(frozen=True)
+
+class Curve:
+    """One figure over the steps; of many points those that matter are kept: the extremes, the ends and what is NaN."""
+
+    __slots__ = ("steps", "values")
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.values: list[float] = []
+
+    def add(self, step: int, value: float) -> None:
+        self.steps.append(step)
+        self.values.append(value)
+        if len(self.steps) > 2 * _POINTS:
+            self._thin()
+
+    def _thin(self) -> None:
+        """Of each eight points the lowest, the highest, and the first that is not finite; the first and the last."""
+        values, kept = self.values, {0, len(self.values) - 1}
+        for start in range(0, len(values), 8):
+            places = range(start, min(start + 8, len(values)))
+            finite = [place for place in places if math.isfinite(values[place])]
+            if finite:
+                kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+            if len(finite) < len(places):
+                kept.add(next(place for place in places if not math.isfinite(values[place])))
+        chosen = sorted(kept)
+        self.steps, self.values = [self.steps[at] for at in chosen], [values[at] for at in chosen]
+
+
+@dataclass
 class Record:
     """What was written down of a run."""
 
     name: str
-    lines: list[dict[str, Any]]
-    """of metrics.jsonl"""
-    summary: dict[str, Any]
+    curves: dict[str, dict[str, Curve]] = field(default_factory=lambda: defaultdict(dict))
+    """by figure, and by the weights that were evaluated (empty: a figure of training)"""
+    happened: list[dict[str, Any]] = field(default_factory=list)
+    """events; of very many saves only some"""
+    last: int | None = None
+    """step of the last line"""
+    summary: dict[str, Any] = field(default_factory=dict)
     """empty while it is not finished, as all that is missing"""
-    recipe: dict[str, Any]
-    environment: dict[str, Any]
-    examples: dict[str, Any]
+    recipe: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    examples: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Takes in one line of metrics.jsonl."""
+        step = self.last = line["step"]
+        if "event" in line:
+            self.happened.append(line)
+            if len(self.happened) > 2 * EVENTS:
+                self._thin_events()
+            return
+        weights = line.get("weights", "")
+        for name, value in line.items():
+            if "/" in name:
+                if type(value) is not float:
+                    if type(value) is not int and value not in _NOT_FINITE:
+                        continue
+                    value = number(value)
+                of = self.curves[name]
+                if weights not in of:
+                    of[weights] = Curve()
+                of[weights].add(step, value)
+
+    def _thin_events(self) -> None:
+        """Every second save goes; where there are few, of all others those in the middle."""
+        events = [event for place, event in enumerate(self.happened) if event["event"] != "save" or place % 2]
+        self.happened = events if len(events) <= EVENTS else [*events[: EVENTS // 2], *events[-EVENTS // 2 :]]
 
     def curve(self, figure: str, weights: str | None = None) -> tuple[list[int], list[float]]:
         """Steps and values of one figure; of an evaluation, with these weights."""
-        points = [
-            (line["step"], float(line[figure]))
-            for line in self.lines  # NaN and Inf are written as text
-            if isinstance(line.get(figure), int | float | str)
-            and "event" not in line
-            and (weights is None or line.get("weights") == weights)
-        ]
+        of = self.curves.get(figure, {})
+        chosen = list(of.values()) if weights is None else [of[weights]] if weights in of else []
+        if len(chosen) == 1:
+            return chosen[0].steps, chosen[0].values
+        points = sorted((point for one in chosen for point in zip(one.steps, one.values, strict=True)), key=_step)
         return [step for step, _ in points], [value for _, value in points]
 
     def figures(self) -> list[str]:
         """Names of all figures, in the order of their appearance."""
-        return list(dict.fromkeys(name for line in self.lines for name in line if "/" in name))
+        return list(self.curves)
 
     def weights(self) -> list[str]:
         """What was evaluated: raw, and the averages by name."""
-        return list(dict.fromkeys(line["weights"] for line in self.lines if "weights" in line))
+        return list(dict.fromkeys(weights for of in self.curves.values() for weights in of if weights))
 
     def events(self) -> list[dict[str, Any]]:
         """Saves, resumes and bad steps."""
-        return [line for line in self.lines if "event" in line]
+        return self.happened
+
+
+def number(value: Any) -> float:
+    """A figure as a number; NaN where it is none. (NaN and Inf are written as text.)"""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    return float(value) if isinstance(value, str) and value in _NOT_FINITE else math.nan
+
+
+def _step(point: tuple[int, float]) -> int:
+    return point[0]
 
 
 def read_record(folder: Path) -> Record:
-    """Reads a run folder.
+    """Reads a run folder, in memory that does not grow with the run.
 
     Raises:
         ValueError: it holds no metrics.jsonl.
     """
 
-    def content(name: str) -> dict[str, Any]:
+    def content(name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
         try:
-            text = (folder / name).read_text()
-            return dict((json.loads(text) if name.endswith(".json") else yaml.safe_load(text)) or {})
-        except (OSError, ValueError, yaml.YAMLError):
+            found = parse((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
             return {}
+        return found if isinstance(found, dict) else {}
 
+    record = Record(
+        folder.resolve().name,
+        summary=content("summary.json", json.loads),
+        recipe=content("recipe.yaml", yaml.safe_load),
+        environment=content("environment.json", json.loads),
+        examples=content("examples.json", json.loads),
+    )
     try:
-        text = (folder / "metrics.jsonl").read_text()
+        with (folder / "metrics.jsonl").open("rb") as file:
+            for line in parsed(file):
+                record.take(line)
     except OSError as error:
         raise ValueError(f"{folder} holds no run (metrics.jsonl: {error.strerror})") from error
-    return Record(
-        folder.resolve().name,
-        list(parsed(text)),
-        content("summary.json"),
-        content("recipe.yaml"),
-        content("environment.json"),
-        content("examples.json"),
-    )
+    return record
 
 
-def parsed(text: str) -> Iterator[dict[str, Any]]:
-    """The whole lines of metrics.jsonl; one that is being written is left out."""
-    for line in text.splitlines():
+def parsed(lines: Any) -> Iterator[dict[str, Any]]:
+    """The whole lines of metrics.jsonl; one that is being written, or is damaged, is left out."""
+    for line in lines:
         try:
             content = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(content, dict) and "step" in content:
+        if isinstance(content, dict) and type(content.get("step")) is int:
+            if not isinstance(content.get("event", ""), str) or not isinstance(content.get("weights", ""), str):
+                continue
             yield content
 
 
@@ -95,20 +179,15 @@ def distinct(records: list[Record]) -> list[Record]:
     """Runs of one name get a number."""
     names = [record.name for record in records]
     return [
-        Record(
-            f"{record.name} [{number}]" if names.count(record.name) > 1 else record.name,
-            record.lines,
-            record.summary,
-            record.recipe,
-            record.environment,
-            record.examples,
-        )
+        replace(record, name=f"{record.name} [{number}]") if names.count(record.name) > 1 else record
         for number, record in enumerate(records, 1)
     ]
 
 
 class Follower:
     """The lines of a run that may go on: each :meth:`read` reads what is new, or all where the file was cut back.
+
+    Of a long file the first look takes samples, spread over it, and its end.
 
     Args:
         folder: of the run.
@@ -117,6 +196,8 @@ class Follower:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.lines: list[dict[str, Any]] = []
+        self.sampled = False
+        """whether there are more lines than these"""
         self._file = folder / "metrics.jsonl"
         self._read = 0
         self._tail = b""
@@ -128,15 +209,34 @@ class Follower:
                 file.seek(self._read - len(self._tail))
                 if file.read(len(self._tail)) != self._tail:  # a resume has cut the file back
                     file.seek(0)
-                    self.lines, self._read, self._tail = [], 0, b""
+                    self.lines, self._read, self._tail, self.sampled = [], 0, b"", False
+                size = file.seek(0, 2)
+                if size - self._read > _AT_ONCE:
+                    self._sample(file, size)
+                file.seek(self._read)
                 new = file.read()
         except OSError:
             return bool(self.lines)
         whole = new[: new.rfind(b"\n") + 1]
         self._read += len(whole)
         self._tail = (self._tail + whole)[-256:]
-        self.lines += parsed(whole.decode(errors="replace"))
+        self.lines += parsed(whole.splitlines())
+        if len(self.lines) > 4 * _POINTS * 8:  # of a long look every second line, but for the newest
+            self.lines, self.sampled = self.lines[:-_POINTS:2] + self.lines[-_POINTS:], True
         return bool(self.lines)
+
+    def _sample(self, file: Any, size: int) -> None:
+        """Some lines at a hundred places of what was not read yet, up to a megabyte before its end."""
+        end = size - (1 << 20)
+        for part in range(100):
+            file.seek(self._read + part * (end - self._read) // 100)
+            block = file.read(1 << 14)
+            if part:
+                block = block[block.find(b"\n") + 1 :]
+            self.lines += parsed(block[: block.rfind(b"\n") + 1].splitlines())
+        file.seek(end)
+        self._read = end + len(file.readline())
+        self._tail, self.sampled = b"", True
 
     @property
     def ended(self) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
@@ -19,6 +20,7 @@ from oneloop.basics.files import replacing
 from oneloop.basics.mappings import flattened
 from oneloop.basics.plain_json import dumps
 from oneloop.show.examples import Examples
+from oneloop.show.lines import Lines
 from oneloop.show.pictures import matrix, tiles
 
 _HAND_OVER = 5.0
@@ -75,18 +77,17 @@ class Tracking:
     ) -> None:
         self._accelerator, self._say, self._folder = accelerator, say, folder
         self._told: set[str] = set()
-        self._good = int(resumed["bytes"]) if resumed else 0
-        """bytes of whole lines in metrics.jsonl"""
-        self._file: IO[bytes] | None = None
-        self._broken = True
-        """whether a part of a line may stand after the last whole one"""
+        self._lines = Lines(folder / "metrics.jsonl", say=say)
         self._waiting: list[tuple[Mapping[str, float], int, float]] = []
         """figures for TensorBoard, their steps and times (seconds since 1970)"""
         self._handed_over = time.monotonic()
         self._writes = accelerator.is_main_process
         if self._writes:
             with self._bearing("metrics.jsonl"):
-                self._cut(self._good, b'"event": "resume"')
+                if resumed:
+                    self._go_on(resumed)
+                else:
+                    self._lines.begin()
         flat = {name: str(value) for name, value in flattened(config).items()}
         for name in map(str, accelerator.log_with):
             with self._bearing(f"tracker {name}"):
@@ -121,32 +122,40 @@ class Tracking:
                 self._told.add(what)
                 self._say(f"{what} cannot be written ({type(error).__name__}: {error}); training goes on without")
 
-    def state_dict(self) -> dict[str, int]:
+    @property
+    def files(self) -> list[Path]:
+        """What has to be on disk before a checkpoint that tells of it."""
+        return [self._lines.path]
+
+    def state_dict(self) -> dict[str, Any]:
         """How far metrics.jsonl is written; TensorBoard gets all up to here, since a resume does not write it again."""
         self._hand_over()
-        return {"bytes": self._good}
+        return self._lines.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Cuts back what was written after ``state``, but for events: a rewind is not forgotten by the next one."""
-        if not self._writes:
-            return
-        with self._bearing("metrics.jsonl"):
-            self._cut(int(state["bytes"]), b'"event"')
+        if self._writes:
+            with self._bearing("metrics.jsonl"):
+                self._lines.back_to(state, kept=b'"event"')
 
-    def _cut(self, good: int, kept: bytes) -> None:
-        """Cuts back to ``good`` bytes, but for whole lines that hold ``kept``."""
-        file = self._opened()
-        file.seek(good)
-        rest = file.read() if good else b""
-        self._good, self._broken = good, True
-        self._append(b"".join(line for line in rest.splitlines(keepends=True) if kept in line and line.endswith(b"\n")))
+    def _go_on(self, resumed: Mapping[str, Any]) -> None:
+        """Looks at what an earlier start has left."""
+        self._lines.back_to(resumed, kept=b'"event": "resume"')
+        examples = self._folder / "examples.json"
+        try:
+            json.loads(examples.read_bytes())["step"]
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError):
+            self._say(f"{examples} is damaged, and put aside; the next evaluation writes it again")
+            examples.rename(examples.with_name(f"bad-{examples.name}"))
 
     def log(self, figures: Mapping[str, Any]) -> None:
-        """Writes one line; its numbers also go to the trackers. NaN and Inf are written as text: JSON has none."""
+        """Writes one line; its numbers also go to the trackers."""
         if not self._writes:
             return
         with self._bearing("metrics.jsonl"):
-            self._append(dumps(figures).encode() + b"\n")
+            self._lines.append(figures)
         head = f"{figures['weights']}/" if figures.get("weights", "raw") != "raw" else ""  # an average's own curve
         numbers = {
             f"{head}{name}": value for name, value in figures.items() if "/" in name and isinstance(value, int | float)
@@ -173,26 +182,6 @@ class Tracking:
             with self._bearing(f"tracker {tracker.name}"):
                 _give(tracker, step, examples)
 
-    def _opened(self) -> IO[bytes]:
-        """metrics.jsonl, to be read and written without a buffer."""
-        if self._file is None:
-            path = self._folder / "metrics.jsonl"
-            self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
-        return self._file
-
-    def _append(self, lines: bytes) -> None:
-        """After the last whole line: of what a full disk takes only a part of, nothing stays."""
-        file = self._opened()
-        if self._broken:
-            file.truncate(self._good)
-            file.seek(self._good)
-        self._broken = True
-        rest = memoryview(lines)
-        while rest:
-            rest = rest[file.write(rest) :]
-        self._good += len(lines)
-        self._broken = False
-
     def _hand_over(self) -> None:
         """To TensorBoard, one event for all figures of a step.
 
@@ -216,8 +205,7 @@ class Tracking:
         for tracker in self._accelerator.trackers:  # not end_training(), which also ends the process group
             with self._bearing(f"tracker {tracker.name}"):
                 tracker.finish()
-        if self._file is not None:
-            self._file.close()
+        self._lines.close()
 
 
 def _give(tracker: Any, step: int, examples: Examples) -> None:

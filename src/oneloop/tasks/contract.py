@@ -110,6 +110,8 @@ class Contract:
         self.task = task
         self.additive = bool(getattr(task, "additive", True))
         """whether the task says that a batch's loss is the sum of its samples'"""
+        self.draws = False
+        """whether collate was seen to draw random numbers"""
         self._keys: list[str] | None = None
 
     def wrong(self, member: str, returned: str, fix: str) -> BadInput:

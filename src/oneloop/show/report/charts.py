@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from oneloop.show.runs import Record
+from oneloop.show.runs import Record, number
 
 _COLOURS = ("#2f6fde", "#d9622b", "#2a9d6f", "#a04fc4", "#c43b5c", "#8a8a2a", "#3a9fb8", "#8a5a3c")
 _MARKS = {"resume": "triangle-up", "save": "square", "skip": "x", "rewind": "triangle-left", "stop": "octagon"}
@@ -36,6 +36,10 @@ def _all(runs: Sequence[Record]) -> Iterable[dict[str, Any]]:
     losses = [*some("train/loss"), *some("eval/loss"), *_event_marks(runs)]
     yield _chart("Loss", losses, log=_wide(runs, "train/loss"))
     evaluated = dict.fromkeys(name for run in runs for name in run.figures() if name.startswith("eval/"))
+    own = dict.fromkeys(name for run in runs for name in run.figures() if name.startswith("train/"))
+    for name in own:
+        if name not in ("train/loss", "train/epoch", *_SINGLE):
+            yield _chart(f"In training: {name.removeprefix('train/').replace('_', ' ')}", some(name))
     for name in evaluated:
         if name != "eval/loss":
             yield _chart(name.removeprefix("eval/").replace("_", " ").capitalize(), some(name))
@@ -47,8 +51,8 @@ def _all(runs: Sequence[Record]) -> Iterable[dict[str, Any]]:
         if figure == "speed/mfu":
             yield from (_shares(run, several=len(runs) > 1) for run in runs)
     for run in runs:
-        if run.examples.get("confusion"):
-            yield _confusion(run.examples["confusion"], f": {run.name}" if len(runs) > 1 else "")
+        if confusion := _matrix(run.examples.get("confusion")):
+            yield _confusion(confusion, f": {run.name}" if len(runs) > 1 else "")
 
 
 def _shares(run: Record, *, several: bool) -> dict[str, Any]:
@@ -103,11 +107,26 @@ def _event_marks(runs: Sequence[Record]) -> list[dict[str, Any]]:
                         "y": heights,
                         "mode": "markers",
                         "name": kind if len(runs) == 1 else f"{run.name} {kind}",
-                        "text": [event.get("why", "") for event in events],
+                        "text": [str(event.get("why", "")) for event in events],
                         "marker": {"symbol": symbol, "size": 9, "color": "#999", "line": {"width": 1, "color": "#555"}},
                     }
                 )
     return traces
+
+
+def _matrix(confusion: Any) -> dict[str, Any] | None:
+    """A confusion matrix, where it is one."""
+    if not isinstance(confusion, dict):
+        return None
+    classes, counts = confusion.get("classes"), confusion.get("counts")
+    if not isinstance(classes, list) or not isinstance(counts, list) or len(classes) != len(counts):
+        return None
+    if any(not isinstance(row, list) or len(row) != len(classes) for row in counts):
+        return None
+    numbers = [[number(count) for count in row] for row in counts]
+    if not all(math.isfinite(count) for row in numbers for count in row):
+        return None
+    return {"classes": [str(name) for name in classes], "counts": [[int(count) for count in row] for row in numbers]}
 
 
 def _confusion(confusion: dict[str, Any], of: str) -> dict[str, Any]:

@@ -8,6 +8,8 @@ theme; every chart has its figures as a table beside it, for screen readers and 
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import json
 import math
@@ -22,7 +24,7 @@ import yaml
 from oneloop.basics.mappings import flattened
 from oneloop.show.report.charts import charts, rows
 from oneloop.show.report.samples import sections
-from oneloop.show.runs import Record, distinct, read_record
+from oneloop.show.runs import EVENTS, Record, distinct, number, read_record
 
 _TABLE_ROWS = 200
 
@@ -50,17 +52,36 @@ def report(folders: Sequence[Path]) -> str:
 
 def assembled(title: str, body: Sequence[str], charts: Sequence[Mapping[str, Any]]) -> str:
     """One page with all that it needs: HTML sections, and charts as :func:`figure` has made room for them."""
-    data = json.dumps([{"data": chart["data"], "layout": chart["layout"]} for chart in charts], allow_nan=False)
+    drawn = [{"data": _escaped(chart["data"]), "layout": chart["layout"]} for chart in charts]
+    data = json.dumps(drawn, allow_nan=False)
     here = Path(__file__).parent
     page, style, script = ((here / f"page.{kind}").read_text() for kind in ("html", "css", "js"))
+    plotly = _plotly()
     return page.format(
         title=_safe(title),
+        allowed=" ".join(f"'sha256-{_sha256(code)}'" for code in (plotly, script)),
         style=style,
         body="\n".join(filter(None, body)),
-        plotly=_plotly(),
+        plotly=plotly,
         charts=data.replace("<", "\\u003c"),
         script=script,
     )
+
+
+def _escaped(value: Any, key: str = "") -> Any:
+    """A chart's names and texts as plotly takes them: it reads some HTML in them."""
+    if isinstance(value, str):
+        return html.escape(value) if key in ("name", "text", "x", "y") else value
+    if isinstance(value, Mapping):
+        return {name: _escaped(inside, name) for name, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escaped(inside, key) for inside in value]
+    return value
+
+
+def _sha256(code: str) -> str:
+    """As a content security policy names a script that may run."""
+    return base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
 
 
 def _plotly() -> str:
@@ -79,30 +100,32 @@ def figure(number: int, chart: dict[str, Any]) -> str:
     return (
         f'<figure><figcaption><h2>{title}</h2></figcaption><div id="chart-{number}" class="chart" role="img"'
         f' aria-label="Chart: {title}. Its figures follow as a table."></div><details><summary>Figures{more}</summary>'
-        f"{_region(title, table(head, lines[:: max(1, every)]))}</details></figure>"
+        f"{_region(chart['title'], table(head, lines[:: max(1, every)]))}</details></figure>"
     )
 
 
 def _headline(run: Record, *, several: bool) -> str:
     summary = run.summary
-    best = summary.get("best") or {}
+    best = summary.get("best")
+    best = best if isinstance(best, dict) else {}
     cards = [
         (name.partition("/")[2].replace("_", " ") + (" (test)" if name.startswith("test/") else ""), _short(value))
         for name, value in summary.items()
         if name.startswith(("eval/", "test/")) and isinstance(value, float)
     ]
     if best.get("value") is not None:
-        cards.append((f"best {best['metric'].partition('/')[2]}, at step {best['step']}", _short(best["value"])))
+        metric = str(best.get("metric")).partition("/")[2]
+        cards.append((f"best {metric}, at step {best.get('step')}", _short(best["value"])))
     cards += [
-        (name, f"{summary[name]:,.0f}{unit}")
+        (name, f"{number(summary[name]):,.0f}{unit}")
         for name, unit in (("step", ""), ("samples", ""), ("tokens", ""), ("seconds", " s"))
         if name in summary
     ]
     shown = "".join(f"<div><dt>{_safe(name)}</dt><dd>{_safe(value)}</dd></div>" for name, value in cards)
     reason = summary.get("exit_reason") or (
-        f"not finished: at step {run.lines[-1]['step']:,}" if run.lines else "not begun"
+        f"not finished: at step {run.last:,}" if run.last is not None else "not begun"
     )
-    said = [summary[key] for key in ("time", "noise_scale") if summary.get(key)]
+    said = [str(summary[key]) for key in ("time", "noise_scale") if summary.get(key)]
     said += [
         f"Of the profiled steps {100 * value:.1f} % was communication that nothing else overlapped."
         for value in run.curve("profile/exposed_communication")[1][-1:]
@@ -117,7 +140,7 @@ def _differences(runs: Sequence[Record]) -> str:
     keys = [
         key
         for key in dict.fromkeys(key for recipe in flat for key in recipe)
-        if len({json.dumps(recipe.get(key)) for recipe in flat}) > 1 and key != "run.dir"
+        if len({str(recipe.get(key)) for recipe in flat}) > 1 and key != "run.dir"
     ]
     changed = [(key, *(recipe.get(key) for recipe in flat)) for key in keys]
     changes = table(["key", *(run.name for run in runs)], changed) if changed else "<p>nothing</p>"
@@ -129,12 +152,13 @@ def _events(run: Record) -> str:
     if not events:
         return ""
     lines = [
-        (event["step"], event["event"], event.get("why", ""), ", ".join(map(str, event.get("ids", [])[:32])))
+        (event["step"], event["event"], event.get("why", ""), ", ".join(map(str, _list(event.get("ids"))[:32])))
         for event in events
     ]
+    events_shown = f"{len(events)}" if len(events) < EVENTS else "some of many"
     events_table = table(["step", "event", "why", "samples"], lines)
     return (
-        f"<section><details><summary>Events of {_safe(run.name)} ({len(events)})</summary>"
+        f"<section><details><summary>Events of {_safe(run.name)} ({events_shown})</summary>"
         f"{_region('Events', events_table)}</details></section>"
     )
 
@@ -151,13 +175,15 @@ def _about(run: Record, *, several: bool) -> str:
 
 def _command(environment: Mapping[str, Any]) -> str:
     """What to type to repeat the run, on as many processes."""
-    words = [str(word) for word in (environment.get("command") or [""])[1:]]
+    words = [str(word) for word in _list(environment.get("command"))[1:]]
     if "--run.dir" in words[:-1]:  # a finished run's folder would not take another
         at = words.index("--run.dir") + 1
         words[at] = f"{words[at]}-again"
     else:
         words += ["--run.dir", "runs/again"]
-    settings, processes = environment.get("accelerate") or {}, environment.get("processes", 1)
+    settings, processes = environment.get("accelerate"), environment.get("processes", 1)
+    settings = {name: str(value) for name, value in settings.items()} if isinstance(settings, dict) else {}
+    processes = processes if isinstance(processes, int) else 1
     precision = settings.get("ACCELERATE_MIXED_PRECISION", "no")
     if processes == 1 and precision == "no":
         return shlex.join(["python", "-m", "oneloop.train", *words])
@@ -170,9 +196,13 @@ def _command(environment: Mapping[str, Any]) -> str:
     )
 
 
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def _region(name: str, table: str) -> str:
     """A table that scrolls by itself, also with the keyboard."""
-    return f'<div class="wide" role="region" aria-label="{name}" tabindex="0">{table}</div>'
+    return f'<div class="wide" role="region" aria-label="{_safe(name)}" tabindex="0">{table}</div>'
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:

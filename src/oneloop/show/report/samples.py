@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from oneloop.show.runs import number
+
+_PICTURE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]*")
 _DARKEST = 8.0
 """loss (nats) of a token with the full shade"""
 
 
 def sections(examples: Mapping[str, Any], *, of: str = "") -> list[str]:
     """HTML sections of what the last evaluation left to look at."""
-    samples = examples.get("samples") or []
+    given = examples.get("samples")
+    samples = [sample for sample in given if isinstance(sample, Mapping)] if isinstance(given, list) else []
     at = f"at step {examples.get('step')}"
     worst = [sample for sample in samples if sample.get("worst")]
     fixed = [sample for sample in samples if not sample.get("worst")]
@@ -46,7 +51,7 @@ def _verdict(sample: Mapping[str, Any]) -> str:
     words = []
     if "prediction" in sample:
         right = sample.get("right", sample["prediction"] == sample.get("target"))
-        sure = f", {100 * sample['confidence']:.0f} %" if "confidence" in sample else ""
+        sure = f", {100 * number(sample['confidence']):.0f} %" if "confidence" in sample else ""
         mark, kind = ("✓", "right") if right else ("✗", "wrong")
         words.append(f'<b class="{kind}">{mark} {_safe(sample["prediction"])}{sure}</b>')
         if not right:
@@ -54,17 +59,22 @@ def _verdict(sample: Mapping[str, Any]) -> str:
     elif "target" in sample:
         words.append(_safe(sample["target"]))
     if sample.get("loss") is not None:
-        words.append(f"loss {sample['loss']:.3g}")
-    return " · ".join([*words, f'<span class="soft">sample {sample["index"]}</span>'])
+        words.append(f"loss {number(sample['loss']):.3g}")
+    return " · ".join([*words, f'<span class="soft">sample {_safe(sample.get("index"))}</span>'])
 
 
 def _body(sample: Mapping[str, Any]) -> str:
     if "image" in sample:
         target, prediction = sample.get("target", "unknown"), sample.get("prediction", "nothing")
-        said = _safe(f"sample {sample['index']}: is {target}, predicted {prediction}")
-        return f'<img src="{_safe(sample["image"])}" alt="{said}">'
-    if "tokens" in sample:
-        return f'<pre tabindex="0">{"".join(_token(text, loss) for text, loss in sample["tokens"])}</pre>'
+        said = _safe(f"sample {sample.get('index')}: is {target}, predicted {prediction}")
+        picture = str(sample["image"])
+        if not _PICTURE.fullmatch(picture):  # of a run it always is; anything else might be fetched
+            return f'<pre tabindex="0">{said}</pre>'
+        return f'<img src="{picture}" alt="{said}">'
+    if isinstance(sample.get("tokens"), list | tuple):
+        pairs = [one for one in sample["tokens"] if isinstance(one, list | tuple) and len(one) == 2]
+        tokens = [_token(str(text), number(loss)) for text, loss in pairs]
+        return f'<pre tabindex="0">{"".join(tokens)}</pre>'
     return f'<pre tabindex="0">{_safe(sample.get("text", ""))}</pre>'
 
 
@@ -77,7 +87,8 @@ def _written(sample: Mapping[str, Any]) -> str:
     return (
         f'<pre tabindex="0"><span class="soft">{_safe(sample.get("prompt", ""))}</span>'
         f"<mark>{_safe(sample['continuation'])}</mark></pre>"
-        f'<p class="verdict"><span class="soft">given text, then the model\'s · sample {sample["index"]}</span></p>'
+        f'<p class="verdict"><span class="soft">given text, then the model\'s · sample'
+        f" {_safe(sample.get('index'))}</span></p>"
     )
 
 
