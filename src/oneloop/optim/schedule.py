@@ -97,7 +97,7 @@ def learning_rate(
     """The learning rate of a run of ``total`` steps; durations become steps here, once.
 
     Raises:
-        ValueError: the warm-up is longer than the run.
+        ValueError: the warm-up, or a duration of the schedule, is longer than the run.
     """
     steps = warmup.steps(scale, total=total, key="schedule.warmup")
     if steps > total:
@@ -106,6 +106,12 @@ def learning_rate(
         name: value.steps(scale, total=total, key=f"schedule.{name}") if isinstance(value, Duration) else value
         for name, value in options.items()
     }
+    for name, value in options.items():
+        if isinstance(value, Duration) and given[name] > total - steps:
+            raise ValueError(
+                f"schedule.{name} {value} is {given[name]} steps, and the run has {total - steps} after a warm-up of"
+                f" {steps}; shorten one of them"
+            )
     if "final" in inspect.signature(factor).parameters:
         given["final"] = final
     return LearningRate(peak, steps, total, factor, given)

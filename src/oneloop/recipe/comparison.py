@@ -28,7 +28,21 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """One line for every key of the mathematics in which two resolved recipes differ."""
     before, after = mathematics(old), mathematics(new)
     keys = sorted(before.keys() | after.keys())
-    return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]
+    return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if not _same(k, before.get(k), after.get(k))]
+
+
+def _same(key: str, old: Any, new: Any) -> bool:
+    """Whether two values of a key are the same; durations are, however they are written (2ep, 2epochs)."""
+    if old == new or key.startswith("task."):
+        return bool(old == new)
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new) and all(_same(key, a, b) for a, b in zip(old, new, strict=True))
+    if not isinstance(old, str | int) or not isinstance(new, str | int):
+        return False
+    try:
+        return Duration(old) == Duration(new)
+    except ValueError:
+        return False
 
 
 def goes_on(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from jsonargparse.typing import register_type
 from oneloop.basics.duration import Duration
 from oneloop.basics.errors import BadInput
 from oneloop.basics.mappings import flattened
+from oneloop.recipe.kinds import documented, wanted
 from oneloop.recipe.mathematics import OptimizerConfig, ScheduleConfig, TaskConfig
 from oneloop.recipe.names import CHOICES, resolve, suggestion
 from oneloop.recipe.schema import GROUPS, Recipe
@@ -79,6 +80,10 @@ def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:
             target = resolve(name, chosen[name])
             add = section.add_class_arguments if isinstance(target, type) else section.add_function_arguments
             add(target, name, skip=set(_NOT_OPTIONS[name]), as_group=False, fail_untyped=False)
+            about = documented(target)
+            for action in made._actions:
+                if action.dest.startswith(f"{name}.") and not action.help:
+                    action.help = about.get(action.dest.removeprefix(f"{name}."))
     return made
 
 
@@ -101,12 +106,15 @@ def read(argv: Sequence[str]) -> Recipe:
     if "help" in flags:
         made.print_help()
         raise SystemExit(0)
+    for key, value in typed.items():
+        if value is None and key in (kinds := _types(made)) and kinds[key] is not bool:
+            raise BadInput(f"{key} needs a value: --{key} VALUE")
     given = written | typed
     _refuse_unknown(given, made)
     try:
         namespace = made.parse_args([_argument(key, value, made) for key, value in given.items()])
     except Exception as error:  # jsonargparse raises many kinds; all say what was wrong with which key
-        raise BadInput(_one_line(error)) from error
+        raise BadInput(_reworded(error, given, made)) from error
     resolved = yaml.safe_load(made.dump(namespace, skip_unset=False))
     recipe = _build(name, namespace, resolved)
     if "print_config" in flags:
@@ -137,7 +145,7 @@ def task_of(recipe: Path, *, typed: bool = True) -> TaskConfig:
     try:
         values = made.parse_args([_argument(key, value, made) for key, value in given.items()]).task.as_dict()
     except Exception as error:
-        raise BadInput(f"{recipe}: {_one_line(error)}") from error
+        raise BadInput(f"{recipe}: {_reworded(error, given, made)}") from error
     return TaskConfig(values.pop("name"), values)
 
 
@@ -252,6 +260,17 @@ def _argument(key: str, value: Any, made: ArgumentParser) -> str:
 @cache
 def _nullable(made: ArgumentParser) -> set[str]:
     return {key for key, kind in _types(made).items() if type(None) in getattr(kind, "__args__", ())}
+
+
+def _reworded(error: Exception, given: Mapping[str, Any], made: ArgumentParser) -> str:
+    """What the key takes, in our words, where the parser says that a value does not fit."""
+    match = re.match(r'Parser key "([^"]+)":', str(error))
+    key = match[1] if match else ""
+    takes = wanted(_types(made).get(key))
+    if key not in given or not takes:
+        return _one_line(error)
+    value = given[key]
+    return f"{key} takes {takes}; it was given {value if isinstance(value, str) else json.dumps(value, default=str)}"
 
 
 def _one_line(error: Exception) -> str:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from oneloop.basics.progress import Working, tracked
 from oneloop.tasks.base import Task
-from oneloop.tasks.corpora import Document, held_out, hub_text, local_text, stdlib
+from oneloop.tasks.corpora import Document, divided, held_out, hub_text, local_text, stdlib
 from oneloop.tasks.fused_loss import fuse_loss
 from oneloop.tasks.metrics import TextSums
 
@@ -26,8 +26,9 @@ class CausalLM(Task):
     """Text, predicted token by token; the weight of a sample is its number of target tokens.
 
     Args:
-        data: stdlib (the source of Python's standard library), a file or folder of text, or hf:NAME[:CONFIG].
-        column: where the text stands in .jsonl files and hub data sets.
+        data: stdlib (the source of Python's standard library), a file or folder of text, or hf:NAME[:CONFIG]. Parts that
+            are there (train, validation, test: names of files, folders or splits) are used; else some are held out.
+        column: where the text stands in .jsonl and .csv files and in hub data sets.
         architecture: gpt2 or llama, built from scratch.
         layers: transformer blocks.
         heads: attention heads.
@@ -62,7 +63,7 @@ class CausalLM(Task):
             raise ValueError(f"task.width {width} cannot be divided by task.heads {heads}")
         self.architecture, self.layers, self.heads, self.width = architecture, layers, heads, width
         self.block, self.dropout, self.fused_loss = block, dropout, fused_loss
-        documents = held_out(_documents(data, column))
+        documents = _documents(data, column)
         self.tokenizer = Bytes() if tokenizer == "bytes" else BPE(documents["train"], vocab)
         self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes)
         self._sets = {
@@ -182,13 +183,20 @@ class CausalLM(Task):
         self.tokenizer.save(folder)
 
 
-def _documents(data: str, column: str) -> list[Document]:
+def _documents(data: str, column: str) -> dict[str, list[Document]]:
+    """Texts to train on, to validate with and to test with."""
     if data == "stdlib":
-        return stdlib()
-    documents = hub_text(data[3:], column=column) if data.startswith("hf:") else local_text(data, column=column)
-    if len(documents) >= 40:
-        return documents
-    # Too few texts to hold some out whole: cut them into pieces of whole lines first.
+        return held_out(stdlib())
+    parts = hub_text(data[3:], column=column) if data.startswith("hf:") else local_text(data, column=column)
+    if "" in parts and len(parts[""]) < 40:
+        parts = {"": _pieces(parts[""])}
+    elif "validation" not in parts and "train" in parts and len(parts["train"]) < 40:
+        parts = {**parts, "train": _pieces(parts["train"])}
+    return divided(parts)
+
+
+def _pieces(documents: list[Document]) -> list[Document]:
+    """Too few texts to hold some out whole, in pieces of whole lines."""
     pieces = []
     for document in documents:
         lines = document.text.splitlines(keepends=True)

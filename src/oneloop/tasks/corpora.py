@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import re
 import sysconfig
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "ensurepip", "turtledemo"}
 _TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py"}
+_ROW_SUFFIXES = {".jsonl", ".csv"}
+_SPLITS = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "eval": "validation",
+    "test": "test",
+}
+"""what files, folders and splits are called, and what they are"""
 
 
 @dataclass(frozen=True)
@@ -27,27 +44,87 @@ def stdlib() -> list[Document]:
     return [Document(path.relative_to(root).as_posix(), path.read_text(errors="replace")) for path in files]
 
 
-def local_text(where: str, *, column: str = "text") -> list[Document]:
-    """Texts of a file or folder: .txt, .md, .rst, .py (one document a file), .jsonl (one a line, in ``column``).
+def local_text(where: str, *, column: str = "text") -> dict[str, list[Document]]:
+    """Texts of a file or folder: .txt, .md, .rst, .py (one document a file), .jsonl and .csv (one a row, in ``column``).
+
+    Returns:
+        By split, where files or folders in it are named train, validation (valid, val, dev, eval) or test; all of them
+        under ``""`` where none is.
 
     Raises:
-        ValueError: nothing there, or a line without the column.
+        ValueError: nothing there, what is no text, or splits of which only some are named.
     """
-    path = Path(where)
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in {*_TEXT_SUFFIXES, ".jsonl"})
+    path = Path(where).expanduser()
+    known = _TEXT_SUFFIXES | _ROW_SUFFIXES
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in known)
     if not files:
-        raise ValueError(f"no text at {where!r}: give a file, or a folder with .txt, .md, .rst, .py or .jsonl files")
-    documents = []
+        raise ValueError(f"no text at {where!r}: give a file, or a folder with {', '.join(sorted(known))} files")
+    parts: dict[str, list[Document]] = {}
     for file in files:
-        if file.suffix != ".jsonl":
-            documents.append(Document(_below(file, path), file.read_text(errors="replace")))
-            continue
-        for number, line in enumerate(file.read_text().splitlines(), start=1):
-            try:
-                documents.append(Document(f"{_below(file, path)}:{number}", str(json.loads(line)[column])))
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(f"{file}, line {number}: no JSON object with the key {column!r}") from error
+        split = "" if file == path else _split_of(file.relative_to(path))
+        parts.setdefault(split, []).extend(_documents(file, _below(file, path), column))
+    if "" in parts and len(parts) > 1:
+        strange = parts[""][0].name
+        raise ValueError(
+            f"{where!r} has files of {', '.join(sorted(filter(None, parts)))}, and {strange} beside them, whose part is"
+            " not in its name; put it into a folder train/, validation/ or test/, or move it away"
+        )
+    return parts
+
+
+def _split_of(place: Path) -> str:
+    """``train-00001.jsonl`` and ``valid/a.txt``: the part of the data that a name tells, or nothing."""
+    for word in (*place.parts[:-1][:1], re.split(r"[-_.]", place.name)[0]):
+        if word.lower() in _SPLITS:
+            return _SPLITS[word.lower()]
+    return ""
+
+
+def _documents(file: Path, name: str, column: str) -> list[Document]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8: {error}; convert it, or move it away") from error
+    if "\0" in text:
+        raise ValueError(f"{file} is no text: it has bytes of zero; move it away")
+    if file.suffix not in _ROW_SUFFIXES:
+        if file.suffix not in _TEXT_SUFFIXES and file.suffix in (".parquet", ".json", ".arrow", ".tsv", ".gz", ".zip"):
+            raise ValueError(f"{file}: {file.suffix} files are not read; convert it to .jsonl, .csv or plain text")
+        return [Document(name, text)]
+    rows = _csv_rows(file, text, column) if file.suffix == ".csv" else _json_rows(file, text, column)
+    documents = []
+    for number, value in rows:
+        if not isinstance(value, str):
+            raise ValueError(
+                f"{file}, line {number}: {column!r} holds a {type(value).__name__}, and text is needed; name another"
+                " column with task.column, or write its text out"
+            )
+        documents.append(Document(f"{name}:{number}", value))
     return documents
+
+
+def _json_rows(file: Path, text: str, column: str) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)[column]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{file}, line {number}: no JSON object with the key {column!r}") from error
+
+
+def _csv_rows(file: Path, text: str, column: str) -> Iterator[tuple[int, Any]]:
+    rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    if column not in (rows.fieldnames or []):
+        raise ValueError(
+            f"{file} has no column {column!r}; its first line has {', '.join(rows.fieldnames or [])}; name one of them"
+            " with task.column"
+        )
+    try:
+        for row in rows:
+            yield rows.line_num, row[column]
+    except csv.Error as error:
+        raise ValueError(f"{file}, line {rows.line_num}: {error}") from error
 
 
 def _below(file: Path, root: Path) -> str:
@@ -55,22 +132,54 @@ def _below(file: Path, root: Path) -> str:
     return file.name if file == root else file.relative_to(root).as_posix()
 
 
-def hub_text(name: str, *, column: str = "text", split: str = "train") -> list[Document]:
-    """Texts of a data set on the Hugging Face hub, ``NAME`` or ``NAME:CONFIG``.
+def hub_text(name: str, *, column: str = "text") -> dict[str, list[Document]]:
+    """Texts of a data set that ``datasets`` loads, ``NAME`` or ``NAME:CONFIG``, by its own splits.
 
     Raises:
-        ValueError: it cannot be had, or has no such column.
+        ValueError: it cannot be had, has no training part or no such column, or what is in it is no text.
     """
     from datasets import load_dataset
 
     path, _, config = name.partition(":")
     try:
-        rows = load_dataset(path, config or None, split=split)
+        splits = load_dataset(path, config or None)
     except Exception as error:  # datasets raises whatever its file system raised
         raise ValueError(f"data set {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
-    if column not in rows.column_names:
-        raise ValueError(f"data set {name!r} has no column {column!r}; it has {', '.join(rows.column_names)}")
-    return [Document(f"{name}:{number}", text) for number, text in enumerate(rows[column])]
+    parts: dict[str, list[Document]] = {}
+    for split, rows in splits.items():
+        part = _SPLITS.get(split)
+        if part is None:
+            continue
+        if column not in rows.column_names:
+            raise ValueError(f"data set {name!r} has no column {column!r}; it has {', '.join(rows.column_names)}")
+        for number, text in enumerate(rows[column]):
+            if not isinstance(text, str):
+                raise ValueError(
+                    f"data set {name!r}, {split} {number}: {column!r} holds a {type(text).__name__}, and text is needed;"
+                    " name another column with task.column"
+                )
+            parts.setdefault(part, []).append(Document(f"{name}:{split}:{number}", text))
+    if "train" not in parts:
+        raise ValueError(f"data set {name!r} has no training part; its splits are {', '.join(splits)}")
+    return parts
+
+
+def divided(parts: dict[str, list[Document]]) -> dict[str, list[Document]]:
+    """Train, validation and test: as they are there; what is missing is held out of the training texts.
+
+    Raises:
+        ValueError: there are parts, and none to train on.
+    """
+    if set(parts) == {""}:
+        return held_out(parts[""])
+    if not parts.get("train"):
+        raise ValueError(f"there are texts of {', '.join(parts)}, and none to train on (train.…, or a folder train/)")
+    if "validation" in parts:
+        return parts
+    rest = held_out(parts["train"])
+    if "test" not in parts:
+        return rest
+    return {"train": rest["train"], "validation": rest["validation"] + rest["test"], "test": parts["test"]}
 
 
 def held_out(documents: list[Document], *, percent: int = 5) -> dict[str, list[Document]]:
