@@ -26,8 +26,9 @@ class CausalLM(Task):
     """Text, predicted token by token; the weight of a sample is its number of target tokens.
 
     Args:
-        data: stdlib (the source of Python's standard library), a file or folder of text, or hf:NAME[:CONFIG]. Parts that
-            are there (train, validation, test: names of files, folders or splits) are used; else some are held out.
+        data: stdlib (the source of Python's standard library), a file or folder of text, or hf:NAME[:CONFIG]. Parts
+            that are there (train, validation, test: names of files, folders or splits) are used; else some are held
+            out.
         column: where the text stands in .jsonl and .csv files and in hub data sets.
         architecture: gpt2 or llama, built from scratch.
         layers: transformer blocks.

@@ -45,7 +45,7 @@ def stdlib() -> list[Document]:
 
 
 def local_text(where: str, *, column: str = "text") -> dict[str, list[Document]]:
-    """Texts of a file or folder: .txt, .md, .rst, .py (one document a file), .jsonl and .csv (one a row, in ``column``).
+    """Texts of a file or folder: .txt, .md, .rst, .py (one document a file), .jsonl, .csv (one a row, in ``column``).
 
     Returns:
         By split, where files or folders in it are named train, validation (valid, val, dev, eval) or test; all of them
@@ -63,21 +63,23 @@ def local_text(where: str, *, column: str = "text") -> dict[str, list[Document]]
     for file in files:
         split = "" if file == path else _split_of(file.relative_to(path))
         parts.setdefault(split, []).extend(_documents(file, _below(file, path), column))
-    if "" in parts and len(parts) > 1:
-        strange = parts[""][0].name
+    if not {"train", "validation"} & set(parts):  # a folder of code may have a test/ too
+        return {"": [document for several in parts.values() for document in several]}
+    if "" in parts or "train" not in parts:
+        strange = parts[""][0].name if "" in parts else "nothing to train on"
         raise ValueError(
-            f"{where!r} has files of {', '.join(sorted(filter(None, parts)))}, and {strange} beside them, whose part is"
-            " not in its name; put it into a folder train/, validation/ or test/, or move it away"
+            f"{where!r} has files of {', '.join(sorted(filter(None, parts)))}, and {strange} beside them; name what is"
+            " trained on train.… or put it into a folder train/, or move the others away"
         )
     return parts
 
 
 def _split_of(place: Path) -> str:
-    """``train-00001.jsonl`` and ``valid/a.txt``: the part of the data that a name tells, or nothing."""
-    for word in (*place.parts[:-1][:1], re.split(r"[-_.]", place.name)[0]):
-        if word.lower() in _SPLITS:
-            return _SPLITS[word.lower()]
-    return ""
+    """``train-00001.jsonl`` and ``valid/a.txt``: the part of the data that a name tells, or nothing. (A train.py is
+    code.)"""
+    folder = place.parts[0].lower() if len(place.parts) > 1 else ""
+    file = re.split(r"[-_.]", place.name)[0].lower() if len(place.parts) == 1 and place.suffix != ".py" else ""
+    return _SPLITS.get(folder) or _SPLITS.get(file, "")
 
 
 def _documents(file: Path, name: str, column: str) -> list[Document]:
@@ -155,8 +157,8 @@ def hub_text(name: str, *, column: str = "text") -> dict[str, list[Document]]:
         for number, text in enumerate(rows[column]):
             if not isinstance(text, str):
                 raise ValueError(
-                    f"data set {name!r}, {split} {number}: {column!r} holds a {type(text).__name__}, and text is needed;"
-                    " name another column with task.column"
+                    f"data set {name!r}, {split} {number}: {column!r} holds a {type(text).__name__}, and text is"
+                    " needed; name another column with task.column"
                 )
             parts.setdefault(part, []).append(Document(f"{name}:{split}:{number}", text))
     if "train" not in parts:
@@ -165,15 +167,9 @@ def hub_text(name: str, *, column: str = "text") -> dict[str, list[Document]]:
 
 
 def divided(parts: dict[str, list[Document]]) -> dict[str, list[Document]]:
-    """Train, validation and test: as they are there; what is missing is held out of the training texts.
-
-    Raises:
-        ValueError: there are parts, and none to train on.
-    """
+    """Train, validation and test: as they are there; what is missing is held out of the training texts."""
     if set(parts) == {""}:
         return held_out(parts[""])
-    if not parts.get("train"):
-        raise ValueError(f"there are texts of {', '.join(parts)}, and none to train on (train.…, or a folder train/)")
     if "validation" in parts:
         return parts
     rest = held_out(parts["train"])
