@@ -358,7 +358,8 @@ def test_no_script_of_a_hostile_folder_runs(tmp_path, browser):
             browser.execute_script("return document.querySelectorAll('[onerror], [onload], [onmouseover]').length") == 0
         )
         links = browser.execute_script(
-            "return [...document.querySelectorAll('a')].map(a => a.getAttribute('href') || a.getAttribute('xlink:href'))"
+            "return [...document.querySelectorAll('a')].map("
+            "a => a.getAttribute('href') || a.getAttribute('xlink:href'))"
         )
         assert not [link for link in links if link and "javascript" in link]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +20,12 @@ from oneloop.tasks.base import Task
 
 
 def write_final(
-    folder: Path, model: nn.Module, task: Task, averages: Iterable[EMA] = (), *, about: Mapping[str, Any]
+    folder: Path,
+    model: nn.Module,
+    task: Task,
+    averages: Iterable[EMA] = (),
+    *,
+    about: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """``model.safetensors``, one file for each average, and what the task adds (config, tokenizer). Every rank must get
     here.

@@ -1,0 +1,43 @@
+"""What a user gets wrong is told before anything is written: one message, exit code 2, and the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from silent_cases import ALL, Case, files, words
+from worlds import run, train
+
+
+def here(words: list[str]) -> None:
+    """``python -m oneloop.train`` in the current folder."""
+    import sys
+
+    sys.path.insert(0, "")
+    train(words)
+
+
+def laid(folder: Path, case: Case) -> set[Path]:
+    for name, content in files(case).items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return set(folder.rglob("*"))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_it_is_told_and_nothing_is_written(tmp_path, name):
+    case = ALL[name]
+    before = laid(tmp_path, case)
+    world = run(here, words(case), ranks=case.ranks, config=case.config, folder=tmp_path)
+    assert set(world.codes) == {case.code}, world.output
+    told = [line for line in world.output.splitlines() if line.startswith("oneloop: ")]
+    for part in case.says:
+        assert part in ("\n".join(told) if case.code else world.output), world.output
+    if case.code:
+        assert len(told) == 1 and "Traceback" not in world.output, world.output
+        left = {path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts}
+        assert left == before, f"left behind: {left - before}"
+    else:
+        assert (tmp_path / "run" / "final" / "model.safetensors").exists()
