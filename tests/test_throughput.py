@@ -357,19 +357,19 @@ class FullDisk:
     """Lets no file grow beyond 600 bytes, but for what other processes write."""
 
     def __call__(self, argv: list[str]) -> None:
-        from oneloop.show.tracking import Tracking
+        from oneloop.show.lines import Lines
 
-        ordinary = Tracking._append
+        ordinary = Lines.append
 
-        def append(tracking, text):
+        def append(lines, line):
             limits = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
             try:
-                ordinary(tracking, text)
+                ordinary(lines, line)
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-        Tracking._append = append
+        Lines.append = append
         train(argv)
 
 

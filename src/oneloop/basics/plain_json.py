@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from xxhash import xxh3_64_hexdigest
+
 _plain = json.JSONEncoder(allow_nan=False).encode
 """kept: json.dumps makes one at every call"""
 
@@ -17,6 +19,21 @@ def dumps(content: Any, **how: Any) -> str:
         return json.dumps(content, allow_nan=False, **how) if how else _plain(content)
     except ValueError:
         return json.dumps(_finite(content), **how)
+
+
+def vouched(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The content with a checksum of itself, for a file that is read again: see :func:`intact`."""
+    return {**content, "checksum": _checksum(content)}
+
+
+def intact(content: Mapping[str, Any]) -> bool:
+    """Whether what :func:`vouched` was given is unchanged; True too where there is no checksum."""
+    rest = {name: value for name, value in content.items() if name != "checksum"}
+    return bool(content.get("checksum", _checksum(rest)) == _checksum(rest))
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return xxh3_64_hexdigest(dumps(json.loads(dumps(content)), sort_keys=True).encode())
 
 
 def _finite(content: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from oneloop.basics import errors
 from oneloop.basics.errors import BadInput, Diverged
-from oneloop.basics.plain_json import dumps
+from oneloop.basics.plain_json import dumps, vouched
 from oneloop.basics.text import printable
 from oneloop.machine.micro_batch import is_out_of_memory
 from oneloop.machine.switches import float32_products
@@ -79,8 +79,11 @@ def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) ->
     if not folder.begun:
         folder.abandon()
         return
-    folder.write_json("summary.json", summary)
-    (folder.path / "STOP").unlink(missing_ok=True)
+    try:
+        folder.write_json("summary.json", vouched(summary))
+        (folder.path / "STOP").unlink(missing_ok=True)
+    except OSError as error:  # a full disk: the exit code says the same
+        print(f"summary.json cannot be written ({error.strerror})", file=sys.stderr)
     try:
         folder.write("report.html", report([folder.path]))
     except Exception as error:  # a page that cannot be drawn is no fault of the run

@@ -37,13 +37,14 @@ def write_final(
         averages: of the model's weights.
         about: which weights they are, for MANIFEST.json, which also holds the size and checksum of every file.
     """
-    (folder / MANIFEST).unlink(missing_ok=True)
     weights = gathered_weights(model)
+    if weights:  # on rank 0
+        (folder / MANIFEST).unlink(missing_ok=True)
     write_weights(folder / "model.safetensors", weights)
     for ema in averages:
         with ema.swapped():
             write_weights(folder / f"{ema.name}.safetensors", gathered_weights(model))
-    if weights:  # on rank 0
+    if weights:
         if hasattr(task, "save"):
             task.save(_whole(model, task, weights), folder)
         vouch(folder, about)

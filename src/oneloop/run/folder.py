@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from oneloop.basics.errors import BadInput
 from oneloop.basics.files import replacing
-from oneloop.basics.plain_json import dumps
+from oneloop.basics.plain_json import dumps, intact
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
 from oneloop.recipe.comparison import difference, goes_on
 
@@ -80,7 +80,7 @@ class Folder:
                 f"run.dir {self.path} holds a run of another recipe ({'; '.join(changed)}); choose another"
                 " run.dir, give the same recipe, or go on with --run.accept_changes true"
             )
-        ended = self._plain("summary.json", lambda text: dict(json.loads(text)))
+        ended = self._plain("summary.json", _summary)
         done = str((ended or {}).get("exit_reason", "")).startswith(("done", "early stop"))
         if not ended or ended.get("exit_code") != 0 or not done or changed:
             return None
@@ -177,7 +177,8 @@ class Folder:
         """What :meth:`hold` made is removed again, where the run did not begin."""
         if self._lock.is_locked and not self.begun:
             self.close()
-            (self.path / ".lock").unlink(missing_ok=True)
+            if self._made:
+                (self.path / ".lock").unlink(missing_ok=True)
         with suppress(OSError):
             for folder in () if self.begun else self._made:
                 folder.rmdir()  # where nothing else is in it
@@ -213,6 +214,13 @@ class Folder:
 
     def write_json(self, name: str, content: Any) -> None:
         self.write(name, dumps(content, indent=2) + "\n")
+
+
+def _summary(text: str) -> dict[str, Any]:
+    content = json.loads(text)
+    if not isinstance(content, dict) or not intact(content):
+        raise ValueError("its checksum is another")
+    return content
 
 
 def _look_for(resume: str) -> None:

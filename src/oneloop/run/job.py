@@ -26,6 +26,7 @@ from oneloop.optim.policy import Policy
 from oneloop.optim.schedule import LearningRate
 from oneloop.recipe.names import resolve
 from oneloop.recipe.schema import Recipe
+from oneloop.run.agreement import where
 from oneloop.run.book import Book
 from oneloop.run.counters import Best
 from oneloop.run.environment import environment
@@ -36,6 +37,9 @@ from oneloop.run.rhythm import Rhythm
 from oneloop.show.examples import Examples
 from oneloop.show.tracking import Tracking
 from oneloop.tasks.base import Task
+
+_SMALL = 1 << 19
+"""bytes of what lies beside tensors, about: manifests, metrics, a page"""
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ class Job:
             if run.main:
                 there = len(Store(folder.path / "checkpoints").sealed())
                 most = min(save.keep + save.best + 1, 1 + self.steps // max(1, self.rhythm.every["save"] or self.steps))
-                folder.hold(need=max(0, most - there) * all_of_it + weights)
+                folder.hold(need=max(0, most - there) * (all_of_it + _SMALL) + weights + _SMALL)
 
     def begin(self, folder: Folder, run: Run) -> None:
         """Writes down what is known before the first step, on rank 0. Every rank must get here."""
@@ -136,7 +140,10 @@ class Job:
         """The recipe's optimizer over the prepared model."""
         chosen = self.recipe.optimizer
         make = resolve("optimizer", chosen.name)
-        return build(make, model, lr=chosen.lr, weight_decay=chosen.weight_decay, options=chosen.options)
+        try:
+            return build(make, model, lr=chosen.lr, weight_decay=chosen.weight_decay, options=chosen.options)
+        except Exception as error:
+            raise ValueError(f"optimizer.name {chosen.name} cannot be built: {error}{where(error)}") from error
 
     def emas(self, model: nn.Module, optimizer: Optimizer) -> list[EMA]:
         """The recipe's averages of the prepared model."""

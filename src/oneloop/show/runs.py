@@ -16,8 +16,10 @@ from typing import Any
 
 import yaml
 
-_POINTS = 2048
-"""of a curve that has more, about as many are kept"""
+_STRETCHES = 1024
+"""of a curve with more points, at least so many stretches are shown by two or three"""
+_LINES = 1 << 16
+"""that are kept of a run that is followed"""
 EVENTS = 2000
 """of a run that has more, some saves are left out"""
 _NOT_FINITE = ("nan", "inf", "-inf", "NaN", "Infinity", "-Infinity")
@@ -25,33 +27,61 @@ _AT_ONCE = 1 << 25
 """bytes of metrics.jsonl that are followed line by line; of a longer file samples are taken"""
 
 
-class Curve:
-    """One figure over the steps; of many points those that matter are kept: the extremes, the ends and what is NaN."""
+Point = tuple[int, float]
+"""step and value"""
 
-    __slots__ = ("steps", "values")
+
+class Curve:
+    """One figure over the steps. Of many points those that matter are kept: of each stretch of the run the lowest, the
+    highest and the first that is not finite; the first of all and the last."""
+
+    __slots__ = ("_first", "_pending", "_stretches", "_width")
 
     def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.values: list[float] = []
+        self._first: Point | None = None
+        self._stretches: list[list[Point]] = []
+        self._pending: list[Point] = []
+        self._width = 1
+        """points of a stretch"""
 
     def add(self, step: int, value: float) -> None:
-        self.steps.append(step)
-        self.values.append(value)
-        if len(self.steps) > 2 * _POINTS:
-            self._thin()
+        self._pending.append((step, value))
+        if len(self._pending) >= self._width:
+            self._end_stretch()
 
-    def _thin(self) -> None:
-        """Of each eight points the lowest, the highest, and the first that is not finite; the first and the last."""
-        values, kept = self.values, {0, len(self.values) - 1}
-        for start in range(0, len(values), 8):
-            places = range(start, min(start + 8, len(values)))
-            finite = [place for place in places if math.isfinite(values[place])]
-            if finite:
-                kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
-            if len(finite) < len(places):
-                kept.add(next(place for place in places if not math.isfinite(values[place])))
-        chosen = sorted(kept)
-        self.steps, self.values = [self.steps[at] for at in chosen], [values[at] for at in chosen]
+    def _end_stretch(self) -> None:
+        if self._first is None:
+            self._first = self._pending[0]
+        self._stretches.append(_telling(self._pending))
+        self._pending = []
+        if len(self._stretches) >= 2 * _STRETCHES:
+            pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
+            self._stretches = [_telling(one + other) for one, other in pairs]
+            self._width *= 2
+
+    def points(self) -> tuple[list[int], list[float]]:
+        """Steps and values."""
+        end = self._pending and [*_telling(self._pending), self._pending[-1]]
+        kept = [point for stretch in (*self._stretches, end) for point in stretch]
+        if self._first is not None:
+            kept = [self._first, *kept]
+        kept = [point for place, point in enumerate(kept) if not place or point is not kept[place - 1]]
+        return [step for step, _ in kept], [value for _, value in kept]
+
+
+def _telling(points: list[Point]) -> list[Point]:
+    """The lowest, the highest and the first that is not finite, in their order."""
+    if len(points) < 3:
+        return points
+    values = [value for _, value in points]
+    low, high = min(values), max(values)
+    if low - low == 0 == high - high and sum(values) - sum(values) == 0:  # all are finite
+        places = {values.index(low), values.index(high)}
+    else:
+        finite = [place for place, value in enumerate(values) if math.isfinite(value)]
+        places = {next(place for place, value in enumerate(values) if not math.isfinite(value))}
+        places |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)} if finite else set()
+    return [points[place] for place in sorted(places)]
 
 
 @dataclass
@@ -101,8 +131,8 @@ class Record:
         of = self.curves.get(figure, {})
         chosen = list(of.values()) if weights is None else [of[weights]] if weights in of else []
         if len(chosen) == 1:
-            return chosen[0].steps, chosen[0].values
-        points = sorted((point for one in chosen for point in zip(one.steps, one.values, strict=True)), key=_step)
+            return chosen[0].points()
+        points = sorted((point for one in chosen for point in zip(*one.points(), strict=True)), key=_step)
         return [step for step, _ in points], [value for _, value in points]
 
     def figures(self) -> list[str]:
@@ -128,7 +158,7 @@ def number(value: Any) -> float:
     return float(value) if isinstance(value, str) and value in _NOT_FINITE else math.nan
 
 
-def _step(point: tuple[int, float]) -> int:
+def _step(point: Point) -> int:
     return point[0]
 
 
@@ -221,8 +251,8 @@ class Follower:
         self._read += len(whole)
         self._tail = (self._tail + whole)[-256:]
         self.lines += parsed(whole.splitlines())
-        if len(self.lines) > 4 * _POINTS * 8:  # of a long look every second line, but for the newest
-            self.lines, self.sampled = self.lines[:-_POINTS:2] + self.lines[-_POINTS:], True
+        if len(self.lines) > _LINES:  # of a long look every second line, but for the newest
+            self.lines, self.sampled = self.lines[:-1000:2] + self.lines[-1000:], True
         return bool(self.lines)
 
     def _sample(self, file: Any, size: int) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from oneloop.basics.errors import BadInput
 from oneloop.basics.files import replacing
 from oneloop.basics.mappings import flattened
-from oneloop.basics.plain_json import dumps
+from oneloop.basics.plain_json import dumps, intact, vouched
 from oneloop.show.examples import Examples
 from oneloop.show.lines import Lines
 from oneloop.show.pictures import matrix, tiles
@@ -143,10 +143,12 @@ class Tracking:
         self._lines.back_to(resumed, kept=b'"event": "resume"')
         examples = self._folder / "examples.json"
         try:
-            json.loads(examples.read_bytes())["step"]
+            damaged = not intact(dict(json.loads(examples.read_bytes())))
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, TypeError):
+            damaged = True
+        if damaged:
             self._say(f"{examples} is damaged, and put aside; the next evaluation writes it again")
             examples.rename(examples.with_name(f"bad-{examples.name}"))
 
@@ -177,7 +179,7 @@ class Tracking:
         if not self._writes or not (examples.samples or examples.confusion):
             return
         with self._bearing("examples.json"), replacing(self._folder / "examples.json") as draft:
-            draft.write_text(dumps({"step": step, **examples.plain()}))
+            draft.write_text(dumps(vouched({"step": step, **examples.plain()})))
         for tracker in self._accelerator.trackers:
             with self._bearing(f"tracker {tracker.name}"):
                 _give(tracker, step, examples)

@@ -1,0 +1,405 @@
+"""Models, optimizers and data are taken as they are: types, learning rates, figures, parts; and what is tried before
+the first step changes no bit of the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from oneloop.measure.throughput import training_flops
+from oneloop.optim.build import adamw, build, set_lr
+from oneloop.recipe.kinds import documented, wanted
+from oneloop.run.model import in_dtype
+from oneloop.show.runs import Curve, Follower, read_record
+from oneloop.tasks.causal_lm import CausalLM
+from oneloop.tasks.corpora import local_text
+from silent_cases import ALL, BASE
+from test_nothing_silent import here
+from tiny import Ragged
+from worlds import ROOT, run, train
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_machine_dtype_is_for_float32_alone():
+    model = nn.ModuleDict(
+        {"narrow": nn.Linear(2, 2).bfloat16(), "single": nn.Linear(2, 2), "wide": nn.Linear(2, 2).double()}
+    )
+    model.register_parameter("complex", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
+    model.register_buffer("count", torch.zeros((), dtype=torch.int64))
+    before = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    in_dtype(model, torch.float32)
+    assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == before
+    in_dtype(model, torch.float64)
+    after = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    expected = {name: torch.float64 if dtype is torch.float32 else dtype for name, dtype in before.items()}
+    assert after == expected and isinstance(model.complex, nn.Parameter)
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp")])
+def test_complex_weights_train_are_kept_and_come_back(tmp_path, ranks, config):
+    (tmp_path / "mine.py").write_text(BASE + ALL["complex weights"].task)
+    typed = ["digits", "--task", "mine.Mine", "--duration", "12", "--batch.size", "8", "--track", "none"]
+    typed += ["--save.every", "6", "--save.keep", "9", "--ema.half_life", "20"]
+    run(here, [*typed, "--run.dir", "a"], ranks=ranks, config=config, folder=tmp_path).ok()
+    final = load_file(tmp_path / "a" / "final" / "model.safetensors")
+    assert final["w"].dtype == torch.complex64 and not torch.equal(final["w"], torch.full((8,), 0.1 + 0j))
+    import shutil
+
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(tmp_path / "b" / "final")
+    shutil.rmtree(tmp_path / "b" / "checkpoints" / "step-00000012")
+    (tmp_path / "b" / "summary.json").unlink()
+    run(here, [*typed, "--run.dir", "b"], ranks=ranks, config=config, folder=tmp_path).ok()
+    for name in ("model", "ema"):
+        one, other = ((tmp_path / run / "final" / f"{name}.safetensors").read_bytes() for run in "ab")
+        assert one == other
+
+
+UNUSED = """
+from tiny import Ragged, Net
+
+class More(Net):
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.more = __import__("torch").nn.Linear(3, 3)
+
+class Unused(Ragged):
+    def model(self):
+        return More(self.width, self.dropout)
+"""
+
+
+def test_unused_parameters_train_alike_everywhere(tmp_path):
+    (tmp_path / "unused.py").write_text(UNUSED)
+    typed = ["digits", "--task", "unused.Unused", "--duration", "10", "--batch.size", "8", "--track", "none"]
+    typed += ["--optimizer.weight_decay", "0.1", "--machine.find_unused_parameters", "true"]
+    found = []
+    for ranks, config in ((1, "single"), (2, "ddp"), (2, "fsdp2")):
+        for micro in (8 // ranks, 2):
+            name = f"{config}-{micro}"
+            more = ["--batch.micro", str(micro), "--run.dir", name]
+            run(here, [*typed, *more], ranks=ranks, config=config, folder=tmp_path).ok()
+            found.append(load_file(tmp_path / name / "final" / "model.safetensors"))
+    for other in found[1:]:
+        assert all(torch.allclose(other[name], found[0][name], rtol=0, atol=1e-6) for name in other)
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def two_rates(params, *, lr: float, model: nn.Module):
+    """AdamW whose first layer learns at a tenth."""
+    first = {id(parameter) for parameter in model[0].parameters()}
+    flat = [parameter for group in params for parameter in group["params"]]
+    groups = [
+        {"params": [p for p in flat if id(p) in first], "lr": 0.1 * lr},
+        {"params": [p for p in flat if id(p) not in first]},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, weight_decay=0.0)
+
+
+def test_each_group_keeps_its_share_of_the_rate():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = build(two_rates, model, lr=0.02, weight_decay=0.0)
+    assert set_lr(optimizer, 0.005) == 0.005
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0005, 0.005])
+    plain = build(adamw, model, lr=0.02, weight_decay=0.1)
+    set_lr(plain, 0.1 + 0.2)
+    assert [group["lr"] for group in plain.param_groups] == [0.1 + 0.2] * 2  # to the bit
+
+
+def test_groups_of_an_own_optimizer_in_a_run(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        BASE + "    pass\n" + "\n\ndef rates(params, *, lr: float, model):\n"
+        "    first = {id(p) for p in model[0].parameters()}\n    flat = [p for g in params for p in g['params']]\n"
+        "    return torch.optim.AdamW([{'params': [p for p in flat if id(p) in first], 'lr': 0.0 * lr},\n"
+        "        {'params': [p for p in flat if id(p) not in first]}], lr=lr, weight_decay=0.0)\n"
+    )
+    typed = ["digits", "--task", "mine.Mine", "--duration", "5", "--batch.size", "8", "--track", "none"]
+    typed += ["--optimizer.name", "mine.rates", "--run.dir", "run"]
+    run(here, typed, folder=tmp_path).ok()
+    final = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    from oneloop.basics.seeds import key
+
+    torch.manual_seed(key(0))
+    start = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).state_dict()
+    assert torch.equal(final["0.weight"], start["0.weight"]) and not torch.equal(final["2.weight"], start["2.weight"])
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+class Measured(Ragged):
+    """Says how long its sequences are on the average, and how many were long."""
+
+    def loss(self, model, batch):
+        loss, outputs = super().loss(model, batch)
+        known = (batch["target"] != -100).sum(1)
+        figures = {"length": (known * known).sum() / known.sum(), "squares": known.double().square().mean()}
+        return loss, {**outputs, **figures}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config", "micro"), [(1, "single", 8), (1, "single", 2), (2, "ddp", 2), (2, "fsdp2", 4)]
+)
+def test_figures_of_the_loss_are_logged_as_weighted_means(tmp_path, ranks, config, micro):
+    (tmp_path / "r.yaml").write_text("task: {name: test_as_they_are.Measured}\n")
+    typed = ["r.yaml", "--duration", "12", "--batch.size", "8", "--batch.micro", str(micro), "--track", "none"]
+    typed += ["--log.every", "4", "--save.every", "3", "--save.keep", "9", "--run.dir", "a"]
+    run(train, typed, ranks=ranks, config=config, folder=tmp_path).ok()
+    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    found = [(line["train/length"], line["train/squares"]) for line in lines if "train/loss" in line]
+    import numpy as np
+
+    from oneloop.data.order import Order
+
+    samples, order = Ragged().train_set().samples, Order(37, seed=0)
+    for number, (length, squares) in enumerate(found):
+        lengths = [len(samples[i]) - 1 for i in order.at(np.arange(32 * number, 32 * (number + 1)))[1].tolist()]
+        assert length == pytest.approx(sum(n * n for n in lengths) / sum(lengths), rel=1e-6)
+        parts = [lengths[at : at + micro] for at in range(0, 32, micro)]
+        expected = sum(sum(part) * sum(n * n for n in part) / len(part) for part in parts) / sum(lengths)
+        assert squares == pytest.approx(expected, rel=1e-6)
+    import shutil
+
+    for path in (tmp_path / "a" / "checkpoints").iterdir():
+        if int(path.name[5:]) > 6:  # between two lines: half of a mean is in the checkpoint
+            shutil.rmtree(path)
+    shutil.rmtree(tmp_path / "a" / "final")
+    (tmp_path / "a" / "summary.json").unlink()
+    run(train, typed, ranks=ranks, config=config, folder=tmp_path).ok()
+    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["train/length"], line["train/squares"]) for line in lines if "train/loss" in line] == found
+
+
+# --- what is tried ----------------------------------------------------------------------------------------------------
+
+
+def test_recompute_is_not_counted_twice():
+    from oneloop.machine.recompute import recompute
+
+    task = CausalLM(str(ROOT / "README.md"), layers=2, width=32, heads=2, block=32)
+    batch = task.collate([task.train_set()[i] for i in range(2)])
+    counts = set()
+    for kind in ("none", "full", "selective"):
+        torch.manual_seed(0)
+        model = task.model()
+        recompute(model, kind)
+        counts.add(training_flops(model, task.loss, batch))
+    assert len(counts) == 1
+
+
+TEACHER = (
+    BASE
+    + """
+    def __init__(self):
+        super().__init__()
+        self.teacher, self.calls = nn.Linear(1, 1), []
+
+    def loss(self, model, batch):
+        devices = {str(one.device) for one in (*model.parameters(), batch["x"])}
+        self.teacher.to(batch["x"].device)  # on the meta device that would lose it
+        self.calls.append(devices)
+        assert devices == {"cpu"}
+        print("CALL", len(batch["x"]), model.training)
+        return (model(batch["x"]) - self.teacher(batch["x"]).detach()).square().sum(), {}
+"""
+)
+
+
+def test_the_loss_is_called_on_real_samples_only_and_not_often(tmp_path):
+    (tmp_path / "mine.py").write_text(TEACHER)
+    typed = ["digits", "--task", "mine.Mine", "--duration", "2", "--batch.size", "8", "--run.dir", "run"]
+    world = run(here, [*typed, "--eval.every", "0", "--eval.samples", "0"], folder=tmp_path)
+    world.ok()
+    calls = [line.split()[1:] for line in world.output.splitlines() if line.startswith("CALL")]
+    tried = calls[: next(at for at, call in enumerate(calls) if call == ["8", "True"])]
+    assert tried == [["1", "False"], ["2", "False"], ["1", "False"], ["2", "True"], ["2", "True"], ["4", "True"]]
+
+
+BATCH_NORM = (
+    BASE
+    + """
+    def model(self):
+        model = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+        model.before = {}
+        return model
+"""
+)
+
+
+def untried(words: list[str]) -> None:
+    """A run without the rehearsal."""
+    import oneloop.train as module
+    from oneloop.run.rehearsal import Rehearsal
+
+    module.rehearse = lambda *_: Rehearsal(draws=True)
+    here(words)
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
+@pytest.mark.parametrize("task", ["norm", "digits"])
+def test_what_is_tried_changes_no_bit(tmp_path, task, ranks, config):
+    (tmp_path / "mine.py").write_text(BATCH_NORM)
+    own = (
+        ["digits", "--task", "mine.Mine"]
+        if task == "norm"
+        else ["digits", "--task.width", "8", "--task.dropout", "0.1"]
+    )
+    typed = [*own, "--duration", "6", "--batch.size", "16", "--batch.micro", "4", "--track", "none"]
+    typed += ["--ema.half_life", "1ep", "--log.every", "2", "--log.noise_scale", "false"]
+    ends = []
+    for name, function in (("tried", here), ("untried", untried)):
+        run(function, [*typed, "--run.dir", name], ranks=ranks, config=config, folder=tmp_path).ok()
+        last = sorted((tmp_path / name / "checkpoints").iterdir())[-1]
+        ends.append([file.read_bytes() for file in sorted(last.glob("*.safetensors"))])
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        ends[-1].append([(line["train/loss"], line["train/grad_norm"]) for line in lines if "train/loss" in line])
+    assert ends[0] == ends[1]
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_parts_that_are_there_are_used(tmp_path):
+    for name, text in (("train-0.txt", "a" * 400), ("train-1.txt", "b" * 400), ("valid.txt", "c" * 400)):
+        (tmp_path / name).write_text(text)
+    task = CausalLM(str(tmp_path), block=16, layers=1, width=16, heads=2)
+    seen = {name: {token for sample in part for token in sample.tolist()} for name, part in task._sets.items()}
+    assert seen == {"train": {97, 98, 256}, "validation": {99, 256}}
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "one.csv").write_text('id,text\n1,"dd, dd\nd"\n2,ddddddddddddddddddddd\n')
+    task = CausalLM(str(tmp_path), block=16, layers=1, width=16, heads=2)
+    assert set(task._sets) == {"train", "validation", "test"}
+    assert {token for sample in task._sets["test"] for token in sample.tolist()} <= {100, 44, 32, 10, 256}
+
+
+def test_a_folder_of_code_is_one_corpus(tmp_path):
+    (tmp_path / "test").mkdir()
+    for name in ("train.py", "model.py", "test/a.py"):
+        (tmp_path / name).write_text("x = 1\n" * 9)
+    assert {part: len(documents) for part, documents in local_text(str(tmp_path)).items()} == {"": 3}
+
+
+def test_splits_of_a_data_set_are_its_own(tmp_path, monkeypatch):
+    """``datasets`` loads a folder as it loads a set from the hub."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    from oneloop.tasks.corpora import divided, hub_text
+
+    (tmp_path / "data").mkdir()
+    for name, count in (("train", 60), ("validation", 7)):
+        rows = "".join(json.dumps({"text": f"{name} {n}", "chat": [{"role": "user"}]}) + "\n" for n in range(count))
+        (tmp_path / "data" / f"{name}.jsonl").write_text(rows)
+    parts = divided(hub_text(str(tmp_path / "data")))
+    assert {name: len(part) for name, part in parts.items()} == {"train": 60, "validation": 7}
+    assert all(one.text.startswith("validation") for one in parts["validation"])
+    with pytest.raises(ValueError, match="'chat' holds a list, and text is needed"):
+        hub_text(str(tmp_path / "data"), column="chat")
+
+
+# --- long runs --------------------------------------------------------------------------------------------------------
+
+
+def long_run(folder: Path, lines: int) -> Path:
+    folder.mkdir()
+    names = [f"share/{name}" for name in "abcdefgh"] + ["train/grad_norm", "train/lr", "speed/mfu", "memory/peak_gib"]
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, lines + 1):
+            value = 1.0 + math.sin(step / 1000)
+            line = {"step": step, "samples": 64 * step, "time": 0.1 * step, "train/loss": value}
+            line |= {name: value + number for number, name in enumerate(names)}
+            if step == lines // 3:
+                line["train/loss"] = 1000.0
+            if step == lines // 2:
+                line["train/loss"] = "nan"
+            file.write(json.dumps(line) + "\n")
+            if step % 100 == 0:
+                file.write(json.dumps({"step": step, "event": "save"}) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("lines", [30_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_a_long_run_is_shown_in_little_time_and_memory(tmp_path, lines):
+    folder = long_run(tmp_path / "run", lines)
+    record = read_record(folder)
+    steps, values = record.curve("train/loss")
+    assert len(steps) <= 6200 and steps == sorted(steps) and steps[0] == 1 and steps[-1] == lines
+    assert max(value for value in values if value == value) == 1000.0 and any(value != value for value in values)
+    assert len(record.events()) <= 4000
+    tool = str(Path(sys.executable).with_name("oneloop"))
+    watched = "import resource,subprocess,sys,time; began=time.time(); subprocess.run(sys.argv[1:], check=True); print(\
+'TOOK', time.time()-began, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss/1024)"
+    for typed in (["report", str(folder)], ["watch", str(folder), "--once"]):
+        ended = subprocess.run(
+            [sys.executable, "-c", watched, tool, *typed], capture_output=True, text=True, check=True
+        )
+        seconds, memory = map(float, ended.stdout.splitlines()[-1].split()[1:])
+        print(typed[0], lines, f"{seconds:.1f} s, {memory:.0f} MiB")
+        assert memory < 200
+    assert (folder / "report.html").stat().st_size < 10e6
+    follower = Follower(folder)
+    assert follower.read() and follower.lines[-1]["step"] == lines and len(follower.lines) < 66_000
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": lines + 1, "train/loss": 0.5}) + "\n")
+    assert follower.read() and follower.lines[-1]["step"] == lines + 1
+
+
+def test_a_thinned_curve_keeps_what_matters():
+    curve, plain = Curve(), []
+    generator = torch.Generator().manual_seed(0)
+    for step, value in enumerate(torch.randn(100_000, generator=generator).tolist()):
+        curve.add(step, value)
+        plain.append(value)
+    steps, values = curve.points()
+    assert 2000 < len(steps) < 4200 and steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == len(plain) - 1
+    assert max(values) == max(plain) and min(values) == min(plain)
+    assert all(plain[step] == value for step, value in zip(steps, values, strict=True))
+    window = len(plain) // 200
+    for start in range(0, len(plain), window):  # nowhere is it empty
+        assert any(start <= step < start + window for step in steps)
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def test_help_shows_docstrings_in_the_readmes_form(tmp_path):
+    code = (ROOT / "README.md").read_text().split("```python\n# my_task.py")[1].split("```")[0]
+    (tmp_path / "my_task.py").write_text(code)
+    ended = subprocess.run(
+        [sys.executable, "-m", "oneloop.train", "digits", "--task", "my_task.Sines", "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    shown = " ".join(ended.stdout.split())
+    assert "--task.samples SAMPLES training points." in shown and "--task.width WIDTH of the network." in shown
+
+
+def test_what_a_key_takes_in_words():
+    from typing import Literal
+
+    assert wanted(int | Literal["auto"] | None) == "a whole number (int), auto or null"
+    assert wanted(tuple[float, float]) == "2 values ([a,b]), each a number (float)"
+    assert wanted(list[str]) == "a list ([a,b]), each text" and wanted(object) == ""
+
+    def function(a: int, b: int) -> None:
+        """Does.
+
+        Args:
+            a: the first,
+                over two lines.
+            b (int): the second.
+        """
+
+    assert documented(function) == {"a": "the first, over two lines.", "b": "the second."}

@@ -1,0 +1,474 @@
+"""A resume compares what it goes on with, and mends what is damaged beside the checkpoints; what a run ends with."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from oneloop.checkpoint.store import MANIFEST, Store, problems, read_manifest
+from oneloop.cli import main
+from oneloop.recipe.comparison import difference
+from oneloop.run.folder import Folder
+from oneloop.show.lines import Lines
+from oneloop.show.runs import read_record
+from silent_cases import BASE
+from test_nothing_silent import here
+from worlds import run, train
+
+WORDS = ["digits", "--task", "mine.Mine", "--duration", "12", "--batch.size", "8", "--track", "none"]
+WORDS += ["--save.every", "4", "--save.keep", "9", "--log.every", "1", "--eval.every", "6", "--run.dir", "run"]
+
+
+def lay(folder: Path, members: str = "    pass", base: str = BASE) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "mine.py").write_text(base + members + "\n")
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+
+
+def unfinished(folder: Path, step: int = 8) -> None:
+    """A finished run becomes one that was killed after ``step``."""
+    shutil.rmtree(folder / "final")
+    (folder / "summary.json").unlink()
+    for path in Store(folder / "checkpoints").sealed():
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+
+
+CHANGES = {
+    "more data": (
+        (
+            "    def train_set(self):\n        x = self.x.repeat(2, 1)\n"
+            "        return torch.utils.data.TensorDataset(x, x.sin())"
+        ),
+        [],
+        "the train set has 128 samples, and had 64",
+    ),
+    "other data": (
+        "    def train_set(self):\n        return torch.utils.data.TensorDataset(self.x, self.x.cos())",
+        [],
+        "the train set has as many samples, but some of the 16",
+    ),
+    "no validation set": ("    def eval_sets(self):\n        return {}", [], "the validation set is gone"),
+    "another activation": (
+        "    def model(self):\n        return nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1))",
+        [],
+        "the model's structure: '(1): Tanh()' -> '(1): ReLU()'",
+    ),
+    "a frozen layer": (
+        (
+            "    def model(self):\n        model = super().model()\n        model[0].requires_grad_(False)\n"
+            "        return model"
+        ),
+        [],
+        "trained parameters: 4 of 4",
+    ),
+    "another precision": ("    pass", ["--mixed_precision", "bf16"], "precision: no, weights in float32 -> bf16"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_resume_refuses_what_has_changed(tmp_path, name):
+    members, options, says = CHANGES[name]
+    lay(tmp_path)
+    run(here, WORDS, folder=tmp_path).ok()
+    unfinished(tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    lay(tmp_path, members)
+    refused = run(here, WORDS, options=options, folder=tmp_path)
+    assert refused.codes == [2] and says in refused.output, refused.output
+    after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert {path.name for path in before.keys() ^ after.keys()} <= {".lock"}
+    assert all(after[path] == content for path, content in before.items())
+    if name != "a frozen layer":  # whose optimizer state is another
+        accepted = run(here, [*WORDS, "--run.accept_changes", "true"], options=options, folder=tmp_path)
+        assert accepted.codes == [0] and f"accepted: {says}" in accepted.output, accepted.output
+
+
+def test_another_type_of_weights_is_refused_and_changed_source_is_told(tmp_path):
+    lay(tmp_path)
+    run(here, WORDS, folder=tmp_path).ok()
+    unfinished(tmp_path / "run")
+    for more in ([], ["--run.accept_changes", "true"]):
+        wide = run(here, [*WORDS, "--machine.dtype", "float64", *more], folder=tmp_path)
+        assert wide.codes == [2] and "Traceback" not in wide.output and "float64" in wide.output
+    (tmp_path / "mine.py").write_text(BASE + "    # a bug is mended here\n    pass\n")
+    mended = run(here, WORDS, folder=tmp_path)
+    assert mended.codes == [0] and "the source of the task has changed since" in mended.output
+    assert "going on from run/checkpoints/step-00000008" in mended.output
+
+
+def test_samples_that_are_others_each_time_have_no_checksum(tmp_path):
+    lay(
+        tmp_path,
+        "    def train_set(self):\n        import numpy\n        own = numpy.random.default_rng()\n"
+        "        return [(self.x[i], torch.tensor([own.random()])) for i in range(64)]",
+    )
+    run(here, WORDS, folder=tmp_path).ok()  # drawn once per start: other samples at the next
+    unfinished(tmp_path / "run")
+    assert "some of the 16" in run(here, WORDS, folder=tmp_path).output
+
+
+def test_durations_are_compared_as_durations():
+    old = {"duration": "2ep", "schedule": {"warmup": "100"}, "ema": {"half_life": ["1ep", "2ep"]}, "task": {"a": "1ep"}}
+    new = {
+        "duration": "2epochs",
+        "schedule": {"warmup": 100},
+        "ema": {"half_life": ["1 epoch", "2ep"]},
+        "task": {"a": "1ep"},
+    }
+    assert difference(old, new) == []
+    assert difference(old, {**new, "duration": "3ep"}) == ["duration: '2ep' -> '3ep'"]
+    assert difference(old, {**new, "task": {"a": "1epoch"}}) == ["task.a: '1ep' -> '1epoch'"]
+
+
+# --- what lies beside the checkpoints ---------------------------------------------------------------------------------
+
+DAMAGE = {
+    "empty": lambda content: b"",
+    "cut": lambda content: content[: len(content) // 2],
+    "of another kind": lambda content: b"[1, 2]\n",
+    "not UTF-8": lambda content: b"\xff\xfe\x00" + content[3:],
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A digits run of twelve steps, and the same as it was when killed after step 8."""
+    folder = tmp_path_factory.mktemp("whole")
+    words = [*WORDS[:1], *WORDS[3:], "--task.width", "8"]
+    run(train, words, folder=folder).ok()
+    shutil.copytree(folder / "run", folder / "cut")
+    unfinished(folder / "cut")
+    return folder
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("name", ["recipe.yaml", "metrics.jsonl", "examples.json"])
+def test_damaged_books_are_told_and_the_run_goes_on(tmp_path, whole, name, kind):
+    shutil.copytree(whole / "cut", tmp_path / "run")
+    file = tmp_path / "run" / name
+    file.write_bytes(DAMAGE[kind](file.read_bytes()))
+    world = run(train, [*WORDS[:1], *WORDS[3:], "--task.width", "8"], folder=tmp_path)
+    world.ok()
+    assert f"run/{name} is" in world.output, world.output
+    for end in ("model.safetensors",):
+        assert (tmp_path / "run" / "final" / end).read_bytes() == (whole / "run" / "final" / end).read_bytes()
+    assert b"\0" not in (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    steps = [line["step"] for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())]
+    assert steps == sorted(steps) and steps[-1] == 12
+    if name == "recipe.yaml":
+        assert (tmp_path / "run" / name).read_text() == (whole / "run" / name).read_text()
+
+
+def test_a_damaged_end_is_written_again(tmp_path, whole):
+    for number, (name, change) in enumerate(
+        [
+            ("summary.json", DAMAGE["cut"]),
+            ("summary.json", lambda c: c.replace(b"0.", b"1.")),
+            ("final/model.safetensors", DAMAGE["cut"]),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        shutil.copytree(whole / "run", folder / "run")
+        file = folder / "run" / name
+        file.write_bytes(change(file.read_bytes()))
+        if name.startswith("final"):
+            assert main(["verify", str(folder / "run")]) == 1
+        world = run(train, [*WORDS[:1], *WORDS[3:], "--task.width", "8"], folder=folder)
+        world.ok()
+        assert "damaged" in world.output and "written again" in world.output
+        assert main(["verify", str(folder / "run")]) == 0
+        weights = "final/model.safetensors"
+        assert (folder / "run" / weights).read_bytes() == (whole / "run" / weights).read_bytes()
+
+
+def test_a_folder_in_place_of_a_file_is_put_aside(tmp_path, whole):
+    shutil.copytree(whole / "cut", tmp_path / "run")
+    for name in ("metrics.jsonl", "recipe.yaml"):
+        (tmp_path / "run" / name).unlink()
+        (tmp_path / "run" / name / "inside").mkdir(parents=True)
+    world = run(train, [*WORDS[:1], *WORDS[3:], "--task.width", "8"], folder=tmp_path)
+    world.ok()
+    assert (tmp_path / "run" / "metrics.jsonl").is_file() and (tmp_path / "run" / "recipe.yaml").is_file()
+    assert list((tmp_path / "run").glob("bad-*"))
+
+
+def hurt(content: bytes, draw: random.Random) -> bytes:
+    """One of the ways in which a file goes bad."""
+    kind = draw.choice(["flip", "cut", "noise", "zeros", "grown", "lines"])
+    at = draw.randrange(max(1, len(content)))
+    if kind == "flip":
+        return content[:at] + bytes([content[at] ^ (1 << draw.randrange(8))]) + content[at + 1 :] if content else b"x"
+    if kind == "cut":
+        return content[:at]
+    if kind == "noise":
+        return content[:at] + draw.randbytes(min(64, len(content) - at)) + content[at + 64 :]
+    if kind == "zeros":
+        return content[:at] + bytes(len(content) - at)
+    if kind == "grown":
+        return content + content[at:]
+    lines = content.splitlines(keepends=True)
+    draw.shuffle(lines)
+    return b"".join(lines)
+
+
+def test_two_thousand_corruptions_of_a_run_folder(tmp_path, whole):
+    """Whatever happens to a file beside the checkpoints: the start finds the run's own recipe, metrics.jsonl holds
+    lines that were written, and a damaged end is never taken for a good one."""
+    import yaml
+
+    draw = random.Random(0)
+    resolved = yaml.safe_load((whole / "run" / "recipe.yaml").read_text())
+    (state_file,) = (whole / "cut" / "checkpoints").glob("step-00000008/state.json")
+    state = json.loads(state_file.read_text())["tracking"]
+    right = (whole / "cut" / "metrics.jsonl").read_bytes()
+    good_lines = set(right[: state["bytes"]].splitlines())
+    names = ["recipe.yaml", "summary.json", "metrics.jsonl", "examples.json", "environment.json"]
+    names += ["final/model.safetensors", f"final/{MANIFEST}"]
+    detected = dict.fromkeys(names, 0)
+    for number in range(2000):
+        name = names[number % len(names)]
+        source = whole / ("cut" if name == "metrics.jsonl" else "run")
+        content = (source / name).read_bytes()
+        bad = hurt(content, draw)
+        if bad == content:
+            continue
+        told: list[str] = []
+        if name == "metrics.jsonl":
+            (tmp_path / name).write_bytes(bad)
+            lines = Lines(tmp_path / name, say=told.append)
+            lines.back_to(state, kept=b'"event": "resume"')
+            lines.close()
+            left = (tmp_path / name).read_bytes()
+            assert b"\0" not in left
+            if bad[: state["bytes"]] != right[: state["bytes"]]:
+                assert told, bad
+                assert all(json.loads(line)["step"] <= 8 for line in left.splitlines())
+                detected[name] += 1
+            else:
+                assert left[: state["bytes"]] == right[: state["bytes"]]
+                assert set(left.splitlines()) == good_lines
+            continue
+        (source / name).write_bytes(bad)
+        try:
+            finished = Folder(source, say=told.append).inspect(resolved)  # never refuses: the recipe is the run's own
+            read_record(source)
+            if name in ("summary.json", "final/model.safetensors", f"final/{MANIFEST}"):
+                same = name == "summary.json" and told == [] and json.loads(bad) == json.loads(content)
+                assert (finished is None and told) or same, (name, bad[:200])
+            else:
+                assert finished is not None
+            detected[name] += bool(told)
+        finally:
+            (source / name).write_bytes(content)
+    print(detected)
+    assert detected["final/model.safetensors"] > 280 and detected["summary.json"] > 250
+    assert detected["metrics.jsonl"] > 150 and detected["recipe.yaml"] > 50
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def forged(path: Path, change) -> None:
+    """Rewrites a checkpoint's manifest as someone would who knows how its checksums are made."""
+    from oneloop.checkpoint import store
+
+    manifest = read_manifest(path)
+    change(path, manifest)
+    for name in manifest["files"]:
+        file = path / name
+        manifest["files"][name] = {"size": file.stat().st_size, "xxh3": store.checksum(file)}
+    (path / MANIFEST).write_text(json.dumps({**manifest, "self": store._of(manifest)}))
+
+
+def relabelled(path: Path, manifest: dict) -> None:
+    file = path / "rank-00000.safetensors"
+    content = file.read_bytes()
+    assert b'"F32"' in content
+    file.write_bytes(content.replace(b'"F32"', b'"I32"'))
+
+
+def without_rows(path: Path, manifest: dict) -> None:
+    file = path / "rank-00000.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    name = next(name for name, entry in header.items() if name != "__metadata__" and len(entry["shape"]) > 1)
+    del header[name]
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [(relabelled, "is I32 in rank-00000.safetensors, and F32"), (without_rows, "is not whole: 0 of")],
+)
+def test_forged_files_are_refused(tmp_path, whole, change, says):
+    shutil.copytree(whole / "cut", tmp_path / "run")
+    newest = Store(tmp_path / "run" / "checkpoints").sealed()[-1]
+    assert problems(newest) == []
+    forged(newest, change)
+    assert any(says in wrong for wrong in problems(newest)), problems(newest)
+
+
+def test_another_steps_name_and_links_are_refused(tmp_path, whole):
+    shutil.copytree(whole / "cut", tmp_path / "run")
+    store = Store(tmp_path / "run" / "checkpoints")
+    newest = store.sealed()[-1]
+    newest.rename(newest.with_name("step-00000099"))
+    assert problems(store.sealed()[-1]) == ["it is the checkpoint of step 8 under another one's name"]
+    linked = store.sealed()[0]
+    outside = tmp_path / "outside"
+    (linked / "state.json").rename(outside)
+    (linked / "state.json").symlink_to(outside)
+    assert problems(linked) == ["state.json: a link, which may lead elsewhere"]
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+OVER_FITTED = """    def eval_sets(self):  # the fit to the sine is best early on: this set wants none of it
+        return {"validation": torch.utils.data.TensorDataset(self.x, 0 * self.x), "test": self.train_set()}
+
+    def save(self, model, folder):
+        from torch.distributed.tensor import DTensor
+
+        tensors = [*model.parameters()]
+        assert not any(isinstance(one, DTensor) for one in tensors)
+        (folder / "own.txt").write_text(str([tuple(one.shape) for one in tensors]))
+        torch.save(model.state_dict(), folder / "own.pt")
+"""
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
+def test_final_holds_what_it_says(tmp_path, ranks, config):
+    os.umask(0o022)
+    lay(tmp_path, OVER_FITTED)
+    words = [*WORDS, "--eval.every", "1", "--optimizer.lr", "0.05", "--ema.half_life", "16"]
+    run(here, words, ranks=ranks, config=config, folder=tmp_path).ok()
+    run(here, [*words, "--run.dir", "best", "--save.final", "best"], ranks=ranks, config=config, folder=tmp_path).ok()
+    last, best = (json.loads((tmp_path / name / "final" / MANIFEST).read_text())["about"] for name in ("run", "best"))
+    assert last == {"weights": "last", "step": 12}
+    assert best["weights"] == "best" and best["step"] < 12 and best["metric"] == "eval/loss"
+    ended = json.loads((tmp_path / "best" / "summary.json").read_text())
+    assert ended["final"] == best and ended["best"]["step"] == best["step"] and ended["step"] == 12
+    out = str(tmp_path / "out")
+    os.chdir(tmp_path)
+    assert main(["export", "best", "--to", out, "--checkpoint", "best"]) == 0
+    for name, average in (("model.safetensors", "raw"), ("ema.safetensors", "ema")):
+        assert main(["export", "best", "--to", out, "--checkpoint", "best", "--weights", average]) == 0
+        exported, final = load_file(f"{out}/model.safetensors"), load_file(tmp_path / "best" / "final" / name)
+        assert all(torch.equal(exported[key], final[key]) for key in final)
+    assert (tmp_path / "run" / "final" / "own.txt").read_text() == "[(8, 1), (8,), (1, 8), (1,)]"
+    own = torch.load(tmp_path / "run" / "final" / "own.pt")
+    final = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert all(torch.equal(own[name], final[name]) for name in final)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert modes <= {0o644}, modes
+
+
+# --- room -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path):
+    lay(tmp_path)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    script = f"mount -t tmpfs -o size=256k none {disk} && dd if=/dev/zero of={disk}/full bs=1k count=240 2>/dev/null"
+    words = [*WORDS, "--task", "mine.Mine", "--run.dir", str(disk / "run")]
+    train_it = " ".join([sys.executable, "-m", "oneloop.train", *words])
+    ended = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", f"{script} && ({train_it}; echo code $?; ls -A {disk})"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if "code" not in ended.stdout:
+        pytest.skip(f"no small disk can be made here: {ended.stderr[-200:]}")
+    assert ended.stdout.split()[-3:] == ["code", "2", "full"], ended.stdout + ended.stderr
+    assert "the run needs about" in ended.stderr and "are free there" in ended.stderr
+
+
+def test_a_disk_that_cannot_be_written_is_told(tmp_path):
+    lay(tmp_path)
+    script = f"mount -t tmpfs -o ro,size=64m none {tmp_path}/disk"
+    (tmp_path / "disk").mkdir()
+    train_it = " ".join([sys.executable, "-m", "oneloop.train", *WORDS[:-1], "disk/run"])
+    ended = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", f"{script} && ({train_it}; echo code $?)"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if "code" not in ended.stdout:
+        pytest.skip(f"no disk can be mounted here: {ended.stderr[-200:]}")
+    assert "code 2" in ended.stdout and "Read-only file system" in ended.stderr
+
+
+# --- foreign code -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_folder_runs_no_program(tmp_path, whole, capsys):
+    os.chdir(tmp_path)
+    for number, (name, options) in enumerate([("subprocess.Popen", {"args": ["touch", "ran"]}), ("os.system", {})]):
+        folder = tmp_path / str(number)
+        shutil.copytree(whole / "run", folder)
+        (folder / "recipe.yaml").write_text(json.dumps({"task": {"name": name, **options}}))
+        for words in (["verify"], ["report"], ["watch", "--once"]):
+            assert main([words[0], str(folder), *words[1:]]) == 0
+        assert main(["export", str(folder), "--to", "out"]) == 2
+        assert "standard library" in capsys.readouterr().err
+        assert main(["export", str(folder), "--to", "out", "--weights", "ema"]) == 2
+        assert run(train, [str(folder / "recipe.yaml"), "--run.dir", "again"], folder=tmp_path).codes == [2]
+        assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
+
+
+def test_only_export_imports_what_a_recipe_names_and_says_so(tmp_path):
+    lay(tmp_path)
+    run(here, WORDS, folder=tmp_path).ok()
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write("\nfrom pathlib import Path\nPath('imported').touch()\n")
+    tool = str(Path(sys.executable).with_name("oneloop"))
+    for words in (["verify", "run"], ["report", "run"], ["watch", "run", "--once"]):
+        subprocess.run([tool, *words], cwd=tmp_path, check=True, capture_output=True)
+    assert not (tmp_path / "imported").exists()
+    ended = subprocess.run(
+        [tool, "export", "run", "--to", "out"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert f"task.name mine.Mine of run/recipe.yaml is taken from {tmp_path / 'mine.py'}" in ended.stderr
+    assert (tmp_path / "imported").exists() and (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_control_characters_never_reach_a_terminal(tmp_path, whole):
+    evil = "\x1b]0;owned\x07\x1b[2J\u202e"
+    folder = tmp_path / f"run{evil}"
+    shutil.copytree(whole / "run", folder)
+    lines = [{"step": 1, f"train/{evil}": 1.0, "train/loss": 1.0}, {"step": 2, "event": evil, f"eval/{evil}": 2.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    newest = Store(folder / "checkpoints").sealed()[-1]
+    (newest / evil).touch()
+    tool = str(Path(sys.executable).with_name("oneloop"))
+    for words in (
+        ["watch", str(folder), "--once", "--figures", f"train/{evil}"],
+        ["verify", str(folder)],
+        ["report", str(folder)],
+    ):
+        ended = subprocess.run([tool, *words], capture_output=True, text=True, check=False)
+        assert not any(bad in ended.stdout + ended.stderr for bad in ("\x1b]", "\x1b[2J", "\x07", "\u202e")), words
+    typed = run(train, ["digits", "--task.data", evil, "--run.dir", str(tmp_path / "new")], folder=tmp_path)
+    assert typed.codes == [2] and "\x1b" not in typed.output and "\\x1b[2J" in typed.output
