@@ -26,6 +26,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 BATCH, STEPS = 16, 24
+NEWER = ("noise_scale", "final", "checksum")
+"""entries of summary.json that are words, or that older checkouts do not write"""
 COMMON = [
     *(
         "--batch.size",
@@ -61,7 +63,9 @@ def timeless(line: dict[str, Any]) -> dict[str, Any]:
 
 def drawn(folder: Path, rank: int) -> list[list[int]]:
     """Sample ids of each micro-batch that a rank trained on."""
-    return [json.loads(line) for line in (folder / f"ids-{rank}.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / f"ids-{rank}.jsonl").read_text().splitlines()]
+    tried = sum(len(row) == 2 for row in rows[:2])  # parts of the micro-batch on which the task is tried, and then it
+    return rows[tried + bool(tried) :]
 
 
 def left(folder: Path, ranks: int, code: Any) -> dict[str, Any]:
@@ -74,7 +78,7 @@ def left(folder: Path, ranks: int, code: Any) -> dict[str, Any]:
         **{str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)},
         **{f"ids of rank {rank}": drawn(folder, rank) for rank in range(ranks)},
         **{f"metrics {number}": line for number, line in enumerate(lines)},
-        "summary": {k: v for k, v in timeless(summary).items() if k != "noise_scale"},
+        "summary": {k: v for k, v in timeless(summary).items() if k not in NEWER},
     }
 
 
