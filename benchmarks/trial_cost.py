@@ -133,9 +133,8 @@ def main() -> None:
             print(f"{name:9} {kind:8} {statistics.median(firsts):.3f} ({min(firsts):.3f} to {max(firsts):.3f})")
         costs = [with_ - without for (with_, _), (without, _) in zip(found["tried"], found["untried"], strict=True)]
         cost = statistics.median(costs)
-        print(
-            f"{name:9} a step   {step:.3f}; cost {cost:.3f} ({min(costs):.3f} to {max(costs):.3f}), {cost / step:.2f} steps\n"
-        )
+        span = f"({min(costs):.3f} to {max(costs):.3f}), {cost / step:.2f} steps"
+        print(f"{name:9} a step   {step:.3f}; cost {cost:.3f} {span}\n")
 
 
 if __name__ == "__main__":

@@ -298,3 +298,35 @@ def test_meter_clock_and_profiling_in_a_plain_loop(tmp_path):
     figures = meter.read()
     assert figures["train/update_ratio"] > 0 and abs(sum(v for k, v in figures.items() if "share/" in k) - 1) < 1e-6
     assert (tmp_path / "trace.json.gz").exists() and " % of the time " in diagnosis(figures, workers=0, cores=2)
+
+
+def test_contract_lines_and_sums_in_a_plain_script(tmp_path):
+    from oneloop.basics.errors import BadInput
+    from oneloop.measure.sums import Sums
+    from oneloop.show.lines import Lines
+    from oneloop.tasks.contract import Contract
+
+    class Points:
+        def collate(self, samples):
+            return {"x": torch.tensor(samples)[:, None]}
+
+        def weight(self, batch):
+            return torch.tensor(float(len(batch["x"])))
+
+        def loss(self, model, batch):
+            return model(batch["x"]).square().mean(), {"half": torch.tensor(0.5)}
+
+    contract, model = Contract(Points()), torch.nn.Linear(1, 1)
+    one, two = contract.collated([1.0]), contract.collated([1.0, 1.0])
+    contract.doubles("weight", contract.weight(one, samples=1), contract.weight(two, samples=2), 1e-6)
+    losses = [float(contract.loss(model, batch)[0]) for batch in (one, two)]
+    with pytest.raises(BadInput, match="that is a mean"):
+        contract.doubles("loss", *losses, 1e-4)
+    sums, lines = Sums(("half",)), Lines(tmp_path / "metrics.jsonl")
+    for weight in (1.0, 3.0):
+        sums.add(*contract.loss(model, one), weight=weight)
+    lines.append({"step": 1, "train/half": float(sums.figures[0]) / 4})
+    state = lines.state_dict()
+    lines.append({"step": 2})
+    lines.back_to(state, kept=b"event")
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train/half": 0.5}\n'

@@ -252,6 +252,7 @@ def test_a_full_disk_costs_one_checkpoint_and_all_ranks_know(tmp_path, ranks, ra
         assert told == [number == when for number in range(5)]
     store = Store(tmp_path)
     assert [path.name[-1] for path in store.sealed()] == ["0", "2", "3"]
+    assert len(list(tmp_path.iterdir())) == 3  # no draft stays
     assert all(problems(path) == [] for path in store.sealed())
 
 

@@ -377,6 +377,46 @@ def test_final_holds_what_it_says(tmp_path, ranks, config):
     assert modes <= {0o644}, modes
 
 
+def in_order(words: list[str]) -> None:
+    """Trains, saving in this process, and writes down what is made to last, in its order."""
+    from oneloop.checkpoint import store, writer
+
+    flush = store.flush
+
+    def noted(path: Path) -> None:
+        print("LASTS", path.name)
+        flush(path)
+
+    store.flush = writer.flush = noted
+    here(words)
+
+
+def test_metrics_are_on_the_disk_before_a_checkpoint_that_tells_of_them(tmp_path):
+    lay(tmp_path)
+    world = run(in_order, [*WORDS, "--save.sync", "true"], folder=tmp_path)
+    world.ok()
+    lasts = [line.split()[1] for line in world.output.splitlines() if line.startswith("LASTS")]
+    saves = len(list((tmp_path / "run" / "checkpoints").iterdir()))
+    assert lasts[:3] == ["metrics.jsonl", lasts[1], "checkpoints"] and lasts[1].endswith(".draft")
+    assert lasts.count("metrics.jsonl") == lasts.count("checkpoints") >= saves
+
+
+def test_a_home_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    lay(tmp_path)
+    run(here, [*WORDS, "--run.dir", "~/there"], folder=tmp_path, variables={"HOME": str(tmp_path)}).ok()
+    assert (tmp_path / "there" / "final").is_dir() and not (tmp_path / "~").exists()
+
+
+def test_a_run_that_saved_nothing_binds_nobody(tmp_path):
+    lay(tmp_path, "    def loss(self, model, batch):\n        return (model(batch['x']) * float('nan')).sum(), {}")
+    diverged = run(here, [*WORDS, "--save.best", "false"], folder=tmp_path)
+    assert diverged.codes == [3] and not Store(tmp_path / "run" / "checkpoints").sealed()
+    lay(tmp_path)
+    corrected = run(here, [*WORDS, "--optimizer.lr", "0.5"], folder=tmp_path)
+    assert corrected.codes == [0], corrected.output
+
+
 # --- room -------------------------------------------------------------------------------------------------------------
 
 
