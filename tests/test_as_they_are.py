@@ -246,9 +246,28 @@ def untried(words: list[str]) -> None:
     here(words)
 
 
+def leaking(words: list[str]) -> None:
+    """A run whose rehearsal puts nothing back."""
+    import contextlib
+
+    from oneloop.run import rehearsal
+
+    rehearsal._undone = lambda *_: contextlib.nullcontext()
+    here(words)
+
+
+def test_a_rehearsal_that_puts_nothing_back_is_found(tmp_path):
+    with pytest.raises(AssertionError):
+        compare_with_untried(tmp_path, "norm", 1, "single", tried=leaking)
+
+
 @pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
 @pytest.mark.parametrize("task", ["norm", "digits"])
 def test_what_is_tried_changes_no_bit(tmp_path, task, ranks, config):
+    compare_with_untried(tmp_path, task, ranks, config, tried=here)
+
+
+def compare_with_untried(tmp_path: Path, task: str, ranks: int, config: str, *, tried) -> None:
     (tmp_path / "mine.py").write_text(BATCH_NORM)
     own = (
         ["digits", "--task", "mine.Mine"]
@@ -258,7 +277,7 @@ def test_what_is_tried_changes_no_bit(tmp_path, task, ranks, config):
     typed = [*own, "--duration", "6", "--batch.size", "16", "--batch.micro", "4", "--track", "none"]
     typed += ["--ema.half_life", "1ep", "--log.every", "2", "--log.noise_scale", "false"]
     ends = []
-    for name, function in (("tried", here), ("untried", untried)):
+    for name, function in (("tried", tried), ("untried", untried)):
         run(function, [*typed, "--run.dir", name], ranks=ranks, config=config, folder=tmp_path).ok()
         last = sorted((tmp_path / name / "checkpoints").iterdir())[-1]
         ends.append([file.read_bytes() for file in sorted(last.glob("*.safetensors"))])

@@ -25,7 +25,7 @@ from oneloop.checkpoint.weights import bare
 from oneloop.data.groups import transferred
 from oneloop.data.keyed import Keyed
 from oneloop.evaluate import evaluating
-from oneloop.machine.randomness import has_batch_statistics, reseed
+from oneloop.machine.randomness import has_batch_statistics, has_dropout, reseed
 from oneloop.measure.meter import OWN_FIGURES
 from oneloop.measure.throughput import Operations
 from oneloop.run.job import Job
@@ -119,7 +119,7 @@ def _trained(
     """In training: forward and backward, counted, and whether the parts of a batch cost what it does."""
     reseed(run.device, job.recipe.seed, 0)
     before, half, costs = _random_states(run.device), len(samples) // 2, list[float]()
-    if contract.additive and half and not has_batch_statistics(model):
+    if contract.additive and half and not has_batch_statistics(model) and not has_dropout(model):
         for part in (samples[:half], samples[half:]):  # before the whole: its backward ends what FSDP2 keeps of them
             batch, _ = _batch(contract, job, run, part)
             costs.append(float(contract.loss(model, batch)[0].detach()))
