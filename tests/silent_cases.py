@@ -153,7 +153,9 @@ GOOD = {
     ),
     "names with markup": Case(
         ("done",),
-        "    def eval_sets(self):\n        return {'[/x]': self.train_set(), 'validation': self.train_set()}",
+        "    def metrics(self):\n        from torchmetrics import MetricCollection, MeanMetric\n"
+        "        return MetricCollection({'[/b]': MeanMetric()})\n"
+        "    def update(self, metrics, batch, outputs):\n        metrics.update(outputs['loss'])",
         code=0,
     ),
     "views of one storage": Case(
