@@ -148,6 +148,41 @@ GOOD = {
         LOSS + "        return (each * (1 + torch.rand_like(each))).sum() if model.training else each.sum(), {}",
         code=0,
     ),
+    "a loss that draws in evaluation too": Case(
+        ("model, loss or collate draw random numbers",),
+        LOSS + "        return (each + torch.randn_like(each)).square().sum(), {}",
+        code=0,
+    ),
+    "a loss that draws from a generator of its own": Case(
+        ("model, loss or collate draw random numbers",),
+        "    own = torch.Generator().manual_seed(0)\n"
+        + LOSS
+        + "        return (each * torch.rand(each.shape, generator=self.own)).sum(), {}",
+        code=0,
+    ),
+    "a metric that needs two samples": Case(
+        ("done",),
+        "    def metrics(self):\n        from torchmetrics import MetricCollection, R2Score\n"
+        "        return MetricCollection({'r2': R2Score()})\n"
+        "    def update(self, metrics, batch, outputs):\n"
+        "        metrics.update(outputs['loss'][:, 0], batch['y'][:, 0])",
+        words=("--batch.micro", "1"),
+        code=0,
+    ),
+    "a figure that is there now and then": Case(
+        ("done",),
+        LOSS + "        return each.sum(), {'big': each.max().detach()} if len(each) < 8 else {}",
+        code=0,
+    ),
+    "sparse samples and sets": Case(
+        ("done",),
+        "    def train_set(self):\n"
+        "        return [(self.x[i].to_sparse(), self.x[i].sin(), {'a', 'b'}, lambda: 0) for i in range(64)]\n"
+        "    def eval_sets(self):\n        return {}\n"
+        "    def collate(self, samples):\n"
+        "        return super().collate([(one[0].to_dense(), one[1]) for one in samples])",
+        code=0,
+    ),
     "figures of the loss": Case(
         ("done",), LOSS + "        return each.sum(), {'rmse': each.mean().sqrt().detach()}", code=0
     ),
@@ -248,6 +283,16 @@ START = {
     "the best weights that are not kept": Case(("save.best",), words=("--save.final", "best", "--save.best", "false")),
     "a key without its value": Case(("run.resume needs a value",), words=("--run.resume",)),
 }
+
+ALONE = """    def loss(self, model, batch):
+        import os
+        if os.environ.get("RANK") == "1":
+            raise KeyError("only here")
+        return super().loss(model, batch)"""
+START["what one rank alone finds, under FSDP2"] = Case(
+    ("rank 1: ", "KeyError: 'only here'"), ALONE, ranks=2, config="fsdp2"
+)
+START["what one rank alone finds, under DDP"] = Case(("KeyError: 'only here'",), ALONE, ranks=2, config="ddp")
 
 CODE = {
     "a program for a task": Case(

@@ -408,6 +408,106 @@ def test_a_home_is_found(tmp_path, monkeypatch):
     assert (tmp_path / "there" / "final").is_dir() and not (tmp_path / "~").exists()
 
 
+def test_what_is_the_users_own_is_never_overwritten(tmp_path):
+    lay(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("# by hand\nseed: 1\n")
+    refused = run(here, WORDS, folder=tmp_path)
+    assert refused.codes == [2] and "no run of oneloop" in refused.output
+    assert (tmp_path / "run" / "recipe.yaml").read_text() == "# by hand\nseed: 1\n"
+
+
+def test_a_link_is_put_aside_and_not_followed(tmp_path, whole):
+    shutil.copytree(whole / "cut", tmp_path / "run")
+    (tmp_path / "precious.txt").write_text("mine")
+    for name in ("metrics.jsonl", ".summary.json.draft"):
+        (tmp_path / "run" / name).unlink(missing_ok=True)
+        (tmp_path / "run" / name).symlink_to(tmp_path / "precious.txt")
+    run(train, [*WORDS[:1], *WORDS[3:], "--task.width", "8"], folder=tmp_path).ok()
+    assert (tmp_path / "precious.txt").read_text() == "mine"
+    assert not (tmp_path / "run" / "metrics.jsonl").is_symlink()
+
+
+ODD = [
+    ("recipe.yaml", "[" * 100_000),
+    ("summary.json", "[" * 100_000),
+    ("metrics.jsonl", "[" * 100_000 + "\n"),
+    ("metrics.jsonl", '{"step": ' + "9" * 400 + ', "train/loss": 1.0}\n{"step": 1, "train/loss": 1e999}\n'),
+    ("examples.json", "[" * 100_000),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), ODD)
+def test_odd_files_end_in_no_traceback(tmp_path, whole, name, content, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(whole / "cut", folder)
+    (folder / name).write_text(content)
+    for words in (["watch", str(folder), "--once"], ["report", str(folder)], ["verify", str(folder)]):
+        assert main(words) == 0
+    world = run(train, [*WORDS[:1], *WORDS[3:], "--task.width", "8"], folder=tmp_path)
+    assert world.codes == [0] and "Traceback" not in world.output, world.output
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest: manifest.pop("format"),
+        lambda manifest: manifest.pop("step"),
+        lambda manifest: manifest["files"].update(x=3),
+        lambda manifest: manifest["files"].update(x={}),
+        lambda manifest: manifest["files"].update({"..": {"size": 4096, "xxh3": ""}}),
+        lambda manifest: manifest.update(tensors={"a": 3}),
+    ],
+)
+def test_odd_manifests_are_problems(tmp_path, whole, change):
+    from oneloop.checkpoint import store
+
+    shutil.copytree(whole / "cut", tmp_path / "run")
+    newest = Store(tmp_path / "run" / "checkpoints").sealed()[-1]
+    manifest = read_manifest(newest)
+    change(manifest)
+    (newest / MANIFEST).write_text(json.dumps({**manifest, "self": store._of(manifest)}))
+    assert problems(newest)
+    (newest / MANIFEST).write_text("[" * 100_000)
+    assert problems(newest)
+
+
+def test_an_unchanged_run_goes_on_whatever_its_repr_and_its_samples(tmp_path):
+    lay(
+        tmp_path,
+        "    def model(self):\n        model = super().model()\n"
+        "        model.extra_repr = lambda: f'{torch.sin} {self.collate}'\n        return model\n"
+        "    def train_set(self):\n        words = {'cat', 'dog', 'bird', 'fish'}\n"
+        "        return [(self.x[i], self.x[i].sin(), words) for i in range(64)]\n"
+        "    def eval_sets(self):\n        return {}\n"
+        "    def collate(self, samples):\n        return super().collate([one[:2] for one in samples])",
+    )
+    for seed, folder in (("1", None), ("2", "run")):
+        if folder:
+            unfinished(tmp_path / folder)
+        ended = subprocess.run(
+            [sys.executable, "-m", "oneloop.train", *WORDS],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        assert ended.returncode == 0, ended.stderr
+    assert "going on from run/checkpoints/step-00000008" in ended.stdout
+
+
+def test_a_run_in_float64_is_exported_as_it_is(tmp_path):
+    lay(tmp_path)
+    run(here, [*WORDS, "--machine.dtype", "float64", "--ema.power", "[0.05,0.1]"], folder=tmp_path).ok()
+    os.chdir(tmp_path)
+    sys.modules.pop("mine", None)
+    for weights in ("raw", "ema-power-0.05", "power:0.07"):
+        assert main(["export", "run", "--to", "out", "--weights", weights]) == 0
+        assert {one.dtype for one in load_file("out/model.safetensors").values()} == {torch.float64}
+
+
 def test_a_run_that_saved_nothing_binds_nobody(tmp_path):
     lay(tmp_path, "    def loss(self, model, batch):\n        return (model(batch['x']) * float('nan')).sum(), {}")
     diverged = run(here, [*WORDS, "--save.best", "false"], folder=tmp_path)

@@ -155,7 +155,13 @@ def _export(run: Path, checkpoint: Path, to: Path, weights: str) -> None:
     task = task_of(run / "recipe.yaml")
     from oneloop.run.export import export_checkpoint
 
-    export_checkpoint(checkpoint, to, resolve("task", task.name)(**task.options), weights=weights)
+    try:
+        made = resolve("task", task.name)(**task.options)
+    except (ValueError, OSError):
+        raise
+    except Exception as error:
+        raise BadInput(f"task.name {name}: it cannot be made: {type(error).__name__}: {error}") from error
+    export_checkpoint(checkpoint, to, made, weights=weights)
 
 
 def _parsed(

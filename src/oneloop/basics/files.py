@@ -21,6 +21,8 @@ def replacing(file: Path, *, shared: bool = False) -> Iterator[Path]:
     """
     draft = file.with_name(f".{file.name}.{os.getpid()}.draft" if shared else f".{file.name}.draft")
     try:
+        if draft.is_symlink():
+            draft.unlink()  # it would be written to where it leads
         draft.touch()
         mode = draft.stat().st_mode & 0o777  # as umask says: some libraries make theirs readable to nobody else
         yield draft

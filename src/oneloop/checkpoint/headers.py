@@ -45,7 +45,7 @@ def tensor_problems(folder: Path, files: Mapping[str, Any], tensors: Mapping[str
                 if tensor in tensors and entry["dtype"] != tensors[tensor][0]:
                     wrong.append(f"{tensor} is {entry['dtype']} in {name}, and {tensors[tensor][0]} in the manifest")
                 rows[tensor].append((offset, shape))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             wrong.append(f"{name}: its header cannot be read ({type(error).__name__}: {error})")
     if wrong:
         return wrong

@@ -173,13 +173,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads((folder / MANIFEST).read_text())
         vouched = manifest.pop("self")
         files = manifest["files"]
-        plain = {n for n in files if n == Path(n).name} == set(files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        plain = {n for n in files if n == Path(n).name and n not in ("", ".", "..")} == set(files)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
     if vouched != _of(manifest) or not plain:
         raise ValueError(f"{MANIFEST} is damaged: its checksum should be {_of(manifest)}, and says {vouched}")
-    if manifest["format"] not in _READ:
-        raise ValueError(f"{MANIFEST} is of format {manifest['format']}, and this oneloop reads {FORMAT}")
+    if manifest.get("format") not in _READ:
+        raise ValueError(f"{MANIFEST} is of format {manifest.get('format')}, and this oneloop reads {FORMAT}")
     return manifest  # type: ignore[no-any-return]
 
 
@@ -198,7 +198,7 @@ def problems_of_files(folder: Path) -> list[str]:
     """What is wrong with the files that a folder's manifest names. Reads them whole."""
     try:
         return _changed(folder, read_manifest(folder)["files"])
-    except ValueError as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return [str(error)]
 
 
@@ -220,9 +220,14 @@ def _changed(folder: Path, files: Mapping[str, Any]) -> list[str]:
 def problems(folder: Path) -> list[str]:
     """What is wrong with a committed checkpoint: which file, what was expected, what was found. Reads it whole."""
     try:
-        manifest = read_manifest(folder)
+        return _problems(folder, read_manifest(folder))
     except ValueError as error:
         return [str(error)]
+    except (KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
+        return [f"{MANIFEST} is damaged, or not of oneloop ({type(error).__name__}: {error})"]
+
+
+def _problems(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     wrong = [f"{path.name}: a link, which may lead elsewhere" for path in folder.iterdir() if path.is_symlink()]
     if _NAME.fullmatch(folder.name) and manifest["step"] != step_of(folder):
         wrong.append(f"it is the checkpoint of step {manifest['step']} under another one's name")

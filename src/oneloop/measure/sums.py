@@ -30,13 +30,11 @@ class Sums:
     def add(self, loss: Tensor, outputs: Mapping[str, Tensor], weight: float) -> None:
         """Takes in one micro-batch; no host sync, and no work for the device beyond the sums.
 
-        Raises:
-            ValueError: an output is missing.
+        The mean of a figure that is missing in one of them is NaN.
         """
         self.loss = self.loss + loss.detach()
         if self._names:
-            if missing := [name for name in self._names if name not in outputs]:
-                raise ValueError(f"the loss returned no output {missing[0]!r} this time, as it did before the run")
             wide = torch.float32 if loss.device.type == "mps" else torch.float64
-            mine = torch.stack([outputs[name].detach().to(wide) for name in self._names]) * weight
+            nothing = loss.detach().new_full((), torch.nan)
+            mine = torch.stack([outputs.get(name, nothing).detach().to(wide) for name in self._names]) * weight
             self.figures = mine if self.figures is None else self.figures + mine

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,8 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oneloop.basics.errors import BadInput
+from oneloop.basics.errors import BAD_INPUT, BadInput
+from oneloop.basics.text import printable
 from oneloop.data.groups import Group
+from oneloop.run.ending import leave_at_once
+
+_PATIENCE = 15.0
+"""seconds in which the others hear of what is wrong on one rank"""
 
 
 class Saves(Protocol):
@@ -136,9 +144,30 @@ class Agreement:
             message = str(error)
         except (ValueError, ImportError) as error:
             message = f"{error}{where(error)}"
-        for told in self.gathered(message):
+        with _not_alone(message if self.ranks > 1 else None):
+            several = self.gathered(message)
+        for told in several:
             if told is not None:
                 raise BadInput(told)
+
+
+@contextmanager
+def _not_alone(message: str | None) -> Iterator[None]:
+    """Where the other ranks never come to hear what is wrong on this one (they wait for it in a collective of the
+    model's), this process says it itself and ends, and the launcher ends the others."""
+
+    def say() -> None:
+        print(printable(f"oneloop: rank {os.environ.get('RANK', '0')}: {message}"), file=sys.stderr, flush=True)
+        leave_at_once(BAD_INPUT)
+
+    waiting = threading.Timer(_PATIENCE, say)
+    waiting.daemon = True
+    if message is not None:
+        waiting.start()
+    try:
+        yield
+    finally:
+        waiting.cancel()
 
 
 def where(error: BaseException) -> str:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from oneloop.checkpoint.state import load_tensors
-from oneloop.checkpoint.store import MANIFEST, Store, problems, vouch
+from oneloop.checkpoint.store import MANIFEST, Store, problems, read_manifest, vouch
 from oneloop.checkpoint.weights import bare, gathered_weights, write_weights
 from oneloop.ema import EMA, gamma, post_hoc
+from oneloop.run.model import in_dtype
 from oneloop.tasks.base import Task
 
 
@@ -75,6 +76,10 @@ def export_checkpoint(checkpoint: Path, folder: Path, task: Task, *, weights: st
         ValueError: it is of another model, or there is no such average.
     """
     model = task.model()
+    types = read_manifest(checkpoint).get("tensors", {})
+    here = {f"model.{name}": tensor.dtype for name, tensor in model.state_dict().items()}
+    if any(dtype is torch.float32 and types.get(name, [""])[0] == "F64" for name, dtype in here.items()):
+        in_dtype(model, torch.float64)  # a run with machine.dtype float64
     if weights.startswith("power:"):
         _mix(checkpoint, model, weights)
     else:
@@ -104,7 +109,11 @@ def _mix(checkpoint: Path, model: nn.Module, wanted: str) -> None:
         )
     last = max(seen for *_, seen, _ in saved)
     factors = post_hoc([(seen, sigma) for *_, seen, sigma in saved], (last, sigma_rel))
-    total = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in model.named_parameters()}
+    wide = {False: torch.float64, True: torch.complex128}
+    total = {
+        name: torch.zeros_like(parameter, dtype=wide[parameter.is_complex()])
+        for name, parameter in model.named_parameters()
+    }
     for (folder, average, _, _), factor in zip(saved, factors, strict=True):
         load_tensors(folder, model, weights=average)
         for name, parameter in model.named_parameters():

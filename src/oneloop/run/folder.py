@@ -25,6 +25,13 @@ _OWN = {".lock", "owner.json", ".recipe.yaml.draft", ".environment.json.draft"}
 """what a start leaves that was killed before it had written its recipe"""
 
 
+_LEFT = _OWN | {
+    *("recipe.yaml", "environment.json", "metrics.jsonl", "examples.json", "summary.json", "report.html"),
+    *("checkpoints", "tensorboard", "profile", "STOP", "wandb", "mlruns"),
+}
+"""what a run leaves that has saved nothing"""
+
+
 class Folder:
     """The folder of one run; only rank 0 opens and writes it.
 
@@ -62,9 +69,9 @@ class Folder:
         if self._in_use():
             raise BadInput(f"run.dir {self.path} is in use by {self._owner()}; wait for it, or choose another run.dir")
         saved = bool(self._store.sealed()) or (self.path / "final").exists()
+        if not saved and self._strange():
+            raise BadInput(f"run.dir {self.path} holds files that are no run of oneloop; choose another run.dir")
         if not saved and not (self.path / "recipe.yaml").exists():
-            if any(path.name not in _OWN for path in self.path.iterdir()):
-                raise BadInput(f"run.dir {self.path} holds files that are no run of oneloop; choose another run.dir")
             return None
         if resume == "never":
             raise BadInput(f"run.dir {self.path} holds a run, and run.resume is never; choose another run.dir")
@@ -90,6 +97,21 @@ class Folder:
             return None
         return f"{self.path} holds this run, finished at step {ended.get('step')}: nothing to do"
 
+    def _strange(self) -> bool:
+        """Whether there is anything that a run which has saved nothing does not leave."""
+        for path in self.path.iterdir():
+            if path.name not in _LEFT and not path.name.startswith(("bad-", ".")):
+                return True
+        try:
+            resolved = yaml.safe_load((self.path / "recipe.yaml").read_text(encoding="utf-8"))
+            return not isinstance(resolved, dict) or not {"task", "batch", "schedule", "machine", "run"} <= set(
+                resolved
+            )
+        except FileNotFoundError:
+            return any(path.name not in _OWN for path in self.path.iterdir())
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
+            return not (self.path / "environment.json").exists()
+
     def _plain(self, name: str, parse: Callable[[str], dict[str, Any]]) -> dict[str, Any] | None:
         """What a file of the run holds; None where it is not there, or damaged, which is told."""
         file = self.path / name
@@ -97,7 +119,7 @@ class Folder:
             return parse(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
             self.say(f"{file} is damaged ({type(error).__name__}), and is written again")
             return None
 

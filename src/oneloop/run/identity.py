@@ -130,6 +130,8 @@ def checksum(values: Any) -> str:
         if depth > 8:  # of objects that hold one another
             return
         if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided or value.is_nested:
+                return
             state.update(f"{value.dtype}{tuple(value.shape)}".encode())
             state.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         elif isinstance(value, np.ndarray) and value.dtype != object:
@@ -144,7 +146,9 @@ def checksum(values: Any) -> str:
                 take(value[name], depth + 1)
         elif hasattr(value, "tobytes") and hasattr(value, "size"):  # an image of PIL
             state.update(repr(value.size).encode() + value.tobytes())
-        elif hasattr(value, "__iter__"):
+        elif isinstance(value, set | frozenset):
+            take(sorted(checksum([inside]) for inside in value), depth + 1)
+        elif isinstance(value, list | tuple):
             for inside in value:
                 take(inside, depth + 1)
         elif hasattr(value, "__dict__"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +52,7 @@ def build_model(recipe: Recipe, task: Task, split: Split, *, sharded: bool, devi
     if not isinstance(model, nn.Module):
         raise ValueError(f"{named(task)}.model returned a {type(model).__name__}; a torch.nn.Module is needed")
     _refuse_unfit(model, task, sharded=sharded)
-    structure = repr(model)
+    structure = re.sub(r" at 0x[0-9a-f]+", "", repr(model))  # of functions it may name
     in_dtype(model, torch_dtype(recipe))
     if recipe.init.source:
         load_weights(model, recipe.init.source, recipe.init.weights)

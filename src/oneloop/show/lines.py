@@ -87,8 +87,8 @@ class Lines:
         return self._file
 
     def _aside(self) -> bool:
-        """Takes away what is no file; whether there was anything."""
-        if not self.path.exists() or self.path.is_file():
+        """Takes away what is no file, or a link, which may lead elsewhere; whether there was anything."""
+        if not self.path.is_symlink() and (not self.path.exists() or self.path.is_file()):
             return False
         self.path.rename(self.path.with_name(f"bad-{self.path.name}-{time.time_ns()}"))
         return True
@@ -109,7 +109,7 @@ class Lines:
         for line in file.read().splitlines():
             try:
                 content = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(content, dict) and isinstance(content.get("step"), int):
                 yield line + b"\n"

@@ -199,7 +199,7 @@ def parsed(lines: Any) -> Iterator[dict[str, Any]]:
             content = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(content, dict) and type(content.get("step")) is int:
+        if isinstance(content, dict) and type(content.get("step")) is int and 0 <= content["step"] < 1 << 53:
             if not isinstance(content.get("event", ""), str) or not isinstance(content.get("weights", ""), str):
                 continue
             yield content

@@ -146,7 +146,7 @@ class Tracking:
             damaged = not intact(dict(json.loads(examples.read_bytes())))
         except FileNotFoundError:
             return
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             damaged = True
         if damaged:
             self._say(f"{examples} is damaged, and put aside; the next evaluation writes it again")

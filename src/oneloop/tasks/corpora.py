@@ -56,14 +56,16 @@ def local_text(where: str, *, column: str = "text") -> dict[str, list[Document]]
     """
     path = Path(where).expanduser()
     known = _TEXT_SUFFIXES | _ROW_SUFFIXES
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in known)
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in known and p.is_file())
     if not files:
         raise ValueError(f"no text at {where!r}: give a file, or a folder with {', '.join(sorted(known))} files")
     parts: dict[str, list[Document]] = {}
     for file in files:
         split = "" if file == path else _split_of(file.relative_to(path))
         parts.setdefault(split, []).extend(_documents(file, _below(file, path), column))
-    if not {"train", "validation"} & set(parts):  # a folder of code may have a test/ too
+    code = all(file.suffix == ".py" for file in files)
+    loose = any(_split_of(file.relative_to(path)) == "validation" for file in files if file.parent == path)
+    if code or ("train" not in parts and not loose):  # a folder of code or of pages may have a test/ or a dev/ too
         return {"": [document for several in parts.values() for document in several]}
     if "" in parts or "train" not in parts:
         strange = parts[""][0].name if "" in parts else "nothing to train on"
@@ -84,7 +86,7 @@ def _split_of(place: Path) -> str:
 
 def _documents(file: Path, name: str, column: str) -> list[Document]:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # some programs put a mark before it
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is no text in UTF-8: {error}; convert it, or move it away") from error
     if "\0" in text:
@@ -116,6 +118,7 @@ def _json_rows(file: Path, text: str, column: str) -> Iterator[tuple[int, Any]]:
 
 
 def _csv_rows(file: Path, text: str, column: str) -> Iterator[tuple[int, Any]]:
+    csv.field_size_limit(1 << 31)  # a whole document may stand in one
     rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     if column not in (rows.fieldnames or []):
         raise ValueError(
