@@ -17,6 +17,7 @@ import sys
 import tempfile
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 WIDTH = 150
@@ -37,21 +38,58 @@ def take(checkout: Path, to: Path) -> None:
             folder = Path(scratch)
             before = laid(folder, case)
             options = {"ranks": case.ranks, "config": case.config, "timeout": 60.0, "folder": folder}
-            try:
-                world = worlds.run(here, words(case), **options)
-                code, output = next((c for c in world.codes if c), 0), world.output
-            except AssertionError as hung:
-                code, output = "none in 60 s", str(hung)
-            lines = [line for line in output.splitlines() if line.strip() and not line.startswith("--- rank")]
-            told = [line for line in lines if line.startswith("oneloop: ")]
-            last = told[0] if told else lines[-1] if lines else ""
-            written = {path for path in folder.rglob("*") if "__pycache__" not in path.parts} - before
-            top = sorted({path.relative_to(folder).parts[0] for path in written})
-            what = (
-                ", ".join(top) + (" with final/" if (folder / "run" / "final").exists() else "") if top else "nothing"
-            )
-            found[name] = {"code": code, "last": last.replace(scratch, "."), "written": what}
-    to.write_text(json.dumps(found))
+            found[name] = became(worlds, here, words(case), options, before)
+    to.write_text(json.dumps(found | resumed(worlds)))
+
+
+def became(worlds: Any, function: Any, words: list[str], options: dict[str, Any], before: set[Path]) -> dict[str, Any]:
+    """Exit code, the line that tells most, and what was written."""
+    folder = options["folder"]
+    try:
+        world = worlds.run(function, words, **options)
+        code, output = next((c for c in world.codes if c), 0), world.output
+    except AssertionError as hung:
+        code, output = "none in 60 s", str(hung)
+    lines = [line for line in output.splitlines() if line.strip() and not line.startswith("--- rank")]
+    marks = ("oneloop: ", "accepted: ")
+    told = [line for line in lines if line.startswith(marks) or " is damaged" in line or " is not what " in line]
+    last = told[0] if told else lines[-1] if lines else ""
+    written = {path for path in folder.rglob("*") if "__pycache__" not in path.parts} - before
+    top = sorted({path.relative_to(folder).parts[0] for path in written})
+    final = " with final/" if (folder / "run" / "final").exists() else ""
+    return {
+        "code": code,
+        "last": last.replace(str(folder), "."),
+        "written": ", ".join(top) + final if top else "nothing",
+    }
+
+
+def resumed(worlds: Any) -> dict[str, Any]:
+    """What becomes of a run that is killed after step 8, and started again with something changed or damaged."""
+    from test_going_on import CHANGES, DAMAGE, WORDS, lay, unfinished
+    from test_nothing_silent import here
+
+    changes: dict[str, Any] = {f"resume: {name}": (given[0], given[1], None) for name, given in CHANGES.items()}
+    changes["resume: another dtype"] = ("    pass", [], "dtype")
+    for file in ("recipe.yaml", "metrics.jsonl", "summary.json"):
+        changes |= {f"{file} {kind}": ("    pass", [], (file, change)) for kind, change in DAMAGE.items()}
+    found = {}
+    for name, (members, launched, damage) in changes.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            folder, words = Path(scratch), list(WORDS)
+            lay(folder)
+            worlds.run(here, words, folder=folder).ok()
+            if name.startswith("resume") or damage[0] != "summary.json":
+                unfinished(folder / "run")
+            lay(folder, members)
+            if damage == "dtype":
+                words += ["--machine.dtype", "float64"]
+            elif damage:
+                file = folder / "run" / damage[0]
+                file.write_bytes(damage[1](file.read_bytes()))
+            options = {"options": launched, "timeout": 60.0, "folder": folder}
+            found[name] = became(worlds, here, words, options, set(folder.rglob("*")))
+    return found
 
 
 def main() -> None:
