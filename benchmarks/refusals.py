@@ -66,7 +66,7 @@ def became(worlds: Any, function: Any, words: list[str], options: dict[str, Any]
 
 def resumed(worlds: Any) -> dict[str, Any]:
     """What becomes of a run that is killed after step 8, and started again with something changed or damaged."""
-    from test_going_on import CHANGES, DAMAGE, WORDS, lay, unfinished
+    from silent_cases import CHANGES, DAMAGE, WORDS, lay, unfinished
     from test_nothing_silent import here
 
     changes: dict[str, Any] = {f"resume: {name}": (given[0], given[1], None) for name, given in CHANGES.items()}

@@ -3,7 +3,9 @@ and by benchmarks/refusals.py against two checkouts."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 BASE = """
 import math
@@ -344,3 +346,63 @@ def words(case: Case) -> list[str]:
     """What is typed."""
     given = ["--duration", "4", "--batch.size", "8", "--track", "none"]
     return [*case.recipe, *given, *([] if "--run.dir" in case.words else ["--run.dir", "run"]), *case.words]
+
+
+# --- what is given anew to a run that was killed ----------------------------------------------------------------------
+
+WORDS = ["digits", "--task", "mine.Mine", "--duration", "12", "--batch.size", "8", "--track", "none"]
+WORDS += ["--save.every", "4", "--save.keep", "9", "--log.every", "1", "--eval.every", "6", "--run.dir", "run"]
+
+
+def lay(folder: Path, members: str = "    pass", base: str = BASE) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "mine.py").write_text(base + members + "\n")
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+
+
+def unfinished(folder: Path, step: int = 8) -> None:
+    """A finished run becomes one that was killed after ``step``."""
+    shutil.rmtree(folder / "final")
+    (folder / "summary.json").unlink()
+    for path in (folder / "checkpoints").glob("step-*"):
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+
+
+CHANGES = {
+    "more data": (
+        (
+            "    def train_set(self):\n        x = self.x.repeat(2, 1)\n"
+            "        return torch.utils.data.TensorDataset(x, x.sin())"
+        ),
+        [],
+        "the train set has 128 samples, and had 64",
+    ),
+    "other data": (
+        "    def train_set(self):\n        return torch.utils.data.TensorDataset(self.x, self.x.cos())",
+        [],
+        "the train set has as many samples, but some of the 16",
+    ),
+    "no validation set": ("    def eval_sets(self):\n        return {}", [], "the validation set is gone"),
+    "another activation": (
+        "    def model(self):\n        return nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1))",
+        [],
+        "the model's structure: '(1): Tanh()' -> '(1): ReLU()'",
+    ),
+    "a frozen layer": (
+        (
+            "    def model(self):\n        model = super().model()\n        model[0].requires_grad_(False)\n"
+            "        return model"
+        ),
+        [],
+        "trained parameters: 4 of 4",
+    ),
+    "another precision": ("    pass", ["--mixed_precision", "bf16"], "precision: no, weights in float32 -> bf16"),
+}
+
+DAMAGE = {
+    "empty": lambda content: b"",
+    "cut": lambda content: content[: len(content) // 2],
+    "of another kind": lambda content: b"[1, 2]\n",
+    "not UTF-8": lambda content: b"\xff\xfe\x00" + content[3:],
+}
