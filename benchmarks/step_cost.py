@@ -141,8 +141,6 @@ def by_oneloop(run: Run, steps: int) -> float:
             ]
         )
         folder = Folder(Path(scratch) / "run")
-        if hasattr(folder, "open"):  # of an older checkout
-        folder.open()
         with run.closing:
             summary = train(build_job(recipe, ranks=1), run, folder)
         assert summary["exit_code"] == 0
