@@ -463,43 +463,29 @@ def test_a_run_that_saved_nothing_binds_nobody(tmp_path):
 # --- room -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path):
-    lay(tmp_path)
-    disk = tmp_path / "disk"
+def on_a_disk(folder: Path, options: str, fill: str = "true") -> subprocess.CompletedProcess[str]:
+    """A start whose run folder is on a disk of its own; its exit code, then what lies on the disk, end its output."""
+    lay(folder)
+    disk = folder / "disk"
     disk.mkdir()
-    script = f"mount -t tmpfs -o size=256k none {disk} && dd if=/dev/zero of={disk}/full bs=1k count=240 2>/dev/null"
-    words = [*WORDS, "--task", "mine.Mine", "--run.dir", str(disk / "run")]
-    train_it = " ".join([sys.executable, "-m", "oneloop.train", *words])
-    ended = subprocess.run(
-        ["unshare", "-Urm", "sh", "-c", f"{script} && ({train_it}; echo code $?; ls -A {disk})"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    train_it = " ".join([sys.executable, "-m", "oneloop.train", *WORDS[:-1], "disk/run"])
+    script = f"mount -t tmpfs -o {options} none {disk} && {fill} && ({train_it}; echo code $?; ls -A {disk})"
+    words = ["unshare", "-Urm", "sh", "-c", script]
+    ended = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
     if "code" not in ended.stdout:
-        pytest.skip(f"no small disk can be made here: {ended.stderr[-200:]}")
+        pytest.skip(f"no disk can be mounted here: {ended.stderr[-200:]}")
+    return ended
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path):
+    ended = on_a_disk(tmp_path, "size=256k", "dd if=/dev/zero of=disk/full bs=1k count=240 2>/dev/null")
     assert ended.stdout.split()[-3:] == ["code", "2", "full"], ended.stdout + ended.stderr
     assert "the run needs about" in ended.stderr and "are free there" in ended.stderr
 
 
 def test_a_disk_that_cannot_be_written_is_told(tmp_path):
-    lay(tmp_path)
-    script = f"mount -t tmpfs -o ro,size=64m none {tmp_path}/disk"
-    (tmp_path / "disk").mkdir()
-    train_it = " ".join([sys.executable, "-m", "oneloop.train", *WORDS[:-1], "disk/run"])
-    ended = subprocess.run(
-        ["unshare", "-Urm", "sh", "-c", f"{script} && ({train_it}; echo code $?)"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    if "code" not in ended.stdout:
-        pytest.skip(f"no disk can be mounted here: {ended.stderr[-200:]}")
-    assert "code 2" in ended.stdout and "Read-only file system" in ended.stderr
+    ended = on_a_disk(tmp_path, "ro,size=64m")
+    assert ended.stdout.split()[-2:] == ["code", "2"] and "Read-only file system" in ended.stderr
 
 
 # --- foreign code -----------------------------------------------------------------------------------------------------
