@@ -64,7 +64,7 @@ def main(train: Callable[[Job, Run, Folder], dict[str, Any]], argv: Sequence[str
         if job is None or folder is None:  # before there was a run
             leave(errors.ERROR, main=main)
         if is_out_of_memory(error):
-            if run.device.type == "cuda" and folder.begun:
+            if run.device.type == "cuda" and folder.path.is_dir():  # begun, by rank 0
                 snapshot = memory_snapshot(folder.path / "profile" / f"out-of-memory-{run.rank}.pickle")
                 print(f"oneloop: {snapshot} shows what holds the memory (pytorch.org/memory_viz)", file=sys.stderr)
             summary["exit_reason"] = f"error: {explained(job, run)}"
