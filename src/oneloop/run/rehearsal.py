@@ -105,7 +105,10 @@ def _evaluated(contract: Contract, job: Job, run: Run, model: nn.Module, samples
         both = float(contract.loss(model, two)[0])
         contract.draws = contract.draws or not _same(before, _random_states(run.device))
         if contract.additive and not contract.draws and not contract.is_double(once, both, tolerance):
-            contract.draws = once != float(contract.loss(model, one)[0])  # from a generator of its own
+            again = float(
+                contract.loss(model, one)[0]
+            )  # another one by more than rounding: from a generator of its own
+            contract.draws = abs(again - once) > tolerance * abs(once)
             if not contract.draws:
                 contract.doubles("loss", once, both, tolerance)
         for dataset in job.eval_sets.values():
