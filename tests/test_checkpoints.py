@@ -229,12 +229,15 @@ def troubled(root: str, sync: bool, rank: int):
 
     world, model, optimizer = build("adamw")
     checkpoints = Checkpoints(Path(root), world.accelerator, sync=sync)
+    sweep = checkpoints.store.sweep
+    checkpoints.store.sweep = lambda **drafts: (time.sleep(0.2), sweep(**drafts))  # a slow storage
     told = []
     for number in range(4):
         step(model, optimizer, number)
         if world.rank == rank and number in (1, 2):
-            checkpoints.poll()
-            time.sleep(0 if sync else 0.7)  # only the second save runs into the limit
+            while checkpoints._pending:  # only the second save runs into the limit
+                checkpoints.poll()
+                time.sleep(0.01)
             writing = 0 if sync else checkpoints._process._process.pid
             soft = 400 if number == 1 else resource.RLIM_INFINITY
             resource.prlimit(writing, resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))

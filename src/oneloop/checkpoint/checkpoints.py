@@ -168,6 +168,8 @@ class Checkpoints:
             if any(others):
                 self._process.call_off()
             self._note(self._process.answer(wait=True))
+        if self.rank == 0 and (self._trouble or any(others)):
+            self.store.sweep(drafts=True)  # no writer is at work now, and none begins before all are told
         troubles = [trouble for trouble in (*others, *self._all(self._trouble)) if trouble]
         self._trouble, self._pending = None, False
         if not troubles:
@@ -175,8 +177,6 @@ class Checkpoints:
             return None
         trouble: str = next((first for first in troubles if not first.startswith("Gone")), troubles[0])
         self._failures += 1
-        if self.rank == 0:
-            self.store.sweep(drafts=True)  # no writer is at work now
         if self._failures > self._max_failures:
             raise OSError(f"{self._failures} saves in a row have failed, the last one: {trouble}")
         if self.rank == 0:
