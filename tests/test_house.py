@@ -18,6 +18,7 @@ LEAVES = ("ema", "recipe", "data", "optim", "machine", "checkpoint", "measure", 
 ALLOWED = {
     "basics": set(),
     **{leaf: {"basics"} for leaf in LEAVES},
+    "tasks": {"basics", "data"},
     "evaluate": {"basics", "data", "ema", "show", "tasks"},
     "run": {"basics", "evaluate", *LEAVES},
     "train": {"basics", "evaluate", "run", *LEAVES},

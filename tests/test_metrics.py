@@ -43,12 +43,18 @@ class Drawn:
         if self.kind == "ours":
             return ClassCounts(CLASSES)
         from torchmetrics import MetricCollection
-        from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
+        from torchmetrics.classification import (
+            MulticlassAccuracy,
+            MulticlassConfusionMatrix,
+            MulticlassF1Score,
+            MulticlassMatthewsCorrCoef,
+        )
 
         return MetricCollection(
             {
                 "accuracy": MulticlassAccuracy(CLASSES, average="micro", validate_args=False),
                 "macro_f1": MulticlassF1Score(CLASSES, validate_args=False),
+                "matthews": MulticlassMatthewsCorrCoef(CLASSES, validate_args=False),
                 "confusion": MulticlassConfusionMatrix(CLASSES, validate_args=False),
             }
         )
@@ -89,15 +95,35 @@ class Scaled(nn.Module):
 def test_counts_are_those_of_torchmetrics(ranks, config):
     for ours, theirs, again in run(both, ranks=ranks, config=config).ok():
         assert ours[1] == theirs[1] == again[1] and sum(map(sum, ours[1])) == SAMPLES
-        assert ours[0] == again[0] and ours[0].keys() == theirs[0].keys() == {"loss", "accuracy", "macro_f1"}
-        assert all(abs(ours[0][name] - theirs[0][name]) <= 1e-7 * abs(theirs[0][name]) for name in ours[0])
+        assert ours[0] == again[0] and ours[0].keys() == theirs[0].keys() == {
+            "loss",
+            "accuracy",
+            "macro_f1",
+            "matthews",
+        }
+        assert all(abs(ours[0][name] - theirs[0][name]) <= 1e-6 * abs(theirs[0][name]) for name in ours[0])
+
+
+def test_of_two_classes_the_second_has_its_f1_and_what_does_not_count_is_left_out():
+    from torchmetrics.functional.classification import binary_f1_score, binary_matthews_corrcoef
+
+    torch.manual_seed(0)
+    logits, target = torch.randn(200, 2), torch.randint(-1, 2, (200,))
+    counts = ClassCounts(2)
+    for part in range(4):
+        counts.update(logits[50 * part : 50 * part + 50], target[50 * part : 50 * part + 50])
+    computed, known = counts.compute(), target >= 0
+    said = logits.argmax(1)[known]
+    assert computed["f1"] == pytest.approx(float(binary_f1_score(said, target[known])))
+    assert computed["matthews"] == pytest.approx(float(binary_matthews_corrcoef(said, target[known])), abs=1e-6)
+    assert int(computed["confusion"].sum()) == int(known.sum())
 
 
 def test_many_classes_keep_no_matrix():
     counts = ClassCounts(101)
     counts.update(torch.eye(101), torch.arange(101).flip(0))
     computed = counts.compute()
-    assert computed == {"accuracy": pytest.approx(1 / 101), "macro_f1": pytest.approx(1 / 101)}
+    assert computed == {"accuracy": pytest.approx(1 / 101), "macro_f1": pytest.approx(1 / 101), "matthews": 0.0}
     assert sum(tensor.numel() for tensor in counts.sums()) == 3 * 101
 
 
@@ -115,7 +141,12 @@ def test_directions_are_known_before_anything_is_measured():
         def __init__(self, metrics) -> None:
             self.metrics = metrics
 
-    assert directions(Task(lambda: ClassCounts(3))) == {"loss": False, "accuracy": True, "macro_f1": True}
+    assert directions(Task(lambda: ClassCounts(3))) == {
+        "loss": False,
+        "accuracy": True,
+        "macro_f1": True,
+        "matthews": True,
+    }
     assert directions(Task(TextSums)) == {"loss": False, "perplexity": False, "bits_per_byte": False}
     assert directions(Task(lambda: MetricCollection({"mean": MeanMetric()}))) == {"loss": False, "mean": False}
     assert directions(object()) == {"loss": False}

@@ -62,14 +62,12 @@ def _texts(part) -> int:
 
 
 def test_bpe_counts_its_bytes():
-    from oneloop.tasks.corpora import Document
-
-    texts = [Document(str(n), "def f(x):\n    return 'naïve' + x  # ünïcode\n" * 3) for n in range(20)]
-    tokenizer = BPE(texts, 300)
-    tokens = tokenizer.encode(texts[0].text)
-    assert tokenizer.token_bytes[tokens].sum() == len(texts[0].text.encode())
-    assert tokenizer.decode(tokens[:-1].tolist()) == texts[0].text
-    assert len(tokens) < len(texts[0].text)
+    text = "def f(x):\n    return 'naïve' + x  # ünïcode\n" * 3
+    tokenizer = BPE([text] * 20, 300)
+    tokens = tokenizer.encode(text)
+    assert tokenizer.token_bytes[tokens].sum() == len(text.encode())
+    assert tokenizer.decode(tokens[:-1].tolist()) == text
+    assert len(tokens) < len(text)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
@@ -108,10 +106,10 @@ def test_own_texts_and_labels(tmp_path):
     task = TextClassification(str(tmp_path))
     assert task.classes == ["bad", "good"] and len(task.train_set()) == 40
     (tmp_path / "test.jsonl").write_text('{"text": "x", "label": "ugly"}')
-    with pytest.raises(ValueError, match="ugly.*never trained on"):
+    with pytest.raises(ValueError, match=r"labels \['ugly'\] are in test and never trained on"):
         TextClassification(str(tmp_path))
     (tmp_path / "test.jsonl").write_text('{"text": "x"}')
-    with pytest.raises(ValueError, match='"text" and "label"'):
+    with pytest.raises(ValueError, match="has no column 'label'; it has text"):
         TextClassification(str(tmp_path))
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from oneloop.basics.progress import tracked
 from oneloop.basics.sharding import reshard
 from oneloop.data.groups import Batch, Weighed, loader, transferred
-from oneloop.data.keyed import Keyed
+from oneloop.data.keyed import Keyed, Place
 from oneloop.ema import EMA
 from oneloop.show.examples import Examples, Shows
 from oneloop.tasks.base import Objective
@@ -65,25 +66,27 @@ def evaluate(
         examples: takes in what is to be looked at, where the task can show a sample; a confusion matrix too.
 
     Returns:
-        ``{"loss": …, "accuracy": …}``, equal on all ranks; None where it was interrupted.
+        ``{"loss": …, "accuracy": …}``, equal on all ranks, of a mixture also ``loss/NAME``; None where interrupted.
     """
-    places, kept = _share(len(dataset), micro, accelerator.num_processes, accelerator.process_index)
+    sources = getattr(dataset, "sources", None) or {"": range(len(dataset))}
+    share = _share([*sources.values()], micro, accelerator.num_processes, accelerator.process_index)
     keyed = Keyed(dataset, seed=seed)
     collate = Weighed(task.collate, task.weight, dtype=dtype)  # held-out samples may differ in weight
     device = accelerator.device
     wide = torch.float32 if device.type == "mps" else torch.float64
     measured = task.metrics().to(device) if hasattr(task, "metrics") else None
-    total, weight = torch.zeros((), dtype=wide, device=device), 0.0
-    loaded = loader(keyed, collate, places, workers=workers, device=device)
+    totals, weights = torch.zeros(len(sources), dtype=wide, device=device), [0.0] * len(sources)
+    loaded = loader(keyed, collate, share.places, workers=workers, device=device)
     with evaluating(model):
-        for turn, (batch, its_weight) in enumerate(tracked(_weighed(loaded, device), "evaluating", total=len(places))):
+        batches = tracked(_weighed(loaded, device), "evaluating", total=len(share.places))
+        for source, (batch, weight) in zip(share.sources, batches, strict=True):
             if interrupted():
                 return None
             loss, outputs = task.loss(model, batch)
-            if turn >= kept:
+            if source is None:
                 continue
-            total += loss
-            weight += its_weight
+            totals[source] += loss
+            weights[source] += weight
             if measured is not None:
                 task.update(measured, batch, outputs)  # type: ignore[attr-defined]
             if examples is not None:
@@ -91,10 +94,24 @@ def evaluate(
         if examples is not None and hasattr(task, "show"):
             chosen = partial(_chosen, keyed, collate, device)
             examples.look(cast(Shows, task), model, len(dataset), chosen, micro=micro, accelerator=accelerator)
-    sums = torch.stack([total, torch.tensor(weight, dtype=wide, device=device)])
-    summed = accelerator.reduce(sums, "sum").tolist()
-    loss_figure = {"loss": summed[0] / summed[1]}
-    return loss_figure if measured is None else loss_figure | _computed(task, adapted(measured), accelerator, examples)
+    losses = _losses([*sources], totals, weights, accelerator)
+    return losses if measured is None else losses | _computed(task, adapted(measured), accelerator, examples)
+
+
+def _losses(
+    sources: Sequence[str], mine: Tensor, weights: Sequence[float], accelerator: Accelerator
+) -> dict[str, float]:
+    """The loss of all over all ranks, and where they are of several sources, of each."""
+    sums = torch.stack([mine, torch.tensor(weights, dtype=mine.dtype, device=mine.device)])
+    totals, weights = accelerator.reduce(sums, "sum").tolist()
+    figures = {"loss": math.fsum(totals) / math.fsum(weights)}
+    if len(totals) > 1:
+        figures |= {
+            f"loss/{name}": total / weight
+            for name, total, weight in zip(sources, totals, weights, strict=True)
+            if weight
+        }
+    return figures
 
 
 def _weighed(loaded: Iterable[tuple[Batch, float]], device: torch.device) -> Iterator[tuple[Batch, float]]:
@@ -130,18 +147,30 @@ def _chosen(
     return [sample for _, sample in samples], next(transferred(iter([collate(samples)[0]]), device))
 
 
-def _share(samples: int, micro: int, ranks: int, rank: int) -> tuple[list[list[tuple[int, int]]], int]:
-    """This rank's micro-batches, as (epoch, index) of their samples, and how many of them count.
+@dataclass(frozen=True)
+class _Share:
+    """One rank's micro-batches."""
+
+    places: list[list[Place]]
+    sources: list[int | None]
+    """where each one's samples are from; None: it does not count"""
+
+
+def _share(sources: Sequence[range], micro: int, ranks: int, rank: int) -> _Share:
+    """This rank's micro-batches, each of the samples of one source alone.
 
     FSDP2 needs equal forward counts, so a rank that has none left takes the first one again, and drops it.
     """
-    count = math.ceil(samples / micro)
-    mine = [turn * ranks + rank for turn in range(math.ceil(count / ranks))]
-    places = [
-        [(0, index) for index in range(at * micro, min((at + 1) * micro, samples))]
-        for at in (number if number < count else 0 for number in mine)
+    cut = [
+        (number, range(start, min(start + micro, source.stop)))
+        for number, source in enumerate(sources)
+        for start in range(source.start, source.stop, micro)
     ]
-    return places, sum(number < count for number in mine)
+    mine = [turn * ranks + rank for turn in range(math.ceil(len(cut) / ranks))]
+    return _Share(
+        [[(0, index) for index in cut[at if at < len(cut) else 0][1]] for at in mine],
+        [cut[at][0] if at < len(cut) else None for at in mine],
+    )
 
 
 def evaluate_all(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from oneloop.data.keyed import Batches, Keyed, Place
-from oneloop.data.order import Order
+from oneloop.data.order import Ordered
 
 Batch = dict[str, Any]
 
@@ -113,7 +113,7 @@ class Weighed:
 class _Places:
     """Endless micro-batches of places for one rank, from a position on."""
 
-    def __init__(self, order: Order, split: Split, *, rank: int, start: int) -> None:
+    def __init__(self, order: Ordered, split: Split, *, rank: int, start: int) -> None:
         self.order, self.split, self.rank, self.start = order, split, rank, start
 
     def __iter__(self) -> Iterator[list[Place]]:
@@ -172,7 +172,7 @@ def _as_it_is(batch: Any) -> Any:
 def groups(
     dataset: Any,
     collate: Weighed,
-    order: Order,
+    order: Ordered,
     split: Split,
     *,
     rank: int,

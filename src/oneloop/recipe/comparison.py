@@ -12,6 +12,7 @@ _MATHEMATICS = ("task", "seed", "duration", "init", "optimizer", "schedule", "em
 """groups of keys"""
 _MORE_MATHEMATICS = ("batch.size", "debug.overfit")
 _NOT_MATHEMATICS = ("ema.device",)
+_PLACE = "task.data"
 
 
 def mathematics(resolved: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def _is_mathematics(key: str) -> bool:
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """One line for every key of the mathematics in which two resolved recipes differ."""
+    """One line for every key of the mathematics in which two resolved recipes differ; where the data lies is none."""
     before, after = mathematics(old), mathematics(new)
     keys = sorted(before.keys() | after.keys())
     return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if not _same(k, before.get(k), after.get(k))]
@@ -33,6 +34,8 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 def _same(key: str, old: Any, new: Any) -> bool:
     """Whether two values of a key are the same; durations are, however they are written (2ep, 2epochs)."""
+    if key == _PLACE:
+        return bool(_without_places(old) == _without_places(new))
     if old == new or key.startswith("task."):
         return bool(old == new)
     if isinstance(old, list) and isinstance(new, list):
@@ -43,6 +46,20 @@ def _same(key: str, old: Any, new: Any) -> bool:
         return Duration(old) == Duration(new)
     except ValueError:
         return False
+
+
+def _without_places(data: Any) -> Any:
+    """What ``task.data`` says beside where the data lies: shares, names and columns of a mixture."""
+    if isinstance(data, str):
+        return None
+    if not isinstance(data, list):
+        return data
+    return [{k: v for k, v in item.items() if k != "data"} if isinstance(item, Mapping) else item for item in data]
+
+
+def same_place(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether two resolved recipes name the data by the same words. A resume compares what lies there, where it can."""
+    return bool(mathematics(old).get(_PLACE) == mathematics(new).get(_PLACE))
 
 
 def goes_on(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

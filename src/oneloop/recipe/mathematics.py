@@ -13,7 +13,8 @@ from oneloop.basics.errors import BadInput, at_least, within
 @dataclass(frozen=True)
 class TaskConfig:
     name: str = "image_classification"
-    """what is learned: image_classification, causal_lm, text_classification, or the class path of your own"""
+    """what is learned: image_classification, causal_lm, text_classification, text_regression, token_classification, or
+    the class path of your own"""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

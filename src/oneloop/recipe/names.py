@@ -18,6 +18,8 @@ CHOICES: dict[str, dict[str, str]] = {
         "image_classification": "oneloop.tasks.image_classification.ImageClassification",
         "causal_lm": "oneloop.tasks.causal_lm.CausalLM",
         "text_classification": "oneloop.tasks.text_classification.TextClassification",
+        "text_regression": "oneloop.tasks.text_regression.TextRegression",
+        "token_classification": "oneloop.tasks.token_classification.TokenClassification",
     },
     "optimizer": {name: f"oneloop.optim.build.{name}" for name in ("adamw", "sgd", "muon", "adafactor")},
     "schedule": {name: f"oneloop.optim.schedule.{name}" for name in ("constant", "linear", "cosine", "wsd", "plateau")},

@@ -9,7 +9,7 @@ from torch.utils.data import Subset
 
 from oneloop.basics.duration import Duration, Scale
 from oneloop.data.groups import Split, Weighed
-from oneloop.data.order import Order
+from oneloop.data.order import order_of
 from oneloop.ema import gamma
 from oneloop.measure.noise_scale import Sensor
 from oneloop.optim.build import refuse_if_sharded, try_optimizer
@@ -69,7 +69,7 @@ def build_job(
         train_set=train_set,
         eval_sets=eval_sets,
         split=split,
-        order=Order(len(train_set), seed=recipe.seed),
+        order=order_of(train_set, seed=recipe.seed, batch=split.size),
         collate=collate,
         rhythm=_rhythm(recipe, scale, total),
         keep_every=recipe.save.forever.steps(scale, total=total, key="save.forever"),

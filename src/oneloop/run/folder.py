@@ -19,7 +19,7 @@ from oneloop.basics.errors import BadInput
 from oneloop.basics.files import replacing
 from oneloop.basics.plain_json import dumps, intact
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
-from oneloop.recipe.comparison import difference, goes_on
+from oneloop.recipe.comparison import difference, goes_on, same_place
 
 _OWN = {".lock", "owner.json", ".recipe.yaml.draft", ".environment.json.draft"}
 """what a start leaves that was killed before it had written its recipe"""
@@ -89,7 +89,7 @@ class Folder:
             )
         ended = self._plain("summary.json", _summary)
         done = str((ended or {}).get("exit_reason", "")).startswith(("done", "early stop"))
-        if not ended or ended.get("exit_code") != 0 or not done or changed:
+        if not ended or ended.get("exit_code") != 0 or not done or changed or not same_place(old, resolved):
             return None
         final = self.path / "final"
         if (final / MANIFEST).exists() and (wrong := problems_of_files(final)):

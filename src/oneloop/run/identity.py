@@ -14,7 +14,9 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from oneloop.basics.tensors import bare_name
 from oneloop.data.keyed import Keyed
+from oneloop.data.rows.changes import changes, fingerprint_of
 from oneloop.optim.build import LR_FACTOR
+from oneloop.recipe.comparison import same_place
 from oneloop.run.job import Job
 from oneloop.run.processes import Run
 from oneloop.tasks.contract import theirs
@@ -64,17 +66,7 @@ class Identity:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What two identities differ in, one sentence for each."""
-    found = []
-    for name in dict.fromkeys([*before["data"], *now["data"]]):
-        there, here = before["data"].get(name), now["data"].get(name)
-        if there is None or here is None:
-            found.append(f"the {name} set is {'new' if there is None else 'gone'}")
-        elif there["length"] != here["length"]:
-            found.append(f"the {name} set has {here['length']:,} samples, and had {there['length']:,}")
-        elif there["checksum"] and here["checksum"] and there["checksum"] != here["checksum"]:
-            found.append(
-                f"the {name} set has as many samples, but some of the {SAMPLES} that were looked at are others"
-            )
+    found = _of_data(before, now)
     if before["model"] != now["model"]:
         pairs = zip(before["model"].splitlines(), now["model"].splitlines(), strict=False)
         one = next((f"{a.strip()!r} -> {b.strip()!r}" for a, b in pairs if a != b), "it has more or fewer parts")
@@ -83,6 +75,33 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         if before[key] != now[key]:
             found.append(f"{what}: {before[key]} -> {now[key]}")
     return found
+
+
+def _of_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What the data differs in; what several sets have in common is told once."""
+    told: dict[str, list[str]] = {}
+    found, compared = [], True
+    for name in dict.fromkeys([*before["data"], *now["data"]]):
+        there, here = before["data"].get(name), now["data"].get(name)
+        if there is None or here is None:
+            found.append(f"the {name} set is {'new' if there is None else 'gone'}")
+        elif there.get("content") and here.get("content"):
+            for line in changes(there["content"], here["content"]):
+                told.setdefault(line, []).append(name)
+        else:
+            compared = False
+            if there["length"] != here["length"]:
+                found.append(f"the {name} set has {here['length']:,} samples, and had {there['length']:,}")
+            elif there.get("checksum") != here.get("checksum") and there.get("checksum") and here.get("checksum"):
+                found.append(
+                    f"the {name} set has as many samples, but some of the {SAMPLES} that were looked at are others"
+                )
+    if not compared and not found and not same_place(before["recipe"], now["recipe"]):
+        found.append(
+            f"task.data: {before['recipe']['task']['data']!r} -> {now['recipe']['task']['data']!r}, and its content is"
+            " not known"
+        )
+    return found + [f"data ({', '.join(names)}): {line}" for line, names in told.items()]
 
 
 def identity(job: Job, run: Run, optimizer: Optimizer) -> dict[str, Any]:
@@ -118,6 +137,8 @@ def _of_set(job: Job, name: str, dataset: Any) -> dict[str, Any]:
         whole = checksum(keyed[0, index] for index in places)
         return whole if checksum([keyed[0, places[0]]]) == first else None
 
+    if content := theirs(job.task, member, lambda: fingerprint_of(dataset)):
+        return {"length": number, "content": content}
     return {"length": number, "checksum": theirs(job.task, member, load)}
 
 

@@ -15,7 +15,8 @@ from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.run_state import RunState
 from oneloop.checkpoint.store import Store
 from oneloop.data.groups import Group, Split, Weighed, groups, workers_here
-from oneloop.data.order import Order
+from oneloop.data.order import Ordered
+from oneloop.data.rows.changes import fingerprint_of
 from oneloop.ema import EMA
 from oneloop.evaluate import evaluate_all
 from oneloop.measure.diagnosis import Advice
@@ -51,7 +52,7 @@ class Job:
     train_set: Any
     eval_sets: dict[str, Any]
     split: Split
-    order: Order
+    order: Ordered
     collate: Weighed
     rhythm: Rhythm
     keep_every: int
@@ -122,7 +123,8 @@ class Job:
         with run.setting_up():
             if run.main:
                 command = ["oneloop.train", *run.command]
-                about = environment(command=command, device=str(run.device), processes=run.ranks)
+                data = {name: told for name, part in self.sets.items() if (told := fingerprint_of(part))}
+                about = environment(command=command, device=str(run.device), processes=run.ranks, data=data)
                 folder.begin(self.recipe.yaml(), about)
 
     def final(self, state: RunState, checkpoints: Checkpoints, step: int, best: Best) -> dict[str, Any]:

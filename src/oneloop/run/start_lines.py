@@ -28,6 +28,8 @@ def start_lines(
     )
     yield f"{split}; {job.steps:,} steps ({recipe.duration}, {job.steps * split.size:,} samples)"
     yield _promise(job, model, seen)
+    if about := getattr(job.train_set, "about", lambda: None)():
+        yield f"data: {about}"
     if seen.unused:
         first = ", ".join(seen.unused[:3])
         yield f"parameters that took no part in the loss at the start: {len(seen.unused)} ({first})"

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oneloop.basics.progress import Working, tracked
+from oneloop.data.rows.sources import combined, named_sources
 from oneloop.tasks.base import Task
-from oneloop.tasks.corpora import Document, divided, held_out, hub_text, local_text, stdlib
 from oneloop.tasks.fused_loss import fuse_loss
 from oneloop.tasks.metrics import TextSums
+from oneloop.tasks.texts import Texts, texts_of
+from oneloop.tasks.tokens import BPE, Blocks, Bytes
 
 _IGNORE = -100
 _WRITTEN, _TEMPERATURE = 48, 0.8
@@ -26,10 +24,12 @@ class CausalLM(Task):
     """Text, predicted token by token; the weight of a sample is its number of target tokens.
 
     Args:
-        data: stdlib (the source of Python's standard library), a file or folder of text, or hf:NAME[:CONFIG]. Parts
-            that are there (train, validation, test: names of files, folders or splits) are used; else some are held
-            out.
-        column: where the text stands in .jsonl and .csv files and in hub data sets.
+        data: stdlib (the source of Python's standard library); a file or folder of text, parquet, json lines, csv or
+            arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight: 0.7}, …]. Parts that are there (train,
+            validation, test: names of files, folders or splits) are used; else some are held out.
+        column: where the text stands in rows.
+        held_out: share of the rows for validation, and as much for test, where the data has no such parts.
+        window: megabytes of parquet rows that a process may hold while it makes tokens of them.
         architecture: gpt2 or llama, built from scratch.
         layers: transformer blocks.
         heads: attention heads.
@@ -47,8 +47,10 @@ class CausalLM(Task):
 
     def __init__(
         self,
-        data: str = "stdlib",
+        data: str | list[dict[str, Any]] = "stdlib",
         column: str = "text",
+        held_out: float = 0.05,
+        window: int = 256,
         architecture: Literal["gpt2", "llama"] = "gpt2",
         layers: int = 4,
         heads: int = 4,
@@ -64,18 +66,21 @@ class CausalLM(Task):
             raise ValueError(f"task.width {width} cannot be divided by task.heads {heads}")
         self.architecture, self.layers, self.heads, self.width = architecture, layers, heads, width
         self.block, self.dropout, self.fused_loss = block, dropout, fused_loss
-        documents = _documents(data, column)
-        self.tokenizer = Bytes() if tokenizer == "bytes" else BPE(documents["train"], vocab)
+        sources = named_sources(data, {"column": column})
+        texts = [texts_of(source, share=held_out, window=window) for source in sources]
+        trained = [parts["train"] for parts in texts]
+        told = [part.fingerprint() for part in trained]
+        kept = None if None in told else told
+        whole = (text for part in trained for text in part)
+        self.tokenizer = Bytes() if tokenizer == "bytes" else BPE(whole, vocab, kept=kept)
         self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes)
-        self._sets = {
-            name: Blocks(
-                [self.tokenizer.encode(one.text) for one in tracked(part, f"tokenizing {name}", total=len(part))],
-                block,
-                pack=pack,
-                whole=name == "train",
-            )
-            for name, part in documents.items()
-        }
+        made_by = [tokenizer, *([] if tokenizer == "bytes" else [vocab, kept])]
+
+        def blocks(part: Texts, name: str) -> Blocks:
+            tokens = part.tokens(self.tokenizer.encode, made_by=made_by, what=f"tokenizing {name}")
+            return Blocks(tokens, block, pack=pack, whole=name == "train", content=part.fingerprint())
+
+        self._sets = combined(sources, [{name: blocks(part, name) for name, part in parts.items()} for parts in texts])
         self.sample_weight = float(block) if pack else None
 
     def model(self) -> nn.Module:
@@ -119,7 +124,7 @@ class CausalLM(Task):
             fuse_loss(model, ignore=_IGNORE)
         return model
 
-    def train_set(self) -> Blocks:
+    def train_set(self) -> Any:
         return self._sets["train"]
 
     def eval_sets(self) -> dict[str, Any]:
@@ -182,100 +187,3 @@ class CausalLM(Task):
     def save(self, model: nn.Module, folder: Path) -> None:
         model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
         self.tokenizer.save(folder)
-
-
-def _documents(data: str, column: str) -> dict[str, list[Document]]:
-    """Texts to train on, to validate with and to test with."""
-    if data == "stdlib":
-        return held_out(stdlib())
-    parts = hub_text(data[3:], column=column) if data.startswith("hf:") else local_text(data, column=column)
-    if "" in parts and len(parts[""]) < 40:
-        parts = {"": _pieces(parts[""])}
-    elif "validation" not in parts and "train" in parts and len(parts["train"]) < 40:
-        parts = {**parts, "train": _pieces(parts["train"])}
-    return divided(parts)
-
-
-def _pieces(documents: list[Document]) -> list[Document]:
-    """Too few texts to hold some out whole, in pieces of whole lines."""
-    pieces = []
-    for document in documents:
-        lines = document.text.splitlines(keepends=True)
-        length = max(1, len(lines) * len(documents) // 100)
-        for start in range(0, len(lines), length):
-            pieces.append(Document(f"{document.name}#{start}", "".join(lines[start : start + length])))
-    return pieces
-
-
-class Bytes:
-    """One token per byte, and a separator between texts."""
-
-    separator = 256
-
-    def __init__(self) -> None:
-        self.token_bytes = np.ones(257, dtype=np.int64)
-        self.token_bytes[self.separator] = 0
-
-    def encode(self, text: str) -> NDArray[np.int32]:
-        tokens = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
-        return np.append(tokens, np.int32(self.separator))
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(token for token in tokens if token < 256).decode(errors="replace")
-
-    def save(self, folder: Path) -> None:
-        """Nothing to keep: a byte is a byte."""
-
-
-class BPE:
-    """Byte-level byte-pair encoding, trained on these texts by ``tokenizers``."""
-
-    separator = 0
-
-    def __init__(self, documents: list[Document], vocab: int) -> None:
-        from tokenizers import ByteLevelBPETokenizer
-
-        if vocab < 257:
-            raise ValueError(f"task.vocab {vocab} is too small: a byte-level BPE needs at least 257")
-        self.model = ByteLevelBPETokenizer()
-        with Working("training the tokenizer"):
-            self.model.train_from_iterator(
-                (one.text for one in documents), vocab_size=vocab, show_progress=False, special_tokens=["<|endoftext|>"]
-            )
-        lengths = [len(self.model.id_to_token(token)) for token in range(self.model.get_vocab_size())]
-        self.token_bytes = np.array([0, *lengths[1:]], dtype=np.int64)  # byte-level tokens hold a letter per byte
-
-    def encode(self, text: str) -> NDArray[np.int32]:
-        return np.array([*self.model.encode(text).ids, self.separator], dtype=np.int32)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return str(self.model.decode(list(tokens)))
-
-    def save(self, folder: Path) -> None:
-        self.model.save(str(folder / "tokenizer.json"))
-
-
-class Blocks:
-    """Samples of ``block + 1`` tokens that overlap by one, so that every token but the first is a target once."""
-
-    def __init__(self, texts: list[NDArray[np.int32]], block: int, *, pack: bool, whole: bool) -> None:
-        self.block = block
-        joined = np.concatenate(texts) if texts else np.zeros(0, dtype=np.int32)
-        self.tokens = torch.from_numpy(joined)
-        ends = np.array([len(joined)]) if pack else np.cumsum([len(text) for text in texts])
-        spans: list[tuple[int, int]] = []
-        start = 0
-        for end in ends.tolist():
-            first = range(start, end - 1, block)
-            spans += [(at, min(at + block + 1, end)) for at in first]
-            start = end
-        if pack and whole and spans and spans[-1][1] - spans[-1][0] <= block:
-            spans.pop()  # training samples are all of one length
-        self.spans = spans
-
-    def __len__(self) -> int:
-        return len(self.spans)
-
-    def __getitem__(self, index: int) -> Tensor:
-        start, stop = self.spans[index]
-        return self.tokens[start:stop].long()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -13,20 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oneloop.data.rows.cache import below
+from oneloop.data.rows.found import parted
+
 _LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "ensurepip", "turtledemo"}
 _TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py"}
 _ROW_SUFFIXES = {".jsonl", ".csv"}
-_SPLITS = {
-    "train": "train",
-    "training": "train",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
-    "eval": "validation",
-    "test": "test",
-}
-"""what files, folders and splits are called, and what they are"""
 
 
 @dataclass(frozen=True)
@@ -55,33 +46,20 @@ def local_text(where: str, *, column: str = "text") -> dict[str, list[Document]]
         ValueError: nothing there, what is no text, or splits of which only some are named.
     """
     path = Path(where).expanduser()
-    known = _TEXT_SUFFIXES | _ROW_SUFFIXES
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in known and p.is_file())
+    files = text_files(path)
     if not files:
-        raise ValueError(f"no text at {where!r}: give a file, or a folder with {', '.join(sorted(known))} files")
-    parts: dict[str, list[Document]] = {}
-    for file in files:
-        split = "" if file == path else _split_of(file.relative_to(path))
-        parts.setdefault(split, []).extend(_documents(file, _below(file, path), column))
-    code = all(file.suffix == ".py" for file in files)
-    loose = any(_split_of(file.relative_to(path)) == "validation" for file in files if file.parent == path)
-    if code or ("train" not in parts and not loose):  # a folder of code or of pages may have a test/ or a dev/ too
-        return {"": [document for several in parts.values() for document in several]}
-    if "" in parts or "train" not in parts:
-        strange = parts[""][0].name if "" in parts else "nothing to train on"
-        raise ValueError(
-            f"{where!r} has files of {', '.join(sorted(filter(None, parts)))}, and {strange} beside them; name what is"
-            " trained on train.… or put it into a folder train/, or move the others away"
-        )
-    return parts
+        known = ", ".join(sorted(_TEXT_SUFFIXES | _ROW_SUFFIXES))
+        raise ValueError(f"no text at {where!r}: give a file, or a folder with {known} files")
+    return {
+        part: [document for file in several for document in _documents(file, below(file, path), column)]
+        for part, several in parted(files, path).items()
+    }
 
 
-def _split_of(place: Path) -> str:
-    """``train-00001.jsonl`` and ``valid/a.txt``: the part of the data that a name tells, or nothing. (A train.py is
-    code.)"""
-    folder = place.parts[0].lower() if len(place.parts) > 1 else ""
-    file = re.split(r"[-_.]", place.name)[0].lower() if len(place.parts) == 1 and place.suffix != ".py" else ""
-    return _SPLITS.get(folder) or _SPLITS.get(file, "")
+def text_files(path: Path) -> list[Path]:
+    """The files of text at a path, or the file itself."""
+    known = _TEXT_SUFFIXES | _ROW_SUFFIXES
+    return [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in known and p.is_file())
 
 
 def _documents(file: Path, name: str, column: str) -> list[Document]:
@@ -130,43 +108,6 @@ def _csv_rows(file: Path, text: str, column: str) -> Iterator[tuple[int, Any]]:
             yield rows.line_num, row[column]
     except csv.Error as error:
         raise ValueError(f"{file}, line {rows.line_num}: {error}") from error
-
-
-def _below(file: Path, root: Path) -> str:
-    """The file's name as seen from the folder that the user named: where that stands does not matter."""
-    return file.name if file == root else file.relative_to(root).as_posix()
-
-
-def hub_text(name: str, *, column: str = "text") -> dict[str, list[Document]]:
-    """Texts of a data set that ``datasets`` loads, ``NAME`` or ``NAME:CONFIG``, by its own splits.
-
-    Raises:
-        ValueError: it cannot be had, has no training part or no such column, or what is in it is no text.
-    """
-    from datasets import load_dataset
-
-    path, _, config = name.partition(":")
-    try:
-        splits = load_dataset(path, config or None)
-    except Exception as error:  # datasets raises whatever its file system raised
-        raise ValueError(f"data set {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
-    parts: dict[str, list[Document]] = {}
-    for split, rows in splits.items():
-        part = _SPLITS.get(split)
-        if part is None:
-            continue
-        if column not in rows.column_names:
-            raise ValueError(f"data set {name!r} has no column {column!r}; it has {', '.join(rows.column_names)}")
-        for number, text in enumerate(rows[column]):
-            if not isinstance(text, str):
-                raise ValueError(
-                    f"data set {name!r}, {split} {number}: {column!r} holds a {type(text).__name__}, and text is"
-                    " needed; name another column with task.column"
-                )
-            parts.setdefault(part, []).append(Document(f"{name}:{split}:{number}", text))
-    if "train" not in parts:
-        raise ValueError(f"data set {name!r} has no training part; its splits are {', '.join(splits)}")
-    return parts
 
 
 def divided(parts: dict[str, list[Document]]) -> dict[str, list[Document]]:

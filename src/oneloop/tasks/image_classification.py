@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oneloop.data.rows.rows import Mapped, Row
+from oneloop.data.rows.sources import Data, Source, named_sources, opened, sets_of
 from oneloop.tasks.base import Task
+from oneloop.tasks.columns import columns_of, decoded, is_image, refused
+from oneloop.tasks.labels import classes_of
 from oneloop.tasks.metrics import ClassCounts
 
 _Augment = Literal["none", "shifted", "mirrored"]
@@ -23,12 +28,17 @@ class ImageClassification(Task):
     """Images into classes.
 
     Args:
-        data: digits (8x8, packaged with scikit-learn), mnist, fashion_mnist, cifar10, cifar100, or a folder with
-            train/CLASS/*.png and validation/CLASS/*.png (test/ too, where there is one).
+        data: digits (8x8, packaged with scikit-learn), mnist, fashion_mnist, cifar10, cifar100; a folder with
+            train/CLASS/*.png and validation/CLASS/*.png (test/ too), or CLASS/*.png; a file or folder of parquet or
+            arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight: 0.7}, …].
         model: cnn, or the name of a torchvision model.
         width: channels of the CNN's first layer.
         augment: shift (and, but for digits and letters, mirror) the training images at random.
-        image_size: pixels of a side that folder images are resized to.
+        image_size: pixels of a side that own images are resized to.
+        image: column of the image.
+        label: column of the class.
+        held_out: share of the rows for validation, and as much for test, where the data has no such parts.
+        window: megabytes of parquet rows that a process may hold; samples are shuffled among so many.
         root: folder of the downloaded sets.
         download: fetch a missing set from its public host.
         smoothing: label smoothing.
@@ -39,11 +49,15 @@ class ImageClassification(Task):
 
     def __init__(
         self,
-        data: str = "digits",
+        data: str | list[dict[str, Any]] = "digits",
         model: str = "cnn",
         width: int = 32,
         augment: bool = True,
         image_size: int = 64,
+        image: str = "image",
+        label: str = "label",
+        held_out: float = 0.05,
+        window: int = 256,
         root: str = "data",
         download: bool = False,
         smoothing: float = 0.0,
@@ -56,10 +70,11 @@ class ImageClassification(Task):
         mirror = data not in ("digits", "mnist", "fashion_mnist")
         if data == "digits":
             parts, self.classes = _digits()
-        elif data in _TORCHVISION:
+        elif isinstance(data, str) and data in _TORCHVISION:
             parts, self.classes = _torchvision(data, root, download)
         else:
-            parts, self.classes = _folder(data, image_size)
+            columns = {"image": image, "label": label}
+            parts, self.classes = _rows(data, columns, image_size, held_out=held_out, window=window)
         how: _Augment = "none" if not augment else "mirrored" if mirror else "shifted"
         self._train = Images(parts.pop("train"), augment=how)
         self._evals = {name: Images(part) for name, part in parts.items()}
@@ -114,18 +129,16 @@ class ImageClassification(Task):
         }
 
 
-class Images:
+class Images(Mapped):
     """Images (float, channels x height x width, about -1 to 1) with labels, from pixels in memory or on disk."""
 
     def __init__(self, part: Any, *, augment: _Augment = "none") -> None:
+        super().__init__(part, self._augmented)
         self.part = part
         self.augment = augment
 
-    def __len__(self) -> int:
-        return len(self.part)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image, label = self.part[index]
+    def _augmented(self, sample: tuple[Tensor, int]) -> tuple[Tensor, int]:
+        image, label = sample
         if self.augment != "none":
             image = shifted(image, max(1, image.shape[-1] // 8))
         if self.augment == "mirrored" and torch.rand(()) < 0.5:
@@ -221,37 +234,28 @@ def _torchvision(data: str, root: str, download: bool) -> tuple[dict[str, Any], 
     return {"train": train, "validation": validation, "test": _InMemory(pixels[1], labels[1])}, list(sets[0].classes)
 
 
-class _Folder:
-    """torchvision's ImageFolder with pixels from -1 to 1."""
-
-    def __init__(self, folder: Path, size: int) -> None:
-        from torchvision import datasets, transforms
-
-        steps = [transforms.Resize((size, size)), transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.5] * 3)]
-        self.images = datasets.ImageFolder(str(folder), transforms.Compose(steps))
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image, label = self.images[index]
-        return image, label
+# --- people's own -----------------------------------------------------------------------------------------------------
 
 
-def _folder(data: str, size: int) -> tuple[dict[str, Any], list[str]]:
-    root = Path(data)
-    names = [name for name in ("train", "validation", "test") if (root / name).is_dir()]
-    if "train" not in names or len(names) < 2:
-        raise ValueError(
-            f"task.data {data!r} is neither digits, {', '.join(_TORCHVISION)}, nor a folder with train/ and"
-            " validation/ (one folder per class in each)"
-        )
-    try:
-        parts = {name: _Folder(root / name, size) for name in names}
-    except FileNotFoundError as error:
-        raise ValueError(f"task.data {data!r}: {error}") from error
-    classes = parts["train"].images.classes
-    for name, part in parts.items():
-        if part.images.classes != classes:
-            raise ValueError(f"task.data {data!r}: {name}/ holds the classes {part.images.classes}, train/ {classes}")
-    return parts, list(classes)
+def _rows(data: Data, columns: Mapping[str, str], size: int, *, held_out: float, window: int) -> Any:
+    """Data sets by part, and their classes."""
+    sources = [opened(one, held_out=held_out, window=window) for one in named_sources(data, columns)]
+    for source, _, rows, column in columns_of(sources, "image"):
+        if not is_image(rows.types[column]):
+            raise refused(source, "image", rows.types[column], "images are needed (files, or their bytes)")
+    classes, numbers = classes_of(sources, "label")
+    prepared = _prepared(size)
+
+    def sample(source: Source) -> Callable[[Row], tuple[Tensor, int]]:
+        image, label, number = source.columns["image"], source.columns["label"], numbers[source.name]
+        return lambda row: (prepared(decoded(row[image])), number(row[label]))
+
+    return sets_of(sources, sample), classes
+
+
+def _prepared(size: int) -> Callable[[Any], Tensor]:
+    """Pixels from -1 to 1, all images of one size."""
+    from torchvision import transforms
+
+    steps = [transforms.Resize((size, size)), transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.5] * 3)]
+    return transforms.Compose(steps)  # type: ignore[no-any-return]

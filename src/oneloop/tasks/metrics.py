@@ -32,16 +32,17 @@ class Metrics(Protocol):
 
 
 class ClassCounts:
-    """Accuracy, the mean F1 of the classes, and the confusion matrix (rows are true classes).
+    """Accuracy, the mean F1 of the classes (of two also that of the second), Matthews' correlation, and the confusion
+    matrix (rows are true classes).
 
     Args:
         classes: how many. Above ``pictured`` there is no matrix.
         pictured: a larger matrix is no picture any more.
     """
 
-    higher_is_better: ClassVar[Mapping[str, bool]] = {"accuracy": True, "macro_f1": True}
-
     def __init__(self, classes: int, *, pictured: int = 100) -> None:
+        self.higher_is_better = {"accuracy": True, "macro_f1": True, "matthews": True}
+        self.higher_is_better |= {"f1": True} if classes == 2 else {}
         self._matrix = torch.zeros((classes, classes) if classes <= pictured else (0, 0), dtype=torch.int64)
         self._counts = torch.zeros(3, classes, dtype=torch.int64)
         """of each class: right, predicted, there"""
@@ -55,12 +56,13 @@ class ClassCounts:
 
         Args:
             logits: (samples, classes).
-            target: (samples,), the true classes.
+            target: (samples,), the true classes; below 0 where a sample does not count.
         """
         said = logits.argmax(1)
-        ones = torch.ones_like(target)
+        ones = (target >= 0).to(target.dtype)
+        target = target.clamp(min=0)
         right, predicted, there = self._counts
-        right.index_add_(0, target, (said == target).to(target.dtype))
+        right.index_add_(0, target, (said == target).to(target.dtype) * ones)
         predicted.index_add_(0, said, ones)
         there.index_add_(0, target, ones)
         if self._matrix.numel():
@@ -70,11 +72,17 @@ class ClassCounts:
         return [self._counts, self._matrix] if self._matrix.numel() else [self._counts]
 
     def compute(self) -> dict[str, Any]:
-        """F1 is 2 right / (predicted + there), averaged over the classes that occur (as torchmetrics does)."""
+        """F1 is 2 right / (predicted + there), averaged over the classes that occur (as torchmetrics does). Matthews'
+        correlation is that of several classes (Gorodkin 2004); 0 where only one is there, or only one predicted."""
         right, predicted, there = self._counts.double().cpu()
         occurs = predicted + there > 0
-        f1 = 2 * right[occurs] / (predicted + there)[occurs]
-        figures: dict[str, Any] = {"accuracy": float(right.sum() / there.sum()), "macro_f1": float(f1.mean())}
+        f1 = 2 * right / (predicted + there).clamp(min=1)
+        figures: dict[str, Any] = {"accuracy": float(right.sum() / there.sum()), "macro_f1": float(f1[occurs].mean())}
+        total = there.sum()
+        spread = math.sqrt(float((total**2 - (predicted**2).sum()) * (total**2 - (there**2).sum())))
+        together = float(right.sum() * total - (predicted * there).sum())
+        figures["matthews"] = together / spread if spread else 0.0
+        figures |= {"f1": float(f1[1])} if len(f1) == 2 else {}
         return figures | ({"confusion": self._matrix} if self._matrix.numel() else {})
 
 

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oneloop.data.rows.rows import Row
+from oneloop.data.rows.sources import Source, named_sources, opened, sets_of
 from oneloop.tasks.base import Task
+from oneloop.tasks.columns import check_texts
 from oneloop.tasks.corpora import held_out, stdlib
+from oneloop.tasks.encoder import Encoder, as_bytes, padded
+from oneloop.tasks.labels import classes_of
 from oneloop.tasks.metrics import ClassCounts
 
-_PAD = 256
+_BETWEEN = "\n\0\n"
+"""between the two texts of a pair"""
 
 
 class TextClassification(Task):
-    """Texts into classes, byte by byte.
+    """Texts, or pairs of texts, into classes, byte by byte.
 
     Args:
-        data: stdlib (snippets of Python's standard library; the class is the package, held out by file), or a folder
-            with train.jsonl, validation.jsonl and, if there is one, test.jsonl of {"text", "label"}.
+        data: stdlib (snippets of Python's standard library; the class is the package, held out by file); a file or
+            folder of parquet, json lines, csv or arrow; hf:NAME[:CONFIG][@REVISION]; or several,
+            [{data: PATH, weight: 0.7}, …].
+        text: column of the text.
+        second: column of a second text, where pairs are judged.
+        label: column of the class.
+        held_out: share of the rows for validation, and as much for test, where the data has no such parts.
+        window: megabytes of parquet rows that a process may hold; samples are shuffled among so many.
         layers: transformer blocks.
         heads: attention heads.
         width: of the residual stream.
@@ -37,7 +48,12 @@ class TextClassification(Task):
 
     def __init__(
         self,
-        data: str = "stdlib",
+        data: str | list[dict[str, Any]] = "stdlib",
+        text: str = "text",
+        second: str = "",
+        label: str = "label",
+        held_out: float = 0.05,
+        window: int = 256,
         layers: int = 2,
         heads: int = 4,
         width: int = 128,
@@ -48,28 +64,27 @@ class TextClassification(Task):
     ) -> None:
         if width % heads:
             raise ValueError(f"task.width {width} cannot be divided by task.heads {heads}")
-        self.layers, self.heads, self.width, self.length, self.dropout = layers, heads, width, length, dropout
-        parts = _snippets(packages, lines) if data == "stdlib" else _jsonl(data)
-        self.classes = sorted({label for _, label in parts["train"]})
-        number = {label: index for index, label in enumerate(self.classes)}
-        unknown = {label for part in parts.values() for _, label in part} - set(self.classes)
-        if unknown:
-            raise ValueError(f"task.data {data!r}: labels {sorted(unknown)} are held out but never trained on")
-        self._sets = {
-            name: Texts([(text, number[label]) for text, label in part], length) for name, part in parts.items()
-        }
+        self.shape = {"layers": layers, "heads": heads, "width": width, "length": length, "dropout": dropout}
+        self._sets: dict[str, Any]
+        if data == "stdlib":
+            parts = _snippets(packages, lines)
+            self.classes = sorted({label for _, label in parts["train"]})
+            number = {label: index for index, label in enumerate(self.classes)}
+            self._sets = {
+                name: [(as_bytes(text, length), number[label]) for text, label in part] for name, part in parts.items()
+            }
+            return
+        columns = {"text": text, "second": second, "label": label}
+        sources = [opened(one, held_out=held_out, window=window) for one in named_sources(data, columns)]
+        check_texts(sources, "text")
+        check_texts(sources, "second")
+        self.classes, numbers = classes_of(sources, "label")
+        self._sets = sets_of(sources, lambda source: _sample(source, numbers[source.name], length))
 
     def model(self) -> nn.Module:
-        return Encoder(
-            len(self.classes),
-            layers=self.layers,
-            heads=self.heads,
-            width=self.width,
-            length=self.length,
-            dropout=self.dropout,
-        )
+        return Encoder(len(self.classes), **self.shape)  # type: ignore[arg-type]
 
-    def train_set(self) -> Texts:
+    def train_set(self) -> Any:
         return self._sets["train"]
 
     def eval_sets(self) -> dict[str, Any]:
@@ -77,10 +92,7 @@ class TextClassification(Task):
 
     def collate(self, samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
         texts, labels = zip(*samples, strict=True)
-        return {
-            "text": nn.utils.rnn.pad_sequence(list(texts), batch_first=True, padding_value=_PAD),
-            "label": torch.tensor(labels),
-        }
+        return {"text": padded(list(texts)), "label": torch.tensor(labels)}
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         return torch.tensor(float(len(batch["label"])))
@@ -108,49 +120,15 @@ class TextClassification(Task):
         }
 
 
-class Encoder(nn.Module):
-    """A BERT encoder on bytes, averaged over the text, and a linear head."""
-
-    _no_split_modules = ("BertLayer",)
-
-    def __init__(self, classes: int, *, layers: int, heads: int, width: int, length: int, dropout: float) -> None:
-        super().__init__()
-        from transformers import BertConfig, BertModel
-
-        config = BertConfig(
-            vocab_size=257,
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            intermediate_size=4 * width,
-            max_position_embeddings=length,
-            pad_token_id=_PAD,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-        )
-        self.encoder = BertModel(config, add_pooling_layer=False)
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, text: Tensor) -> Tensor:
-        known = text != _PAD
-        # Ready and 4-D (batch, 1, query, key): transformers would ask a 2-D mask whether it hides anything.
-        mask = known[:, None, None, :].expand(-1, 1, text.shape[1], -1)
-        hidden = self.encoder(input_ids=text, attention_mask=mask).last_hidden_state
-        share = known[:, :, None].to(hidden.dtype)
-        return self.head((hidden * share).sum(1) / share.sum(1))  # type: ignore[no-any-return]
+def text_of(source: Source, row: Row) -> str:
+    """The text of a row, or both of a pair."""
+    first: str = row[source.columns["text"]]
+    second = source.columns["second"]
+    return first + _BETWEEN + row[second] if second else first
 
 
-class Texts:
-    """(bytes of the text, label)."""
-
-    def __init__(self, samples: list[tuple[str, int]], length: int) -> None:
-        self.samples = [(torch.tensor(list(text.encode()[:length]) or [_PAD - 1]), label) for text, label in samples]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.samples[index]
+def _sample(source: Source, number: Callable[[Any], int], length: int) -> Callable[[Row], tuple[Tensor, int]]:
+    return lambda row: (as_bytes(text_of(source, row), length), number(row[source.columns["label"]]))
 
 
 def _snippets(packages: int, lines: int) -> dict[str, list[tuple[str, str]]]:
@@ -167,20 +145,4 @@ def _snippets(packages: int, lines: int) -> dict[str, list[tuple[str, str]]]:
             code = [line for line in one.text.splitlines() if line.strip()]
             for start in range(0, len(code), lines):
                 parts[part].append(("\n".join(code[start : start + lines]), one.name.split("/")[0]))
-    return parts
-
-
-def _jsonl(data: str) -> dict[str, list[tuple[str, str]]]:
-    parts = {}
-    for name in ("train", "validation", "test"):
-        file = Path(data) / f"{name}.jsonl"
-        if not file.is_file():
-            continue
-        try:
-            rows = [json.loads(line) for line in file.read_text().splitlines()]
-            parts[name] = [(str(row["text"]), str(row["label"])) for row in rows]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f'{file}: every line must be a JSON object with "text" and "label"') from error
-    if "train" not in parts or len(parts) < 2:
-        raise ValueError(f"task.data {data!r} is neither stdlib nor a folder with train.jsonl and validation.jsonl")
     return parts

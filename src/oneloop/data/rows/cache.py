@@ -1,0 +1,115 @@
+"""What is computed once of people's files and kept: checksums, converted rows. One process makes it, others wait."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+from numpy.typing import NDArray
+from xxhash import xxh3_64, xxh3_64_hexdigest
+
+from oneloop.basics.files import replacing
+from oneloop.basics.progress import Working
+
+_CHUNK = 1 << 22
+_LISTED = 1000
+"""files at most that a fingerprint names one by one"""
+
+
+def cache_folder() -> Path:
+    """``$ONELOOP_CACHE``, else ``oneloop`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    if own := os.environ.get("ONELOOP_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "oneloop"
+
+
+@contextmanager
+def alone(name: str) -> Iterator[Path]:
+    """A place in the cache that this process has for itself until the end; all others that want it wait at its lock.
+
+    They do not wait in a collective, which would end a long preparation by its time limit.
+
+    Raises:
+        ValueError: the cache cannot be written.
+    """
+    place = cache_folder() / name
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(f"{place}.lock")
+        lock.acquire()
+    except OSError as error:
+        raise ValueError(
+            f"{place} cannot be written ({error.strerror}); set ONELOOP_CACHE to a folder that can"
+        ) from error
+    try:
+        yield place
+    finally:
+        lock.release()
+
+
+def key_of(*parts: Any) -> str:
+    """A name for what is made of these: the same for the same content, wherever it lies."""
+    return xxh3_64_hexdigest(json.dumps(parts, sort_keys=True, default=str).encode())
+
+
+def numbers_key(numbers: NDArray[np.int64], *, but: bool) -> str:
+    """A name for some rows' numbers, or for all but them."""
+    digest = xxh3_64_hexdigest(np.ascontiguousarray(numbers, "<i8").tobytes())
+    return f"{'all but ' if but else ''}{len(numbers)}: {digest}"
+
+
+def below(file: Path, root: Path) -> str:
+    """The file's name as seen from what the user named: where that stands does not matter."""
+    return file.name if file == root else file.relative_to(root).as_posix()
+
+
+def content_of(files: Sequence[Path], root: Path) -> dict[str, Any]:
+    """What lies in these files: ``{"files": {name relative to root: [bytes, xxh3-64]}}``, of very many a digest.
+
+    Checksums are kept in the cache by path, size and time, so that a file is read again only when it was touched.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    with alone(f"checksums/{xxh3_64_hexdigest(str(root.absolute()).encode())}.json") as kept:
+        known = _known(kept)
+        fresh = {}
+        with Working("reading checksums", total=len(files)) as bar:
+            for file in files:
+                try:
+                    about = file.stat()
+                    mark = [about.st_size, about.st_mtime_ns]
+                    before = known.get(str(file))
+                    fresh[str(file)] = before if before and before[:2] == mark else [*mark, _checksum(file)]
+                except OSError as error:
+                    raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+                bar.advance()
+        if any(known.get(file) != mark for file, mark in fresh.items()):
+            with replacing(kept) as draft:
+                draft.write_text(json.dumps({**known, **fresh}))
+    named = {below(file, root): [fresh[str(file)][0], fresh[str(file)][2]] for file in files}
+    if len(named) <= _LISTED:
+        return {"files": named}
+    return {"files": {"count": len(named), "bytes": sum(size for size, _ in named.values()), "digest": key_of(named)}}
+
+
+def _known(kept: Path) -> dict[str, Any]:
+    try:
+        known = json.loads(kept.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _checksum(file: Path) -> str:
+    state = xxh3_64()
+    with file.open("rb") as stream:
+        while piece := stream.read(_CHUNK):
+            state.update(piece)
+    return state.hexdigest()

@@ -1,0 +1,82 @@
+"""Parts that a set of rows does not have, held out of its training rows by a checksum of each row's content."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64
+
+from oneloop.basics.progress import Working
+from oneloop.data.rows.cache import alone, key_of
+from oneloop.data.rows.rows import Rows
+
+_DRAWS = 1_000_000
+
+
+def divided(parts: Mapping[str, Rows], share: float) -> dict[str, Rows]:
+    """Train, validation and test: as they are there; what is missing is held out of the training rows.
+
+    Rows of the same content are in the same part; which one depends on nothing else.
+
+    Args:
+        parts: by name; all rows under ``""`` where no part is named.
+        share: of the rows for validation, and as many for test.
+
+    Raises:
+        ValueError: there is too little to hold some out.
+    """
+    if "validation" in parts:
+        return dict(parts)
+    rows = parts.get("train", parts.get(""))
+    assert rows is not None
+    if len(rows) < 3:
+        raise ValueError(f"{rows.where(0) if len(rows) else 'the data'}: {len(rows)} rows are too few to hold some out")
+    with alone(f"held-out/{key_of(rows.fingerprint(), share)}.npz") as place:
+        validation, test = _drawn(rows, share, place)
+        if "test" in parts:
+            validation, test = np.sort(np.concatenate([validation, test])), test[:0]
+        both = np.sort(np.concatenate([validation, test]))
+        train = rows.chosen(both, but=True, place=place.with_suffix(f".{len(both)}.arrow"))
+    made = {"train": train, "validation": rows.chosen(validation)}
+    made["test"] = parts["test"] if "test" in parts else rows.chosen(test)
+    return made
+
+
+def _drawn(rows: Rows, share: float, place: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The numbers of the rows for validation and for test, kept in a file."""
+    if place.exists():
+        with np.load(place) as kept:
+            return kept["validation"], kept["test"]
+    draws = []
+    with Working("dividing the rows", total=len(rows)) as bar:
+        for index in range(len(rows)):
+            draws.append(draw(rows[index]))
+            bar.advance()
+    drawn = np.array(draws)
+    validation = np.flatnonzero(drawn < share * _DRAWS)
+    test = np.flatnonzero((drawn >= share * _DRAWS) & (drawn < 2 * share * _DRAWS))
+    if not len(validation) or not len(test):  # few rows: those with the smallest
+        smallest = np.argsort(drawn, kind="stable")[:2]
+        validation, test = smallest[:1], smallest[1:]
+    draft = place.with_suffix(f".{os.getpid()}.npz")
+    np.savez(draft, validation=validation, test=test)
+    draft.replace(place)
+    return validation, test
+
+
+def draw(row: Mapping[str, Any]) -> int:
+    """A number below a million from what a row holds. Of a file its last two names count, of an image its bytes."""
+    state = xxh3_64()
+    for name in sorted(row):
+        value = row[name]
+        if isinstance(value, dict) and set(value) == {"bytes", "path"}:
+            value = value["bytes"] or "/".join(Path(str(value["path"])).parts[-2:])
+        text = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True, default=repr).encode()
+        state.update(name.encode() + b"\0" + text)
+    return state.intdigest() % _DRAWS

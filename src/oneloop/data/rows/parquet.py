@@ -1,0 +1,231 @@
+"""Rows of parquet files, read where they lie: nothing is copied, and a few row groups are in memory at a time."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oneloop.data.order import Ordered
+from oneloop.data.rows.cache import content_of, numbers_key
+from oneloop.data.rows.found import Found
+from oneloop.data.rows.rows import Row
+from oneloop.data.rows.table import no_column
+from oneloop.data.windows import Windows
+
+_MEGABYTE = 1 << 20
+_SLACK = 1.25
+"""groups may be in memory for so much of the window: when one ends, the next is there already"""
+
+
+class Parquet:
+    """Rows of row groups, in the order of :class:`oneloop.data.windows.Windows`.
+
+    Args:
+        files: of one schema.
+        root: what the user named; names are relative to it.
+        columns: those that are read.
+        window: megabytes of rows that a process may hold.
+        content: what the files are, for :meth:`fingerprint`.
+
+    Raises:
+        ValueError: a file cannot be read or has no such column, or a group needs more memory than the window.
+    """
+
+    def __init__(
+        self, files: Sequence[Path], root: Path, columns: Sequence[str], *, window: int, content: Mapping[str, Any]
+    ) -> None:
+        self.files, self.root, self.columns, self.window, self.content = (
+            list(files),
+            root,
+            list(columns),
+            window,
+            content,
+        )
+        groups: list[tuple[int, int, int, int]] = []
+        self._types: Mapping[str, Any] = {}
+        for number, file in enumerate(self.files):
+            groups += self._groups_of(number, file)
+        self._groups = np.array(groups, dtype=np.int64).reshape(-1, 4)
+        """file, number in it, rows, bytes of each group"""
+        self._but = False
+        """whether all rows but those picked are meant"""
+        self._picked: list[NDArray[np.int64]] | None = None
+        self._number(self._groups[:, 2])
+        self._tables: OrderedDict[int, Any] = OrderedDict()
+        self._held, self._owner = 0, os.getpid()
+        self.reads = 0
+        """groups that this process has read"""
+
+    def _number(self, sizes: NDArray[np.int64]) -> None:
+        self.sizes, self._length = sizes, int(sizes.sum())
+        """rows of each group, and all"""
+        self._firsts = np.cumsum(sizes) - sizes
+
+    def _groups_of(self, number: int, file: Path) -> list[tuple[int, int, int, int]]:
+        from datasets import Features
+
+        with self._opened(file) as parquet:
+            schema, metadata = parquet.schema_arrow, parquet.metadata
+            if missing := [column for column in self.columns if column not in schema.names]:
+                raise ValueError(no_column(str(file), missing[0], schema.names))
+            types = {name: kind for name, kind in Features.from_arrow_schema(schema).items() if name in self.columns}
+            if self._types and types != self._types:
+                changed = next(name for name in types if types[name] != self._types[name])
+                raise ValueError(
+                    f"{file}: {changed!r} is {types[changed]}, and {self._types[changed]} in {self.files[0]}; write the"
+                    " files with one schema"
+                )
+            self._types = types
+            found = []
+            for group in range(metadata.num_row_groups):
+                about = metadata.row_group(group)
+                size = sum(_bytes(about.column(c), about.num_rows, self.columns) for c in range(about.num_columns))
+                if size > self.window * _MEGABYTE:
+                    raise ValueError(self._too_large(file, group, about.num_rows, size))
+                found.append((number, group, about.num_rows, size))
+            return found
+
+    def _too_large(self, file: Path, group: int, rows: int, size: int) -> str:
+        fitting = max(1, rows * self.window * _MEGABYTE // (16 * size))
+        return (
+            f"{file}: row group {group} holds {rows:,} rows of {size / _MEGABYTE:,.1f} MB, and task.window is"
+            f" {self.window} MB; write smaller groups (python -m oneloop.data.rows.rewrite {self.root} NEW_FOLDER"
+            f" --rows {fitting}), or give it more memory (--task.window {2 ** int(8 * size / _MEGABYTE).bit_length()})"
+        )
+
+    def _opened(self, file: Path) -> Any:
+        import pyarrow
+        from pyarrow import parquet
+
+        try:
+            return parquet.ParquetFile(file, memory_map=True)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise ValueError(f"{file} cannot be read as parquet: {error}") from error
+
+    # --- rows ---
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        return self._types
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Row:
+        group, row = self._place(index)
+        return {name: column[row].as_py() for name, column in self._table(group).items()}
+
+    def values(self, column: str) -> Iterator[Any]:
+        """The column as arrow arrays, in the order of the rows."""
+        for group in range(len(self._groups)):
+            array = self.read(group, [column])[0][column]
+            if self._picked is not None:
+                picked = self._picked[group]
+                array = array.take(np.delete(np.arange(len(array)), picked) if self._but else picked)
+            yield array
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Group and row in it."""
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        group = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        row = int(index - self._firsts[group])
+        if self._picked is None:
+            return group, row
+        picked = self._picked[group]
+        if not self._but:
+            return group, int(picked[row])
+        return group, row + int(np.searchsorted(picked - np.arange(len(picked)), row, side="right"))
+
+    def where(self, index: int) -> str:
+        group, row = self._place(index)
+        file, number, _, _ = self._groups[group].tolist()
+        earlier = self._groups[(self._groups[:, 0] == file) & (self._groups[:, 1] < number), 2].sum()
+        return f"{self.files[file]}, row {int(earlier) + row}"
+
+    def _table(self, group: int) -> dict[str, Any]:
+        if self._owner != os.getpid():  # a worker process: what the trainer holds is not its own to keep
+            self._tables, self._held, self._owner = OrderedDict(), 0, os.getpid()
+        if group in self._tables:
+            self._tables.move_to_end(group)
+            return self._tables[group][0]  # type: ignore[no-any-return]
+        columns, size = self.read(group)
+        while self._tables and self._held + size > _SLACK * self.window * _MEGABYTE:
+            self._held -= self._tables.popitem(last=False)[1][1]
+        self._tables[group] = columns, size
+        self._held += size
+        return columns
+
+    def read(self, group: int, columns: Sequence[str] | None = None) -> tuple[dict[str, Any], int]:
+        """These columns of a group (all that are wanted) as arrow arrays, and their bytes."""
+        import pyarrow
+
+        names = list(columns or self.columns)
+        file, number, _, _ = self._groups[group].tolist()
+        try:
+            with self._opened(self.files[file]) as parquet:
+                table = parquet.read_row_group(number, columns=names, use_threads=False)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise ValueError(f"{self.files[file]}: row group {number} cannot be read: {error}") from error
+        self.reads += 1
+        return {name: table.column(name).combine_chunks() for name in names}, table.nbytes
+
+    def chosen(self, indices: NDArray[np.int64], *, but: bool = False, place: Path | None = None) -> Parquet:
+        made = object.__new__(Parquet)
+        made.__dict__.update(self.__dict__)
+        bounds = np.searchsorted(indices, [*self._firsts.tolist(), self._length])
+        made._picked = [indices[a:b] - f for a, b, f in zip(bounds, bounds[1:], self._firsts, strict=False)]
+        made._but = but
+        made.content = {**self.content, "rows": numbers_key(indices, but=but)}
+        picked = np.diff(bounds)
+        made._number(self.sizes - picked if but else picked)
+        made._tables, made._held, made.reads = OrderedDict(), 0, 0
+        return made
+
+    # --- what a run asks ---
+
+    @property
+    def open_groups(self) -> int:
+        """Groups that fit into the window together, by their sizes as the files tell them."""
+        return max(1, self.window * _MEGABYTE // max(1, int(self._groups[:, 3].max())))
+
+    def order(self, *, seed: int, batch: int) -> Ordered:
+        return Windows(self.sizes, seed=seed, open_groups=self.open_groups, batch=batch)
+
+    def about(self) -> str:
+        groups, held = len(self._groups), min(self.open_groups, len(self._groups))
+        where = f"{len(self.files):,} parquet files, {groups:,} row groups"
+        if held == groups:
+            return f"{where}, all of which fit into task.window ({self.window} MB per process)"
+        return f"{where}, shuffled among {held} at a time (task.window: {self.window} MB per process)"
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"length": len(self), "columns": sorted(self.columns), **self.content}
+
+
+def _bytes(about: Any, rows: int, columns: Sequence[str]) -> int:
+    """What a column of a group takes in memory, about: what repeats is written once in the file, but not in memory."""
+    if about.path_in_schema.split(".")[0] not in columns:
+        return 0
+    width = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "INT96": 8}.get(about.physical_type, 0)
+    return max(int(about.total_uncompressed_size), int(width * about.num_values))
+
+
+def parquets(there: Found, columns: Sequence[str], *, window: int) -> dict[str, Parquet]:
+    """The files' rows by part.
+
+    Raises:
+        ValueError: see :class:`Parquet`.
+    """
+    return {
+        part: Parquet(
+            files, there.root, columns, window=window, content={**content_of(files, there.root), "part": part}
+        )
+        for part, files in there.parts.items()
+    }

@@ -1,0 +1,58 @@
+"""Parquet files in smaller row groups: ``python -m oneloop.data.rows.rewrite FOLDER NEW_FOLDER --rows 1000``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from oneloop.data.rows.cache import below
+from oneloop.data.rows.found import found
+
+
+def rewrite(old: Path, new: Path, *, rows: int) -> int:
+    """Writes each file of ``old`` anew under ``new``, in groups of so many rows; a batch at a time is in memory.
+
+    Returns:
+        How many files.
+
+    Raises:
+        ValueError: there are no parquet files, or ``new`` holds something.
+    """
+    from pyarrow import parquet
+
+    there = found(old, kinds=["parquet"])
+    if rows < 1:
+        raise ValueError(f"--rows {rows} is no group; 1000 is usual")
+    if new.exists() and any(new.iterdir()):
+        raise ValueError(f"{new} holds something; name a new folder")
+    for file in there.files:
+        target = new / below(file, there.root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            parquet.ParquetFile(file, memory_map=True) as source,
+            parquet.ParquetWriter(target, source.schema_arrow) as writer,
+        ):
+            for batch in source.iter_batches(batch_size=rows, use_threads=False):
+                writer.write_batch(batch, row_group_size=rows)
+    return len(there.files)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m oneloop.data.rows.rewrite", description=__doc__)
+    parser.add_argument("old", type=Path, help="a folder of parquet files, or a file")
+    parser.add_argument("new", type=Path, help="the folder to write to")
+    parser.add_argument("--rows", type=int, default=1000, help="rows of a group")
+    given = parser.parse_args(words)
+    try:
+        print(f"{rewrite(given.old, given.new, rows=given.rows):,} files written to {given.new}")
+    except ValueError as error:
+        print(f"oneloop: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""What ``task.data`` names, opened: one place or a mixture of several, as rows by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from oneloop.data.mixture import Mixture, proportions
+from oneloop.data.rows.found import KINDS_OF_ROWS, found
+from oneloop.data.rows.held_out import divided
+from oneloop.data.rows.parquet import parquets
+from oneloop.data.rows.rows import Mapped, Row, Rows
+from oneloop.data.rows.table import hub, tables
+
+Data = str | list[dict[str, Any]]
+"""a path or ``hf:NAME[:CONFIG][@REVISION]``; or several, each ``{"data": …, "weight": …}``"""
+
+
+@dataclass
+class Source:
+    """One place that rows are from."""
+
+    where: str
+    columns: Mapping[str, str]
+    """what the task calls a column, and its name there"""
+    name: str = ""
+    weight: float = 1.0
+    parts: dict[str, Any] = field(default_factory=dict)
+    """rows by part: train, validation, test"""
+
+
+def named_sources(data: Data, columns: Mapping[str, str]) -> list[Source]:
+    """The places that ``task.data`` names, not opened yet.
+
+    Args:
+        data: as in the recipe.
+        columns: the task's keys of columns, and the names that they have unless a place says otherwise.
+
+    Raises:
+        ValueError: it says something else.
+    """
+    if isinstance(data, str):
+        return [Source(data, columns)]
+    if not data:
+        raise ValueError("task.data is an empty list; name at least one place")
+    sources = []
+    for item in data:
+        known = {"data", "weight", "name", *columns}
+        if not isinstance(item, Mapping) or not isinstance(item.get("data"), str):
+            raise ValueError(f"task.data: {item!r} names no place; write {{data: PATH, weight: 0.7}} for each")
+        if strange := set(item) - known:
+            raise ValueError(f"task.data: {sorted(strange)[0]!r} is none of {', '.join(sorted(known))}")
+        weight = item.get("weight", 1.0)
+        if not isinstance(weight, int | float) or isinstance(weight, bool):
+            raise ValueError(f"task.data: the weight {weight!r} of {item['data']!r} is no number")
+        own = {key: str(item.get(key, name)) for key, name in columns.items()}
+        name = str(item.get("name") or Path(item["data"]).stem)
+        sources.append(Source(item["data"], own, name, float(weight)))
+    names = [source.name for source in sources]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"task.data names two places {twice!r}; give each a name of its own")
+    proportions([source.weight for source in sources])
+    return [source for source in sources if source.weight]
+
+
+def opened(source: Source, *, held_out: float, window: int, kinds: Sequence[str] = KINDS_OF_ROWS) -> Source:
+    """The source with its rows, of its columns alone.
+
+    Args:
+        source: as named.
+        held_out: share of the rows for validation, and as much for test, where it has no such part.
+        window: megabytes of parquet rows that a process may hold.
+        kinds: of files that are looked for.
+
+    Raises:
+        ValueError: what is wrong with it.
+    """
+    if not 0 < held_out < 0.5:
+        raise ValueError(f"task.held_out {held_out} must lie between 0 and 0.5; 0.05 is usual")
+    if window < 1:
+        raise ValueError(f"task.window {window} is no memory at all; it is in megabytes, 256 is usual")
+    columns = list(dict.fromkeys(name for name in source.columns.values() if name))
+    parts: Mapping[str, Rows]
+    if source.where.startswith("hf:"):
+        parts = hub(source.where[3:], columns)
+    else:
+        there = found(source.where, kinds)
+        parts = parquets(there, columns, window=window) if there.kind == "parquet" else tables(there, columns)
+    for part, rows in parts.items():
+        if not len(rows):
+            raise ValueError(f"task.data {source.where!r}: the {part or 'whole'} set is empty")
+    source.parts = dict(divided(parts, held_out))
+    return source
+
+
+def sets_of(sources: Sequence[Source], make: Callable[[Source], Callable[[Row], Any]]) -> dict[str, Any]:
+    """The data sets by part: samples of the rows, of several sources mixed.
+
+    Args:
+        sources: opened.
+        make: what makes a sample of a row of that source.
+    """
+    return combined(
+        sources, [{part: Mapped(rows, make(source)) for part, rows in source.parts.items()} for source in sources]
+    )
+
+
+def combined(sources: Sequence[Source], each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The data sets by part, of several sources mixed.
+
+    Args:
+        sources: their names and weights.
+        each: data sets by part, of each source.
+    """
+    if len(sources) == 1:
+        return dict(each[0])
+    made = {}
+    for part in ("train", "validation", "test"):
+        having = [(source, sets[part]) for source, sets in zip(sources, each, strict=True) if part in sets]
+        if having:
+            made[part] = Mixture({s.name: dataset for s, dataset in having}, [s.weight for s, _ in having])
+    return made

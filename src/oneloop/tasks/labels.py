@@ -1,0 +1,87 @@
+"""The classes of a column of labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from oneloop.data.rows.sources import Source
+from oneloop.tasks.columns import columns_of, inside, refused, values_of
+
+Numbers = Mapping[str, Callable[[Any], int]]
+"""the number of a label's class, for each source by name"""
+
+
+def classes_of(sources: Sequence[Source], key: str, *, lists: bool = False) -> tuple[list[str], Numbers]:
+    """The classes of a column of labels: text, whole numbers, yes or no, or ``ClassLabel`` of ``datasets``.
+
+    A test part without any label, as contests have it, is left out.
+
+    Args:
+        sources: opened.
+        key: the task's own name of the column.
+        lists: whether a row has a list of labels.
+
+    Returns:
+        Their names, and what gives the number of a label.
+
+    Raises:
+        ValueError: a row without a label, a label that is never trained on, or a column of something else.
+    """
+    trained: set[str] = set()
+    seen: dict[tuple[str, str], set[str]] = {}
+    kinds: dict[str, Any] = {}
+    for source, part, rows, column in columns_of(sources, key):
+        kind = inside(rows.types[column]) if lists else rows.types[column]
+        if not _is_label(kind):
+            wanted = f"{'a list of labels' if lists else 'one label'} for each row is needed (text or a whole number)"
+            raise refused(source, key, rows.types[column], wanted)
+        kinds[source.name] = kind
+        if part == "test" and not lists and _unlabelled(rows, column, kind):
+            del source.parts["test"]
+            continue
+        seen[source.where, part] = {_name(kind, value) for value in values_of(rows, column)}
+        trained |= seen[source.where, part] if part == "train" else set()
+    for (where, part), found in seen.items():
+        if unknown := sorted(found - trained):
+            raise ValueError(
+                f"{where}: labels {unknown[:5]} are in {part} and never trained on; move some of their rows to train,"
+                " or leave them out"
+            )
+    names = _in_order(trained, [*kinds.values()])
+    if len(names) < 2:
+        raise ValueError(
+            f"{sources[0].where}: {sources[0].columns[key]!r} holds one class ({', '.join(names)}); at least two are"
+            " needed"
+        )
+    number = {name: index for index, name in enumerate(names)}
+    return names, {source: _number(kind, number) for source, kind in kinds.items()}
+
+
+def _number(kind: Any, number: Mapping[str, int]) -> Callable[[Any], int]:
+    return lambda value: number[_name(kind, value)]
+
+
+def _in_order(trained: set[str], kinds: Sequence[Any]) -> list[str]:
+    """Classes in the order that their maker gave them, of numbers in theirs, else by name."""
+    own = [kind.names for kind in kinds if hasattr(kind, "names")]
+    if own and trained <= set(own[0]):
+        return [name for name in own[0] if name in trained]
+    whole = all(name.lstrip("-").isdigit() for name in trained)
+    return sorted(trained, key=int if whole else None)
+
+
+def _is_label(kind: Any) -> bool:
+    dtype = str(getattr(kind, "dtype", ""))
+    plain = inside(kind) is None and not isinstance(kind, Mapping)
+    return plain and (dtype in ("string", "large_string", "bool") or dtype.startswith(("int", "uint")))
+
+
+def _name(kind: Any, value: Any) -> str:
+    return str(kind.names[value]) if hasattr(kind, "names") else str(value)
+
+
+def _unlabelled(rows: Any, column: str, kind: Any) -> bool:
+    """Whether no row has a label: nothing, or ``ClassLabel``'s -1."""
+    none = {None, -1} if hasattr(kind, "names") else {None}
+    return all(set(array.unique().to_pylist()) <= none for array in rows.values(column))

@@ -1,0 +1,105 @@
+"""Text regression: a number for each text or pair of texts, by a transformers encoder from scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oneloop.data.rows.rows import Row
+from oneloop.data.rows.sources import Source, named_sources, opened, sets_of
+from oneloop.tasks.base import Task
+from oneloop.tasks.columns import check_numbers, check_texts
+from oneloop.tasks.encoder import Encoder, as_bytes, padded
+from oneloop.tasks.text_classification import text_of
+
+
+class TextRegression(Task):
+    """Texts, or pairs of texts, to a number, byte by byte; the loss is the squared error.
+
+    Args:
+        data: a file or folder of parquet, json lines, csv or arrow; hf:NAME[:CONFIG][@REVISION]; or several,
+            [{data: PATH, weight: 0.7}, …].
+        text: column of the text.
+        second: column of a second text, where pairs are judged.
+        label: column of the number.
+        held_out: share of the rows for validation, and as much for test, where the data has no such parts.
+        window: megabytes of parquet rows that a process may hold; samples are shuffled among so many.
+        layers: transformer blocks.
+        heads: attention heads.
+        width: of the residual stream.
+        length: bytes of the longest text; longer ones are cut.
+        dropout: of embeddings, attention and residuals.
+    """
+
+    sample_weight = 1.0
+
+    def __init__(
+        self,
+        data: str | list[dict[str, Any]],
+        text: str = "text",
+        second: str = "",
+        label: str = "label",
+        held_out: float = 0.05,
+        window: int = 256,
+        layers: int = 2,
+        heads: int = 4,
+        width: int = 128,
+        length: int = 256,
+        dropout: float = 0.0,
+    ) -> None:
+        if width % heads:
+            raise ValueError(f"task.width {width} cannot be divided by task.heads {heads}")
+        self.shape = {"layers": layers, "heads": heads, "width": width, "length": length, "dropout": dropout}
+        columns = {"text": text, "second": second, "label": label}
+        sources = [opened(one, held_out=held_out, window=window) for one in named_sources(data, columns)]
+        check_texts(sources, "text")
+        check_texts(sources, "second")
+        check_numbers(sources, "label")
+        self._sets = sets_of(sources, lambda source: _sample(source, length))
+
+    def model(self) -> nn.Module:
+        return Encoder(1, **self.shape)  # type: ignore[arg-type]
+
+    def train_set(self) -> Any:
+        return self._sets["train"]
+
+    def eval_sets(self) -> dict[str, Any]:
+        return {name: part for name, part in self._sets.items() if name != "train"}
+
+    def collate(self, samples: list[tuple[Tensor, float]]) -> dict[str, Tensor]:
+        texts, numbers = zip(*samples, strict=True)
+        return {"text": padded(list(texts)), "number": torch.tensor(numbers, dtype=torch.float32)}
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return torch.tensor(float(len(batch["number"])))
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        said = model(batch["text"])[:, 0]
+        each = (said - batch["number"]).square()
+        return each.sum(), {"said": said.detach(), "loss": each.detach()}
+
+    def metrics(self) -> Any:
+        from torchmetrics import MeanAbsoluteError, MetricCollection, PearsonCorrCoef, SpearmanCorrCoef
+
+        return MetricCollection(
+            {"spearman": SpearmanCorrCoef(), "pearson": PearsonCorrCoef(), "mean_absolute_error": MeanAbsoluteError()},
+            compute_groups=False,
+        )
+
+    def update(self, metrics: Any, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+        metrics.update(outputs["said"].float(), batch["number"].float())
+
+    def show(self, sample: tuple[Tensor, float], outputs: dict[str, Tensor]) -> dict[str, Any]:
+        text, number = sample
+        return {
+            "text": bytes(text.tolist()).decode(errors="replace"),
+            "target": f"{number:.4g}",
+            "prediction": f"{float(outputs['said']):.4g}",
+        }
+
+
+def _sample(source: Source, length: int) -> Callable[[Row], tuple[Tensor, float]]:
+    return lambda row: (as_bytes(text_of(source, row), length), float(row[source.columns["label"]]))

@@ -1,0 +1,125 @@
+"""Token classification (names, parts of speech): a class for each word, by a transformers encoder from scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from oneloop.data.rows.rows import Row
+from oneloop.data.rows.sources import Source, named_sources, opened, sets_of
+from oneloop.tasks.base import Task
+from oneloop.tasks.columns import check_words
+from oneloop.tasks.encoder import ByteEncoder, padded
+from oneloop.tasks.labels import classes_of
+from oneloop.tasks.metrics import ClassCounts
+
+_IGNORE = -100
+
+
+class TokenClassification(Task):
+    """A class for each word of a text, byte by byte; it is said at the word's first byte. The weight of a sample is its
+    number of words.
+
+    Args:
+        data: a file or folder of parquet, json lines or arrow; hf:NAME[:CONFIG][@REVISION]; or several,
+            [{data: PATH, weight: 0.7}, …].
+        tokens: column of the words, a list of texts.
+        tags: column of their classes, a list as long.
+        held_out: share of the rows for validation, and as much for test, where the data has no such parts.
+        window: megabytes of parquet rows that a process may hold; samples are shuffled among so many.
+        layers: transformer blocks.
+        heads: attention heads.
+        width: of the residual stream.
+        length: bytes of the longest text; what follows is cut, and does not count.
+        dropout: of embeddings, attention and residuals.
+    """
+
+    unit = "tokens"
+
+    def __init__(
+        self,
+        data: str | list[dict[str, Any]],
+        tokens: str = "tokens",
+        tags: str = "tags",
+        held_out: float = 0.05,
+        window: int = 256,
+        layers: int = 2,
+        heads: int = 4,
+        width: int = 128,
+        length: int = 512,
+        dropout: float = 0.0,
+    ) -> None:
+        if width % heads:
+            raise ValueError(f"task.width {width} cannot be divided by task.heads {heads}")
+        self.shape = {"layers": layers, "heads": heads, "width": width, "length": length, "dropout": dropout}
+        columns = {"tokens": tokens, "tags": tags}
+        sources = [opened(one, held_out=held_out, window=window) for one in named_sources(data, columns)]
+        check_words(sources, "tokens")
+        self.classes, numbers = classes_of(sources, "tags", lists=True)
+        self._sets = sets_of(sources, lambda source: _sample(source, numbers[source.name], length))
+
+    def model(self) -> nn.Module:
+        return ByteEncoder(len(self.classes), **self.shape)  # type: ignore[arg-type]
+
+    def train_set(self) -> Any:
+        return self._sets["train"]
+
+    def eval_sets(self) -> dict[str, Any]:
+        return {name: part for name, part in self._sets.items() if name != "train"}
+
+    def collate(self, samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        texts, targets = zip(*samples, strict=True)
+        target = nn.utils.rnn.pad_sequence(list(targets), batch_first=True, padding_value=_IGNORE)
+        return {"text": padded(list(texts)), "target": target}
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return (batch["target"] != _IGNORE).sum()
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        logits = model(batch["text"])
+        target = batch["target"]
+        each = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=_IGNORE)
+        return each.sum(), {"logits": logits.detach(), "loss": each.detach().view_as(target)}
+
+    def metrics(self) -> ClassCounts:
+        return ClassCounts(len(self.classes))
+
+    def update(self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+        metrics.update(outputs["logits"].flatten(0, 1), batch["target"].flatten())
+
+    def show(self, sample: tuple[Tensor, Tensor], outputs: dict[str, Tensor]) -> dict[str, Any]:
+        text, target = sample
+        at = (target != _IGNORE).nonzero().flatten().tolist()
+        said = [self.classes[number] for number in outputs["logits"][at].argmax(-1).tolist()]
+        wanted = [self.classes[number] for number in target[at].tolist()]
+        raw = bytes(text.tolist())
+        words = [raw[start:stop].decode(errors="replace") for start, stop in zip(at, [*at[1:], len(raw)], strict=True)]
+        losses = outputs["loss"][at].tolist()
+        return {
+            "tokens": [(f"{word}[{tag}]", loss) for word, tag, loss in zip(words, said, losses, strict=True)],
+            "target": " ".join(wanted),
+            "prediction": " ".join(said),
+            "right": said == wanted,
+        }
+
+
+def _sample(source: Source, number: Callable[[Any], int], length: int) -> Callable[[Row], tuple[Tensor, Tensor]]:
+    def make(row: Row) -> tuple[Tensor, Tensor]:
+        words, tags = row[source.columns["tokens"]], row[source.columns["tags"]]
+        if len(words) != len(tags):
+            raise ValueError(f"{len(words)} words and {len(tags)} tags; each word needs one")
+        text, at, places = b"", list[int](), list[int]()
+        for word, tag in zip(words, tags, strict=True):
+            if len(text) < length:
+                at.append(len(text))
+                places.append(number(tag))
+            text += word.encode() + b" "
+        target = torch.full((max(1, min(len(text), length)),), _IGNORE)
+        target[at] = torch.tensor(places, dtype=torch.int64)
+        return torch.tensor(list(text[:length]) or [32]), target
+
+    return make
