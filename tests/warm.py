@@ -6,6 +6,9 @@ import os
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import datasets
+import pyarrow.compute
+import pyarrow.parquet
 import sklearn.datasets
 import torch.distributed.checkpoint
 import torch.distributed.fsdp

@@ -104,6 +104,7 @@ def _child(
     function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], scratch: str, rank: int, folder: str
 ) -> None:
     os.environ.update(env)
+    multiprocessing.set_start_method("fork", force=True)  # of what it starts itself: not the server's way again
     if folder:
         os.chdir(folder)
     output = os.open(Path(scratch, f"{rank}.txt"), os.O_CREAT | os.O_WRONLY, 0o600)

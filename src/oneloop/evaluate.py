@@ -157,7 +157,8 @@ class _Share:
 
 
 def _share(sources: Sequence[range], micro: int, ranks: int, rank: int) -> _Share:
-    """This rank's micro-batches, each of the samples of one source alone.
+    """This rank's micro-batches, each of the samples of one source alone; one after another, so that what lies together
+    is read by one rank.
 
     FSDP2 needs equal forward counts, so a rank that has none left takes the first one again, and drops it.
     """
@@ -166,7 +167,8 @@ def _share(sources: Sequence[range], micro: int, ranks: int, rank: int) -> _Shar
         for number, source in enumerate(sources)
         for start in range(source.start, source.stop, micro)
     ]
-    mine = [turn * ranks + rank for turn in range(math.ceil(len(cut) / ranks))]
+    each = math.ceil(len(cut) / ranks)
+    mine = range(rank * each, (rank + 1) * each)
     return _Share(
         [[(0, index) for index in cut[at if at < len(cut) else 0][1]] for at in mine],
         [cut[at][0] if at < len(cut) else None for at in mine],

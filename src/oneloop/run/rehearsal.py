@@ -79,13 +79,15 @@ def rehearse(job: Job, run: Run, model: nn.Module) -> Rehearsal:
         return _trained(contract, job, run, model, samples, graph)
 
 
-def _batch(contract: Contract, job: Job, run: Run, samples: list[tuple[int, Any]]) -> tuple[dict[str, Any], float]:
+def _batch(
+    contract: Contract, job: Job, run: Run, samples: list[tuple[int, Any]], *, trained: bool = True
+) -> tuple[dict[str, Any], float]:
     """These samples on the device, and what they weigh."""
     before = _random_states(run.device)
     collated = contract.collated([sample for _, sample in samples])
     contract.draws = contract.draws or not _same(before, _random_states(run.device))
     batch = job.collate.completed(collated, [index for index, _ in samples])
-    weight = contract.weight(batch, samples=len(samples))
+    weight = contract.weight(batch, samples=len(samples), trained=trained)
     return next(transferred(iter([batch]), run.device)), weight
 
 
@@ -116,7 +118,7 @@ def _evaluated(contract: Contract, job: Job, run: Run, model: nn.Module, samples
             places = [(0, index) for index in range(min(SAMPLED, job.split.each, len(dataset)))]
             held = theirs(job.task, "eval_sets()", lambda: [held_out[place] for place in places])  # noqa: B023
             other = Contract(job.task)  # whose keys may be others
-            batch, _ = _batch(other, job, run, held)
+            batch, _ = _batch(other, job, run, held, trained=False)
             other.measured(batch, other.loss(model, batch)[1], run.device)
             break
     return drawing.graph if drawing is not None else None

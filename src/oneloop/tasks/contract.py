@@ -133,8 +133,8 @@ class Contract:
         self._keys = keys
         return batch
 
-    def weight(self, batch: Mapping[str, Any], *, samples: int) -> float:
-        """What a batch of so many samples weighs."""
+    def weight(self, batch: Mapping[str, Any], *, samples: int, trained: bool = True) -> float:
+        """What a batch of so many samples weighs; ``sample_weight`` speaks of those that are ``trained`` on."""
         fix = "return a 0-dim tensor on the host: how many samples or target tokens the batch counts for"
         found = theirs(self.task, "weight", lambda: self.task.weight(batch))
         if not isinstance(found, Tensor) or found.ndim or found.is_complex():
@@ -146,7 +146,7 @@ class Contract:
         if not 0 <= weight < math.inf:
             raise self.wrong("weight", f"returned {weight}", "a weight is finite and never below 0")
         each = getattr(self.task, "sample_weight", None)
-        if each is not None and not math.isclose(weight, each * samples, rel_tol=1e-6):
+        if trained and each is not None and not math.isclose(weight, each * samples, rel_tol=1e-6):
             raise self.wrong(
                 "weight",
                 f"returned {weight:g} for {samples} samples, and sample_weight says {each:g} for each",

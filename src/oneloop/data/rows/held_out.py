@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64
 
-from oneloop.basics.progress import Working
+from oneloop.basics.progress import tracked
 from oneloop.data.rows.cache import alone, key_of
 from oneloop.data.rows.rows import Rows
 
@@ -53,12 +53,12 @@ def _drawn(rows: Rows, share: float, place: Path) -> tuple[NDArray[np.int64], ND
     if place.exists():
         with np.load(place) as kept:
             return kept["validation"], kept["test"]
-    draws = []
-    with Working("dividing the rows", total=len(rows)) as bar:
-        for index in range(len(rows)):
-            draws.append(draw(rows[index]))
-            bar.advance()
-    drawn = np.array(draws)
+    names = sorted(rows.types)
+    draws = [np.zeros(0, dtype=np.int32)]
+    for arrays in tracked(zip(*map(rows.values, names), strict=True), "dividing the rows"):
+        columns = [array.to_pylist() for array in arrays]
+        draws.append(np.fromiter((draw(names, row) for row in zip(*columns, strict=True)), np.int32))
+    drawn = np.concatenate(draws)
     validation = np.flatnonzero(drawn < share * _DRAWS)
     test = np.flatnonzero((drawn >= share * _DRAWS) & (drawn < 2 * share * _DRAWS))
     if not len(validation) or not len(test):  # few rows: those with the smallest
@@ -70,13 +70,14 @@ def _drawn(rows: Rows, share: float, place: Path) -> tuple[NDArray[np.int64], ND
     return validation, test
 
 
-def draw(row: Mapping[str, Any]) -> int:
+def draw(names: Sequence[str], row: Sequence[Any]) -> int:
     """A number below a million from what a row holds. Of a file its last two names count, of an image its bytes."""
     state = xxh3_64()
-    for name in sorted(row):
-        value = row[name]
+    for name, value in zip(names, row, strict=True):
         if isinstance(value, dict) and set(value) == {"bytes", "path"}:
             value = value["bytes"] or "/".join(Path(str(value["path"])).parts[-2:])
-        text = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True, default=repr).encode()
-        state.update(name.encode() + b"\0" + text)
+        state.update(name.encode() + b"\0")
+        if isinstance(value, str):
+            value = value.encode()
+        state.update(value if isinstance(value, bytes) else json.dumps(value, sort_keys=True, default=repr).encode())
     return state.intdigest() % _DRAWS

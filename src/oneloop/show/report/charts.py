@@ -51,7 +51,7 @@ def _all(runs: Sequence[Record]) -> Iterable[dict[str, Any]]:
         if figure == "speed/mfu":
             yield from (_shares(run, several=len(runs) > 1) for run in runs)
     for run in runs:
-        if confusion := _matrix(run.examples.get("confusion")):
+        if confusion := matrix_of(run.examples.get("confusion")):
             yield _confusion(confusion, f": {run.name}" if len(runs) > 1 else "")
 
 
@@ -114,7 +114,7 @@ def _event_marks(runs: Sequence[Record]) -> list[dict[str, Any]]:
     return traces
 
 
-def _matrix(confusion: Any) -> dict[str, Any] | None:
+def matrix_of(confusion: Any) -> dict[str, Any] | None:
     """A confusion matrix, where it is one."""
     if not isinstance(confusion, dict):
         return None

@@ -22,7 +22,8 @@ from typing import Any
 import yaml
 
 from oneloop.basics.mappings import flattened
-from oneloop.show.report.charts import charts, rows
+from oneloop.show.report.charts import charts, matrix_of, rows
+from oneloop.show.report.classes import of_classes
 from oneloop.show.report.samples import sections
 from oneloop.show.runs import EVENTS, Record, distinct, number, read_record
 
@@ -43,6 +44,7 @@ def report(folders: Sequence[Path]) -> str:
     if several:
         body.append(_differences(runs))
     body += [figure(number, chart) for number, chart in enumerate(drawn)]
+    body += [_classes(run, several=several) for run in runs]
     for run in runs:
         body += sections(run.examples, of=f" in {run.name}" if several else "")
     body += [_events(run) for run in runs]
@@ -145,6 +147,15 @@ def _differences(runs: Sequence[Record]) -> str:
     changed = [(key, *(recipe.get(key) for recipe in flat)) for key in keys]
     changes = table(["key", *(run.name for run in runs)], changed) if changed else "<p>nothing</p>"
     return f"<section><h2>What differs in their recipes</h2>{_region('What differs', changes)}</section>"
+
+
+def _classes(run: Record, *, several: bool) -> str:
+    confusion = matrix_of(run.examples.get("confusion"))
+    if not confusion:
+        return ""
+    title = f"Classes of {run.name}" if several else "Classes"
+    lines = table(["class", "samples", "precision", "recall", "F1"], of_classes(confusion))
+    return f"<section><details><summary>{_safe(title)}</summary>{_region(title, lines)}</details></section>"
 
 
 def _events(run: Record) -> str:
