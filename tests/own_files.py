@@ -42,9 +42,11 @@ def write(folder: Path, kind: str, made: list[dict[str, Any]], *, files: int = 3
     """The rows as files of a kind, in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(files):
-        part, name = made[number::files], folder / f"part-{number}"
+        each = -(-len(made) // files)
+        part, name = made[number * each : (number + 1) * each], folder / f"part-{number}"
         if kind == "parquet":
-            parquet.write_table(pa.Table.from_pylist(part), name.with_suffix(".parquet"), row_group_size=16)
+            options = {"row_group_size": 16, "compression": "none", "use_dictionary": False}
+            parquet.write_table(pa.Table.from_pylist(part), name.with_suffix(".parquet"), **options)
         elif kind == "jsonl":
             name.with_suffix(".jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part))
         elif kind == "csv":

@@ -106,7 +106,7 @@ class Parquet:
         try:
             return parquet.ParquetFile(file, memory_map=True)
         except (OSError, pyarrow.ArrowException) as error:
-            raise ValueError(f"{file} cannot be read as parquet: {error}") from error
+            raise ValueError(f"{file} cannot be read as parquet: {' '.join(str(error).split())}") from error
 
     # --- rows ---
 
@@ -172,7 +172,8 @@ class Parquet:
             with self._opened(self.files[file]) as parquet:
                 table = parquet.read_row_group(number, columns=names, use_threads=False)
         except (OSError, pyarrow.ArrowException) as error:
-            raise ValueError(f"{self.files[file]}: row group {number} cannot be read: {error}") from error
+            why = " ".join(str(error).split())
+            raise ValueError(f"{self.files[file]}: row group {number} cannot be read: {why}") from error
         self.reads += 1
         return {name: table.column(name).combine_chunks() for name in names}, table.nbytes
 

@@ -1,0 +1,298 @@
+"""What is wrong with people's own files: one message, code 2, nothing written. How they are divided and prepared."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from oneloop.data.rows.held_out import divided
+from oneloop.data.rows.ragged import ragged
+from oneloop.data.rows.rewrite import main as rewrite
+from oneloop.data.rows.sources import named_sources, opened
+from own_files import bulk, images, rows, write
+from worlds import run, train
+
+SMALL = ["--task.layers", "1", "--task.heads", "2", "--task.width", "16"]
+COMMON = ["--duration", "8", "--batch.size", "8", "--eval.every", "0", "--track", "none", "--run.dir", "run"]
+TEXTS = ["digits", "--task", "text_classification", *SMALL, "--task.length", "16", *COMMON]
+PICTURES = ["digits", "--task.width", "8", "--task.image_size", "8", *COMMON]
+
+
+def parted(folder: Path, **parts: list[dict]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for part, made in parts.items():
+        (folder / f"{part}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in made))
+    return folder
+
+
+def without_label(folder: Path) -> list[str]:
+    made = rows(90)
+    made[41]["label"] = None
+    write(folder, "parquet", made)
+    return ["part-1.parquet, row 11 has nothing in 'label'"]
+
+
+def a_class_never_trained_on(folder: Path) -> list[str]:
+    parted(folder, train=rows(30), validation=[*rows(6), {**rows(1)[0], "label": "omega"}])
+    return ["labels ['omega'] are in validation and never trained on"]
+
+
+def no_part_to_train_on(folder: Path) -> list[str]:
+    parted(folder, validation=rows(6), test=rows(3))
+    return ["has files of test, validation, and nothing to train on beside them"]
+
+
+def a_cut_file(folder: Path) -> list[str]:
+    write(folder, "parquet", rows(90))
+    file = folder / "part-1.parquet"
+    file.write_bytes(file.read_bytes()[:-20])
+    return ["part-1.parquet cannot be read as parquet"]
+
+
+def a_spoiled_group(folder: Path) -> list[str]:
+    write(folder, "parquet", rows(90))
+    file = folder / "part-1.parquet"
+    file.write_bytes(b"PAR1" + b"\xff" * 2000 + file.read_bytes()[2004:])
+    return ["part-1.parquet: row group 0 cannot be read"]
+
+
+def a_broken_line(folder: Path) -> list[str]:
+    parted(folder, train=rows(30), validation=rows(6))
+    (folder / "train.jsonl").write_text((folder / "train.jsonl").read_text() + '{"text": "cut')
+    return ["cannot be read", "JSON"]
+
+
+def another_schema(folder: Path) -> list[str]:
+    write(folder, "parquet", rows(90))
+    parquet.write_table(pa.table({"text": [1, 2], "label": ["alpha", "beta"]}), folder / "part-7.parquet")
+    return ["part-7.parquet: 'text' is", "write the files with one schema"]
+
+
+def an_empty_set(folder: Path) -> list[str]:
+    parted(folder, train=rows(30), validation=rows(6))
+    folder.joinpath("more").mkdir()
+    parquet.write_table(pa.Table.from_pylist(rows(1)).slice(0, 0), folder / "more" / "none.parquet")
+    for name in ("train", "validation"):
+        (folder / f"{name}.jsonl").unlink()
+    return ["the whole set is empty"]
+
+
+def nothing_there(folder: Path) -> list[str]:
+    return ["data is no such file or folder"]
+
+
+def several_kinds(folder: Path) -> list[str]:
+    write(folder, "parquet", rows(30))
+    write(folder, "csv", rows(30))
+    return ["holds files of several kinds: 3 of csv (part-0.csv) and 3 of parquet (part-0.parquet)"]
+
+
+def a_large_group(folder: Path) -> list[str]:
+    bulk(folder, megabytes=3, files=1, group=3000)
+    return ["part-000.parquet: row group 0 holds 3,000 rows of 2.8 MB, and task.window is 1 MB", "--rows 68"]
+
+
+BAD = {
+    "no such column": (
+        lambda folder: write(folder, "parquet", rows(30)) and ["has no column 'body'; it has text"],
+        ["--task.text", "body"],
+    ),
+    "a nested column": (
+        lambda folder: write(folder, "parquet", rows(30)) and ["'tags' holds lists of string, and one label"],
+        ["--task.label", "tags"],
+    ),
+    "numbers as classes": (
+        lambda folder: write(folder, "parquet", rows(30)) and ["'number' holds values of float64"],
+        ["--task.label", "number"],
+    ),
+    "numbers as text": (
+        lambda folder: write(folder, "parquet", rows(30)) and ["'number' holds values of float64, and text is needed"],
+        ["--task.text", "number"],
+    ),
+    "too much held out": (
+        lambda folder: write(folder, "parquet", rows(30)) and ["task.held_out 0.7 must lie between 0 and 0.5"],
+        ["--task.held_out", "0.7"],
+    ),
+    "no window": (
+        lambda folder: write(folder, "parquet", rows(30)) and ["task.window 0 is no memory"],
+        ["--task.window", "0"],
+    ),
+    "a row without a label": (without_label, []),
+    "a class seen only in validation": (a_class_never_trained_on, []),
+    "a part that is not there": (no_part_to_train_on, []),
+    "a cut file": (a_cut_file, []),
+    "a spoiled group": (a_spoiled_group, []),
+    "a broken line": (a_broken_line, []),
+    "another schema": (another_schema, []),
+    "an empty set": (an_empty_set, []),
+    "nothing there": (nothing_there, []),
+    "several kinds": (several_kinds, []),
+    "a group larger than the window": (a_large_group, ["--task.window", "1", "--task.label", "id"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_data_is_told(tmp_path, name):
+    lay, options = BAD[name]
+    says = lay(tmp_path / "data")
+    world = run(train, [*TEXTS, "--task.data", str(tmp_path / "data"), *options], folder=tmp_path)
+    assert world.codes == [2] and all(word in world.output for word in says), world.output
+    assert "Traceback" not in world.output and len(world.output.splitlines()) <= 3, world.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_picture_that_cannot_be_read_is_named(tmp_path):
+    images(tmp_path / "data", "folders", each=8)
+    for file in (tmp_path / "data").rglob("*.png"):  # whichever comes first
+        file.write_bytes(file.read_bytes()[:40])
+    world = run(train, [*PICTURES, "--task.data", str(tmp_path / "data")], folder=tmp_path)
+    assert world.codes == [2] and ".png cannot be read as an image" in world.output, world.output
+    assert not (tmp_path / "run").exists()
+
+
+MIXED = {
+    "a negative weight": ([{"data": "A", "weight": -1}, {"data": "B"}], "the weights of a mixture are -1.0, 1.0"),
+    "nothing but 0": (
+        [{"data": "A", "weight": 0}, {"data": "B", "weight": 0}],
+        "the weights of a mixture are 0.0, 0.0",
+    ),
+    "no number": ([{"data": "A", "weight": "much"}, {"data": "B"}], "the weight 'much' of 'A' is no number"),
+    "no place": ([{"weight": 1}], "names no place"),
+    "a strange key": ([{"data": "A", "wight": 1}], "'wight' is none of data, label, name, second, text, weight"),
+    "no source": ([], "task.data is an empty list"),
+    "twice the same": ([{"data": "A"}, {"data": "A"}], "names two places 'A'"),
+    "an empty set": ([{"data": "A"}, {"data": "E"}], "'E': the whole set is empty"),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_bad_mixtures_are_told(tmp_path, name):
+    data, says = MIXED[name]
+    for number, place in enumerate("AB"):
+        write(tmp_path / place, "parquet", rows(60, first=60 * number))
+    (tmp_path / "E").mkdir()
+    parquet.write_table(pa.Table.from_pylist(rows(1)).slice(0, 0), tmp_path / "E" / "none.parquet")
+    world = run(train, [*TEXTS, "--task.data", json.dumps(data)], folder=tmp_path)
+    assert world.codes == [2] and says in world.output and "Traceback" not in world.output, world.output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_a_mixture_trains_and_tells_the_loss_of_each_source(tmp_path, config, ranks):
+    for number, place in enumerate(("books", "code", "talk")):
+        write(tmp_path / place, "parquet" if number else "jsonl", rows(60, first=60 * number))
+    data = [{"data": place, "weight": weight} for place, weight in (("books", 0.7), ("code", 0.2), ("talk", 0.1))]
+    words = [*TEXTS, "--task.data", json.dumps(data), "--task.held_out", "0.2", "--eval.every", "4"]
+    world = run(train, words, ranks=ranks, config=config, folder=tmp_path)
+    world.ok()
+    assert "data: mixture: books 70.0% (" in world.output
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [line for line in lines if "eval/loss" in line]
+    assert len(evaluated) == 2
+    for line in evaluated:
+        each = [line[f"eval/loss/{name}"] for name in ("books", "code", "talk")]
+        assert min(each) <= line["eval/loss"] <= max(each)
+
+
+# --- how rows are divided and prepared --------------------------------------------------------------------------------
+
+
+def test_rows_of_the_same_content_are_in_one_part_wherever_they_lie(tmp_path):
+    made = rows(400)
+    one = opened_parts(write(tmp_path / "one", "parquet", [*made, *made], files=5))
+    other = opened_parts(write(tmp_path / "other", "jsonl", made[::-1], files=2))
+    assert one.keys() == other.keys() == {"train", "validation", "test"}
+    for part in one:
+        assert set(one[part]) == set(other[part]) and len(one[part]) == 2 * len(other[part])
+    assert 20 < len(other["validation"]) < 60 and 20 < len(other["test"]) < 60
+    assert sum(map(len, other.values())) == 400
+
+
+def opened_parts(folder: Path) -> dict[str, list[str]]:
+    [source] = named_sources(str(folder), {"text": "text", "label": "label"})
+    parts = opened(source, held_out=0.1, window=4).parts
+    return {part: [found[i]["text"] for i in range(len(found))] for part, found in parts.items()}
+
+
+def test_parts_that_are_there_are_used_and_the_missing_one_is_held_out(tmp_path):
+    parted(tmp_path / "a", train=rows(300), test=rows(30, first=300))
+    parts = opened_parts(tmp_path / "a")
+    assert len(parts["test"]) == 30 and len(parts["train"]) + len(parts["validation"]) == 300
+    assert 30 < len(parts["validation"]) < 100  # what would have been for test is there too
+
+
+def test_a_row_is_found_by_file_and_number(tmp_path):
+    [source] = named_sources(str(write(tmp_path / "a", "parquet", rows(90))), {"text": "text"})
+    for found in opened(source, held_out=0.1, window=4).parts.values():
+        for index in range(len(found)):
+            file, _, row = found.where(index).partition(", row ")
+            assert parquet.read_table(file).column("text")[int(row)].as_py() == found[index]["text"]
+
+
+def test_groups_are_rewritten_by_the_command_that_is_named(tmp_path):
+    total = bulk(tmp_path / "data", megabytes=3, files=2, group=1500)
+    assert rewrite([str(tmp_path / "data"), str(tmp_path / "new"), "--rows", "62"]) == 0
+    assert rewrite([str(tmp_path / "data"), str(tmp_path / "new"), "--rows", "62"]) == 2  # it is there
+    [source] = named_sources(str(tmp_path / "new"), {"id": "id", "text": "text"})
+    parts = opened(source, held_out=0.1, window=1).parts
+    assert sorted(part[i]["id"] for part in parts.values() for i in range(len(part))) == list(range(total))
+
+
+def prepared(folder: str) -> int:
+    """Two processes want the same; whoever comes first takes longer than they would wait in a collective."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=4))
+    [source] = named_sources(folder, {"text": "text"})
+    found = divided(opened(source, held_out=0.1, window=4).parts, 0.1)["train"]
+
+    def make(row):
+        time.sleep(0.1)
+        with open(f"{folder}/../made", "a") as file:
+            file.write(f"{os.environ['RANK']} {row['text']}\n")
+        return np.frombuffer(row["text"].encode(), np.uint8).astype(np.int32)
+
+    made = ragged(found, make, made_by="slow", what="making")
+    dist.barrier()
+    dist.destroy_process_group()
+    return int(made.values.sum()) + len(made.ends)
+
+
+def test_one_process_prepares_while_the_others_wait_at_a_lock(tmp_path):
+    write(tmp_path / "data", "parquet", rows(180))
+    one, other = run(prepared, str(tmp_path / "data"), ranks=2).ok()
+    assert one == other > 0
+    lines = [line.split(" ", 1) for line in (tmp_path / "made").read_text().splitlines()]
+    assert len({rank for rank, _ in lines}) == 1 and len({text for _, text in lines}) == len(lines) > 100
+
+
+def test_tokens_of_rows_are_those_of_the_same_texts_in_memory(tmp_path):
+    from oneloop.tasks.causal_lm import CausalLM
+
+    made = rows(200)
+    write(tmp_path / "rows", "parquet", made)
+    for pack in (True, False):
+        task = CausalLM(str(tmp_path / "rows"), block=16, pack=pack)
+        tokens = {name: [part[i].tolist() for i in range(len(part))] for name, part in task._sets.items()}
+        texts = opened_texts(tmp_path / "rows")
+        for name, wanted in texts.items():
+            streams = [[*text.encode(), 256] for text in wanted]
+            streams = [[token for text in streams for token in text]] if pack else streams
+            cut = [s[at : at + 17] for s in streams for at in range(0, len(s) - 1, 16)]
+            cut = [one for one in cut if len(one) == 17] if pack and name == "train" else cut
+            assert tokens[name] == cut
+
+
+def opened_texts(folder: Path) -> dict[str, list[str]]:
+    [source] = named_sources(str(folder), {"column": "text"})
+    parts = opened(source, held_out=0.05, window=4).parts
+    return {part: [found[i]["text"] for i in range(len(found))] for part, found in parts.items()}

@@ -1,0 +1,194 @@
+"""Which data a run was trained on: by content. A touch, a copy and a move go on; anything else is told and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hub_server import Hub
+from own_files import images, rows, write
+from silent_cases import unfinished
+from worlds import ROOT, run, train
+
+SMALL = ["--task.layers", "1", "--task.heads", "2", "--task.width", "16"]
+COMMON = ["--duration", "16", "--batch.size", "8", "--save.every", "8", "--eval.every", "0", "--track", "none"]
+TEXTS = ["digits", "--task", "text_classification", *SMALL, "--task.length", "16", *COMMON]
+LANGUAGE = ["digits", "--task", "causal_lm", *SMALL, "--task.block", "8", *COMMON]
+
+
+def started(where: Path, words: list[str], data: Path) -> None:
+    """A run that was stopped after half of its steps."""
+    run(train, [*words, "--task.data", str(data), "--run.dir", "run"], folder=where).ok()
+    unfinished(where / "run")
+
+
+def again(where: Path, words: list[str], data: Path):
+    return run(train, [*words, "--task.data", str(data), "--run.dir", "run"], folder=where)
+
+
+def touch(folder: Path) -> Path:
+    for file in folder.rglob("*.*"):
+        os.utime(file, (1, 1))
+    return folder
+
+
+def copy(folder: Path) -> Path:
+    shutil.copytree(folder, folder.with_name("copied"))
+    return folder.with_name("copied")
+
+
+def move(folder: Path) -> Path:
+    return Path(folder.rename(folder.with_name("moved")))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "arrow", "pictures", "language"])
+@pytest.mark.parametrize("change", [touch, copy, move])
+def test_what_only_lies_elsewhere_goes_on(tmp_path, kind, change):
+    words = LANGUAGE if kind == "language" else TEXTS
+    if kind == "pictures":
+        words = ["digits", "--task.width", "8", "--task.image_size", "8", *COMMON]
+        images(tmp_path / "data", "folders", each=12)
+    else:
+        write(tmp_path / "data", "text" if kind == "language" else kind, rows(60))
+    started(tmp_path, words, tmp_path / "data")
+    world = again(tmp_path, words, change(tmp_path / "data"))
+    assert world.codes == [0] and "going on from run/checkpoints/step-00000008" in world.output, world.output
+
+
+def a_file_more(folder: Path) -> str:
+    shutil.copy(folder / "part-0.parquet", folder / "part-3.parquet")
+    return "part-3.parquet is new"
+
+
+def a_file_less(folder: Path) -> str:
+    (folder / "part-2.parquet").unlink()
+    return "part-2.parquet is gone"
+
+
+def another_of_the_same_size(folder: Path) -> str:
+    file = folder / "part-1.parquet"
+    before = file.stat()
+    content = file.read_bytes()
+    at = content.index(b"alpha ")
+    file.write_bytes(content[:at] + b"alphA " + content[at + 6 :])
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    return "part-1.parquet has another content"
+
+
+def another_name(folder: Path) -> str:
+    (folder / "part-0.parquet").rename(folder / "part-9.parquet")
+    return "part-0.parquet is called part-9.parquet now"
+
+
+@pytest.mark.parametrize("change", [a_file_more, a_file_less, another_of_the_same_size, another_name])
+def test_what_is_other_data_is_refused_with_what_changed(tmp_path, change):
+    write(tmp_path / "data", "parquet", rows(90))
+    started(tmp_path, TEXTS, tmp_path / "data")
+    says = change(tmp_path / "data")
+    before = sorted(path for path in (tmp_path / "run").rglob("*") if path.name != ".lock")
+    world = again(tmp_path, TEXTS, tmp_path / "data")
+    assert world.codes == [2] and f"data (train, validation, test): {says}" in world.output, world.output
+    assert before == sorted(path for path in (tmp_path / "run").rglob("*") if path.name != ".lock")
+    accepted = run(
+        train,
+        [*TEXTS, "--task.data", str(tmp_path / "data"), "--run.dir", "run", "--run.accept_changes", "true"],
+        folder=tmp_path,
+    )
+    assert accepted.codes == [0] and "accepted: data" in accepted.output
+
+
+def test_a_checksum_is_read_once_and_again_after_a_touch(tmp_path, monkeypatch):
+    from oneloop.data.rows import cache
+
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    data = write(tmp_path / "data", "parquet", rows(30))
+    files, read = sorted(data.iterdir()), []
+    checksum = cache._checksum
+    monkeypatch.setattr(cache, "_checksum", lambda file: read.append(file) or checksum(file))
+    first = cache.content_of(files, data)
+    assert read == files and cache.content_of(files, data) == first and len(read) == 3
+    os.utime(files[1], (1, 1))
+    assert cache.content_of(files, data) == first and read == [*files, files[1]]
+    (tmp_path / "cache" / "checksums").joinpath(os.listdir(tmp_path / "cache" / "checksums")[0]).write_text("{broken")
+    assert cache.content_of(files, data) == first
+
+
+def test_a_finished_run_with_data_that_moved_is_finished_and_with_other_data_refused(tmp_path):
+    data = write(tmp_path / "data", "parquet", rows(60))
+    run(train, [*TEXTS, "--task.data", str(data), "--run.dir", "run"], folder=tmp_path).ok()
+    same = again(tmp_path, TEXTS, data)
+    assert same.codes == [0] and "nothing to do" in same.output
+    moved = again(tmp_path, TEXTS, move(data))
+    assert moved.codes == [0] and "going on from run/checkpoints/step-00000016" in moved.output
+    other = again(tmp_path, TEXTS, write(tmp_path / "other", "parquet", rows(60, first=1)))
+    assert other.codes == [2] and "has another content" in other.output
+
+
+def test_a_set_of_the_users_own_says_what_it_is(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    words = ["digits", "--task", "mine.Own", *COMMON, "--run.dir", "run"]
+    run(here, words, folder=tmp_path).ok()
+    unfinished(tmp_path / "run")
+    (tmp_path / "mine.py").write_text(OWN.replace("version 1", "version 2"))
+    world = run(here, words, folder=tmp_path)
+    assert world.codes == [2] and "data (train): fingerprint version 1 -> version 2" in world.output, world.output
+
+
+def here(words: list[str]) -> None:
+
+    sys.path.insert(0, "")
+    train(words)
+
+
+OWN = """
+from tiny import Ragged, Sequences
+
+class Told(Sequences):
+    def fingerprint(self):
+        return "version 1"
+
+class Own(Ragged):
+    def train_set(self):
+        return Told(37, seed=1)
+"""
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------------
+
+
+def typed(words: list[str], where: Path, hub: Hub) -> tuple[int, str]:
+    """A command line of its own: which hub is asked is settled at an import."""
+    variables = {**os.environ, **hub.variables(where / "hf"), "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "oneloop.train", *words]
+    ended = subprocess.run(command, cwd=where, env=variables, capture_output=True, text=True, timeout=200, check=False)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_a_set_of_the_hub_is_its_commit(tmp_path):
+    made = {"train.parquet": rows(60), "validation.parquet": rows(9, first=60)}
+    with Hub(tmp_path / "hub", "someone/texts") as hub:
+        first = hub.commit(made)
+        words = [*TEXTS, "--task.data", "hf:someone/texts", "--run.dir", "run"]
+        code, output = typed(words, tmp_path, hub)
+        assert code == 0, output
+        told = json.loads((tmp_path / "run" / "environment.json").read_text())["data"]
+        assert {part: about["commit"] for part, about in told.items()} == {"train": first, "validation": first}
+        [path] = (tmp_path / "run" / "checkpoints").glob("step-*16")
+        assert first in (path / "state.json").read_text()
+        unfinished(tmp_path / "run")
+        second = hub.commit({**made, "train.parquet": rows(63)})
+        code, output = typed(words, tmp_path, hub)
+        assert code == 2 and f"commit {first} -> {second}" in output, output
+        pinned = [*words[:-4], "--task.data", f"hf:someone/texts@{first}", "--run.dir", "run"]
+        code, output = typed(pinned, tmp_path, hub)
+        assert code == 0 and "going on from run/checkpoints/step-00000008" in output, output
+        missing = [*words[:-4], "--task.data", "hf:someone/nothing", "--run.dir", "none"]
+        code, output = typed(missing, tmp_path, hub)
+        assert code == 2 and "data set 'someone/nothing' cannot be loaded" in output, output
+        assert not (tmp_path / "none").exists()
