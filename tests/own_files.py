@@ -86,12 +86,12 @@ def images(folder: Path, kind: str, *, each: int = 30) -> Path:
     return folder
 
 
-def bulk(folder: Path, *, megabytes: float, files: int, group: int = 100) -> int:
-    """Parquet files of rows of a kilobyte, numbered throughout; returns how many rows."""
+def bulk(folder: Path, *, megabytes: float, files: int, group: int = 100, letters: int = 950) -> int:
+    """Parquet files of rows of about a kilobyte, numbered throughout; returns how many rows."""
     folder.mkdir(parents=True)
-    draw, total, each = np.random.default_rng(0), 0, int(megabytes * 1000 / files)
+    draw, total, each = np.random.default_rng(0), 0, int(megabytes * 1e6 / (letters + 50) / files)
     for number in range(files):
-        noise = draw.integers(97, 123, (each, 950), dtype=np.uint8)
+        noise = draw.integers(97, 123, (each, letters), dtype=np.uint8)
         texts = [noise[row].tobytes().decode() for row in range(each)]
         table = pa.table({"text": texts, "id": np.arange(total, total + each)})
         parquet.write_table(

@@ -157,6 +157,54 @@ def test_a_picture_that_cannot_be_read_is_named(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def pictures_of_one_class(folder: Path) -> str:
+    images(folder, "folders", each=8)
+    for file in folder.rglob("*.png"):
+        file.rename(folder / file.name)
+    return "'label' holds one class (data); at least two are needed"
+
+
+def pictures_that_no_row_tells_of(folder: Path) -> str:
+    images(folder, "folders", each=8)
+    (folder / "metadata.csv").write_text("file_name,label\nalpha/000.png,a\n")
+    return "003.png is in no metadata file above it"
+
+
+def rows_of_pictures_without_their_names(folder: Path) -> str:
+    images(folder, "folders", each=8)
+    (folder / "metadata.csv").write_text("name,label\nalpha/000.png,a\n")
+    return "metadata.csv has no column 'file_name'"
+
+
+def parts_that_number_their_classes_differently(folder: Path) -> str:
+    from datasets import ClassLabel, Dataset, Features, Image
+
+    images(folder, "parquet", each=8)
+    rows_of = Dataset.from_parquet(str(folder / "pictures.parquet"), cache_dir=str(folder.parent / "cache"))
+    (folder / "pictures.parquet").rename(folder / "train.parquet")
+    other = Features({"image": Image(), "label": ClassLabel(names=["gamma", "beta", "alpha"])})
+    Dataset.from_list(list(rows_of.cast_column("image", Image(decode=False))), features=other).to_parquet(
+        folder / "validation.parquet"
+    )
+    return "'label' numbers its classes ClassLabel(names=['gamma', 'beta', 'alpha']) in validation"
+
+
+@pytest.mark.parametrize(
+    "lay",
+    [
+        pictures_of_one_class,
+        pictures_that_no_row_tells_of,
+        rows_of_pictures_without_their_names,
+        parts_that_number_their_classes_differently,
+    ],
+)
+def test_pictures_without_classes_are_told(tmp_path, lay):
+    says = lay(tmp_path / "data")
+    world = run(train, [*PICTURES, "--task.data", str(tmp_path / "data")], folder=tmp_path)
+    assert world.codes == [2] and says in world.output and "Traceback" not in world.output, world.output
+    assert not (tmp_path / "run").exists()
+
+
 MIXED = {
     "a negative weight": ([{"data": "A", "weight": -1}, {"data": "B"}], "the weights of a mixture are -1.0, 1.0"),
     "nothing but 0": (
@@ -199,6 +247,29 @@ def test_a_mixture_trains_and_tells_the_loss_of_each_source(tmp_path, config, ra
     for line in evaluated:
         each = [line[f"eval/loss/{name}"] for name in ("books", "code", "talk")]
         assert min(each) <= line["eval/loss"] <= max(each)
+
+
+def test_pictures_take_what_a_metadata_file_says(tmp_path):
+    images(tmp_path / "data", "folders", each=8)
+    files = sorted((tmp_path / "data").rglob("*.png"))
+    lines = "".join(
+        f"{file.relative_to(tmp_path / 'data')},{'odd' if n % 2 else 'NA'}\n" for n, file in enumerate(files)
+    )
+    (tmp_path / "data" / "metadata.csv").write_text(f"file_name,parity\n{lines}")
+    [source] = named_sources(str(tmp_path / "data"), {"image": "image", "label": "parity"})
+    parts = opened(source, held_out=0.1, window=4).parts
+    found = {
+        row["image"]["path"]: row["parity"] for part in parts.values() for row in (part[i] for i in range(len(part)))
+    }
+    assert found == {str(file): "odd" if number % 2 else "NA" for number, file in enumerate(files)}
+    assert "metadata.csv" in parts["train"].fingerprint()["files"]
+
+
+def test_names_with_signs_of_a_pattern_are_names(tmp_path):
+    write(tmp_path / "data [a]*", "jsonl", rows(30))
+    for file in (tmp_path / "data [a]*").glob("*.jsonl"):
+        file.rename(file.with_name(f"[{file.stem}]?.jsonl"))
+    assert sum(map(len, opened_parts(tmp_path / "data [a]*").values())) == 30
 
 
 # --- how rows are divided and prepared --------------------------------------------------------------------------------

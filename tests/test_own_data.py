@@ -118,14 +118,16 @@ def numbered(where: Path, data: Path, *, ranks: int, micro: int, workers: int, s
     return world, steps_of(folder, ranks=ranks, micro=micro, batch=64)
 
 
-def elastic(where: Path, data: Path, total: int, *, window: int, most: float, epochs: int = 1) -> None:
+def elastic(
+    where: Path, data: Path, total: int, *, window: int, most: float, most_steps: int = 60, epochs: int = 1
+) -> None:
     """Undisturbed on 1, 2 and 4 ranks; killed, and gone on at other numbers of ranks and workers."""
     per_epoch = None
     whole: list[list[int]] = []
     for ranks, micro, workers in ((1, 64, 0), (2, 16, 1), (4, 16, 0)):
         own = where / f"ranks-{ranks}"
         own.mkdir()
-        steps = epochs * total // 64 if ranks == 1 else min(60, epochs * total // 64)
+        steps = epochs * total // 64 if ranks == 1 else min(most_steps, epochs * total // 64)
         world, seen = numbered(own, data, ranks=ranks, micro=micro, workers=workers, steps=steps, window=window)
         world.ok()
         whole = whole or seen
@@ -150,8 +152,8 @@ def elastic(where: Path, data: Path, total: int, *, window: int, most: float, ep
 
 
 def test_parquet_larger_than_the_window_is_read_where_it_lies(tmp_path):
-    total = bulk(tmp_path / "data", megabytes=30, files=20)
-    elastic(tmp_path, tmp_path / "data", total, window=4, most=200)
+    total = bulk(tmp_path / "data", megabytes=30, files=20, group=33, letters=2950)
+    elastic(tmp_path, tmp_path / "data", total, window=4, most=200, most_steps=total)
 
 
 @pytest.mark.slow

@@ -36,7 +36,11 @@ def classes_of(sources: Sequence[Source], key: str, *, lists: bool = False) -> t
         if not _is_label(kind):
             wanted = f"{'a list of labels' if lists else 'one label'} for each row is needed (text or a whole number)"
             raise refused(source, key, rows.types[column], wanted)
-        kinds[source.name] = kind
+        if getattr(kinds.setdefault(source.name, kind), "names", None) != getattr(kind, "names", None):
+            raise ValueError(
+                f"{source.where}: {column!r} numbers its classes {kind} in {part}, and {kinds[source.name]} before;"
+                " write all parts with one list of classes"
+            )
         if part == "test" and not lists and _unlabelled(rows, column, kind):
             del source.parts["test"]
             continue

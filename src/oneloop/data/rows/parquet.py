@@ -21,6 +21,8 @@ from oneloop.data.windows import Windows
 _MEGABYTE = 1 << 20
 _SLACK = 1.25
 """groups may be in memory for so much of the window: when one ends, the next is there already"""
+_OPEN_FILES = 16
+"""that stay open: the index of a file with many groups takes long to read"""
 
 
 class Parquet:
@@ -57,10 +59,21 @@ class Parquet:
         """whether all rows but those picked are meant"""
         self._picked: list[NDArray[np.int64]] | None = None
         self._number(self._groups[:, 2])
-        self._tables: OrderedDict[int, Any] = OrderedDict()
-        self._held, self._owner = 0, os.getpid()
         self.reads = 0
         """groups that this process has read"""
+        self._hold_nothing()
+
+    def _hold_nothing(self) -> None:
+        self._tables: OrderedDict[int, Any] = OrderedDict()
+        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._held, self._owner = 0, os.getpid()
+
+    def _be_own(self) -> None:
+        if self._owner != os.getpid():  # a worker process: what the trainer holds is not its own to keep
+            self._hold_nothing()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tables": OrderedDict(), "_open": OrderedDict(), "_held": 0}
 
     def _number(self, sizes: NDArray[np.int64]) -> None:
         self.sizes, self._length = sizes, int(sizes.sum())
@@ -150,8 +163,7 @@ class Parquet:
         return f"{self.files[file]}, row {int(earlier) + row}"
 
     def _table(self, group: int) -> dict[str, Any]:
-        if self._owner != os.getpid():  # a worker process: what the trainer holds is not its own to keep
-            self._tables, self._held, self._owner = OrderedDict(), 0, os.getpid()
+        self._be_own()
         if group in self._tables:
             self._tables.move_to_end(group)
             return self._tables[group][0]  # type: ignore[no-any-return]
@@ -166,16 +178,24 @@ class Parquet:
         """These columns of a group (all that are wanted) as arrow arrays, and their bytes."""
         import pyarrow
 
+        self._be_own()
         names = list(columns or self.columns)
         file, number, _, _ = self._groups[group].tolist()
         try:
-            with self._opened(self.files[file]) as parquet:
-                table = parquet.read_row_group(number, columns=names, use_threads=False)
+            table = self._file(file).read_row_group(number, columns=names, use_threads=False)
         except (OSError, pyarrow.ArrowException) as error:
             why = " ".join(str(error).split())
             raise ValueError(f"{self.files[file]}: row group {number} cannot be read: {why}") from error
         self.reads += 1
         return {name: table.column(name).combine_chunks() for name in names}, table.nbytes
+
+    def _file(self, number: int) -> Any:
+        if number not in self._open:
+            if len(self._open) == _OPEN_FILES:
+                self._open.popitem(last=False)[1].close()
+            self._open[number] = self._opened(self.files[number])
+        self._open.move_to_end(number)
+        return self._open[number]
 
     def chosen(self, indices: NDArray[np.int64], *, but: bool = False, place: Path | None = None) -> Parquet:
         made = object.__new__(Parquet)
@@ -186,7 +206,8 @@ class Parquet:
         made.content = {**self.content, "rows": numbers_key(indices, but=but)}
         picked = np.diff(bounds)
         made._number(self.sizes - picked if but else picked)
-        made._tables, made._held, made.reads = OrderedDict(), 0, 0
+        made.reads = 0
+        made._hold_nothing()
         return made
 
     # --- what a run asks ---

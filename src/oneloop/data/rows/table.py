@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from oneloop.basics.progress import Working
 from oneloop.data.rows.cache import alone, cache_folder, content_of, key_of, numbers_key
 from oneloop.data.rows.found import PARTS, Found
+from oneloop.data.rows.images import image_rows, metadata_of
 from oneloop.data.rows.rows import Row
 
 _BATCH = 1000
@@ -72,10 +74,12 @@ def tables(there: Found, columns: Sequence[str]) -> dict[str, Table]:
 
 
 def _table(there: Found, part: str, files: Sequence[Path], columns: Sequence[str]) -> Table:
-    content = content_of(files, there.root)
     name = str(files[0] if len(files) == 1 else there.root)
+    content = content_of([*files, *(metadata_of(there) if there.kind == "image" else [])], there.root)
     with quiet(), Working(f"reading {len(files):,} {there.kind} files"):
-        dataset = _mapped(files) if there.kind == "arrow" else None
+        dataset = image_rows(there, part) if there.kind == "image" else None
+        if there.kind == "arrow":
+            dataset = _mapped(files)
         if dataset is None:
             dataset = _converted(there, part, files, content)
     return Table(with_columns(dataset, columns, name), {**content, **({"part": part} if part else {})}, name)
@@ -103,16 +107,12 @@ def _converted(there: Found, part: str, files: Sequence[Path], content: Mapping[
             options["delimiter"] = "\t"
     if there.kind == "text":
         options["sample_by"] = "document"
-    if there.kind == "image":  # paths are part of it: nothing that could be kept by content
-        return load_dataset(
-            "imagefolder", data_files=[str(file) for file in _with_metadata(there, files)], split="train"
-        )
     with alone(f"tables/{key_of(there.kind, part, content)}.arrow") as place:
         if not place.exists():
             try:
                 made = load_dataset(
                     there.kind,
-                    data_files=[str(file) for file in files],
+                    data_files=[glob.escape(str(file)) for file in files],
                     split="train",
                     cache_dir=str(cache_folder() / "datasets"),
                     **options,
@@ -125,12 +125,6 @@ def _converted(there: Found, part: str, files: Sequence[Path], content: Mapping[
             for file in {entry["filename"] for entry in made.cache_files}:
                 Path(file).unlink(missing_ok=True)
         return Dataset.from_file(str(place))
-
-
-def _with_metadata(there: Found, files: Sequence[Path]) -> list[Path]:
-    folders = {file.parent for file in files} | {there.root}
-    names = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-    return [*files, *(file for folder in sorted(folders) for name in names if (file := folder / name).is_file())]
 
 
 def _write(dataset: Any, file: Path) -> None:
