@@ -331,17 +331,20 @@ def test_splits_of_a_data_set_are_its_own(tmp_path, monkeypatch):
     """``datasets`` loads a folder as it loads a set from the hub."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    from oneloop.tasks.corpora import divided, hub_text
+    from oneloop.data.rows.sources import Source
+    from oneloop.data.rows.table import hub
+    from oneloop.tasks.columns import check_texts
 
     (tmp_path / "data").mkdir()
     for name, count in (("train", 60), ("validation", 7)):
         rows = "".join(json.dumps({"text": f"{name} {n}", "chat": [{"role": "user"}]}) + "\n" for n in range(count))
         (tmp_path / "data" / f"{name}.jsonl").write_text(rows)
-    parts = divided(hub_text(str(tmp_path / "data")))
+    parts = hub(str(tmp_path / "data"), ["text"])
     assert {name: len(part) for name, part in parts.items()} == {"train": 60, "validation": 7}
-    assert all(one.text.startswith("validation") for one in parts["validation"])
-    with pytest.raises(ValueError, match="'chat' holds a list, and text is needed"):
-        hub_text(str(tmp_path / "data"), column="chat")
+    assert all(parts["validation"][n]["text"].startswith("validation") for n in range(7))
+    chats = Source("data", {"text": "chat"}, parts=hub(str(tmp_path / "data"), ["chat"]))
+    with pytest.raises(ValueError, match="'chat' holds .*, and text is needed"):
+        check_texts([chats], "text")
 
 
 # --- long runs --------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def an_empty_set(folder: Path) -> list[str]:
 
 
 def nothing_there(folder: Path) -> list[str]:
-    return ["data is no such file or folder"]
+    return ["data' is no such file or folder"]
 
 
 def several_kinds(folder: Path) -> list[str]:

@@ -13,5 +13,5 @@ def flattened(groups: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             flat |= {f"{group}.{key}": inside for key, inside in value.items()}
         else:
-            flat[group] = value
+            flat[str(group)] = value
     return flat

@@ -25,6 +25,8 @@ _OWN = {".lock", "owner.json", ".recipe.yaml.draft", ".environment.json.draft"}
 """what a start leaves that was killed before it had written its recipe"""
 
 
+_GROUPS = ("task", "batch", "schedule", "machine", "run")
+"""that each resolved recipe has"""
 _LEFT = _OWN | {
     *("recipe.yaml", "environment.json", "metrics.jsonl", "examples.json", "summary.json", "report.html"),
     *("checkpoints", "tensorboard", "profile", "STOP", "wandb", "mlruns"),
@@ -104,9 +106,7 @@ class Folder:
                 return True
         try:
             resolved = yaml.safe_load((self.path / "recipe.yaml").read_text(encoding="utf-8"))
-            return not isinstance(resolved, dict) or not {"task", "batch", "schedule", "machine", "run"} <= set(
-                resolved
-            )
+            return not isinstance(resolved, dict) or not set(_GROUPS) <= set(resolved)
         except FileNotFoundError:
             return any(path.name not in _OWN for path in self.path.iterdir())
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
@@ -128,7 +128,7 @@ class Folder:
 
         def parsed(text: str) -> dict[str, Any]:
             content = yaml.safe_load(text)
-            if not isinstance(content, dict) or not isinstance(content.get("schedule"), dict) or "task" not in content:
+            if not isinstance(content, dict) or not all(isinstance(content.get(group), dict) for group in _GROUPS):
                 raise ValueError("no recipe")
             return content
 

@@ -70,8 +70,8 @@ def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS) -> Found:
     files = [file for file in there if KINDS.get(file.suffix.lower()) in wanted and not _hidden(file, root)]
     endings = ", ".join(ending for ending, kind in KINDS.items() if kind in wanted)
     if not files:
-        why = f"{root} is no such file or folder" if not root.exists() else f"no data at {str(where)!r}"
-        raise ValueError(f"{why}; give a file, or a folder of {endings} files")
+        why = "is no such file or folder" if not root.exists() else "holds no data"
+        raise ValueError(f"{str(where)!r} {why}; give a file, or a folder of {endings} files")
     by_kind: dict[str, list[Path]] = {}
     for file in files:
         by_kind.setdefault(KINDS[file.suffix.lower()], []).append(file)

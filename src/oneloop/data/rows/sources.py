@@ -87,7 +87,10 @@ def opened(source: Source, *, held_out: float, window: int, kinds: Sequence[str]
     if source.where.startswith("hf:"):
         parts = hub(source.where[3:], columns)
     else:
-        there = found(source.where, kinds)
+        try:
+            there = found(source.where, kinds)
+        except ValueError as error:
+            raise ValueError(f"task.data: {error}") from error
         parts = parquets(there, columns, window=window) if there.kind == "parquet" else tables(there, columns)
     for part, rows in parts.items():
         if not len(rows):
