@@ -183,13 +183,13 @@ def test_the_learning_rate_follows_the_batch():
 def pair(dtype=torch.float32) -> list[tuple[torch.nn.Module, torch.optim.Optimizer]]:
     """The same model twice, with the kept lists and with torch's own AdamW."""
     from oneloop.optim.adamw import AdamW
-    from oneloop.optim.build import decay_groups
+    from oneloop.optim.groups import parameter_groups
 
     made = []
     for kind in (AdamW, lambda groups, **options: torch.optim.AdamW(groups, fused=True, **options)):
         torch.manual_seed(0)
         net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).to(dtype)
-        made.append((net, kind(decay_groups(net.named_parameters(), 0.1), lr=0.01, betas=(0.8, 0.95), eps=1e-6)))
+        made.append((net, kind(parameter_groups(net.named_parameters(), 0.1), lr=0.01, betas=(0.8, 0.95), eps=1e-6)))
     return made
 
 

@@ -1,35 +1,19 @@
-"""Optimizers by name or class path, with weight decay on matrices only."""
+"""Optimizers by name or class path, with weight decay on matrices only unless more is said."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-Groups = list[dict[str, Any]]
+from oneloop.basics.tensors import bare_name
+from oneloop.optim.groups import LR_FACTOR, Groups, Settings, parameter_groups
 
-LR_FACTOR = "lr_factor"
-"""the key of a parameter group under which stands what share of the learning rate it gets"""
 _FUSED_DEVICES = {"cpu", "cuda", "xpu", "mps", "hpu"}
-
-
-def decay_groups(parameters: Iterable[tuple[str, Tensor]], weight_decay: float) -> Groups:
-    """Two parameter groups: matrices with ``weight_decay``, vectors (biases, norms) without; one where it is 0."""
-    named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-    if not weight_decay:
-        return [{"params": [parameter for _, parameter in named], "weight_decay": 0.0}]
-    return [
-        {"params": params, "weight_decay": decay}
-        for params, decay in (
-            ([p for _, p in named if p.ndim >= 2], weight_decay),
-            ([p for _, p in named if p.ndim < 2], 0.0),
-        )
-        if params
-    ]
 
 
 def build(
@@ -39,6 +23,7 @@ def build(
     lr: float,
     weight_decay: float,
     options: Mapping[str, Any] | None = None,
+    settings: Settings | None = None,
 ) -> Optimizer:
     """An optimizer over the parameters of ``model``, after it was sharded.
 
@@ -48,18 +33,24 @@ def build(
         lr: learning rate.
         weight_decay: of the matrices.
         options: keyword arguments of ``make``.
+        settings: ``lr_factor`` and ``weight_decay`` of single parameters, by their bare names.
 
     Raises:
         ValueError: ``weight_decay`` for a class that has none.
     """
     arguments = inspect.signature(make).parameters
-    if weight_decay and isinstance(make, type) and "weight_decay" not in arguments:
-        raise ValueError(f"optimizer.weight_decay {weight_decay}: {make.__name__} has no weight decay; set it to 0")
+    wanted = weight_decay or next(
+        (own["weight_decay"] for own in (settings or {}).values() if own.get("weight_decay")), 0
+    )
+    if wanted and isinstance(make, type) and "weight_decay" not in arguments:
+        raise ValueError(f"optimizer.weight_decay {wanted}: {make.__name__} has no weight decay; set it to 0")
     extra = {"model": model} if "model" in arguments else {}
-    optimizer = make(decay_groups(model.named_parameters(), weight_decay), lr=lr, **extra, **(options or {}))
+    named = [(bare_name(name), parameter) for name, parameter in model.named_parameters()]
+    groups = parameter_groups(named, weight_decay, settings=settings)
+    optimizer = make(groups, lr=lr, **extra, **(options or {}))
     optimizer.defaults.setdefault(LR_FACTOR, 1.0)  # so it is nothing that a checkpoint keeps
-    for group in optimizer.param_groups:
-        group[LR_FACTOR] = float(group["lr"]) / lr if lr else 1.0
+    for group in optimizer.param_groups:  # an own class may have given them rates of its own
+        group[LR_FACTOR] = group.get(LR_FACTOR, 1.0) * (float(group["lr"]) / lr if lr else 1.0)
     return optimizer
 
 

@@ -38,6 +38,30 @@ class BatchConfig:
 
 
 @dataclass(frozen=True)
+class ParametersConfig:
+    """What is set for the parameters that a pattern takes."""
+
+    freeze: bool | None = None
+    """they keep their values: no gradient, no optimizer state, no average"""
+    lr_factor: float | None = None
+    """their share of the learning rate"""
+    weight_decay: float | None = None
+    """of vectors too"""
+
+    def __post_init__(self) -> None:
+        if not self.settings:
+            raise BadInput("optimizer.groups: a pattern without a setting; give freeze, lr_factor or weight_decay")
+        at_least(
+            0, optimizer__groups__lr_factor=self.lr_factor or 0, optimizer__groups__weight_decay=self.weight_decay or 0
+        )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those that are given."""
+        return {key: value for key, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     name: str = "adamw"
     """adamw, sgd, muon, adafactor, or the class path of a torch.optim.Optimizer"""
@@ -51,6 +75,12 @@ class OptimizerConfig:
     """global batch that optimizer.lr is meant for; at another one it is scaled by optimizer.lr_rule (0: no scaling)"""
     lr_rule: Literal["linear", "sqrt", "none"] = "sqrt"
     """how the learning rate grows with the batch: sqrt for Adam-like optimizers, linear for SGD"""
+    groups: dict[str, ParametersConfig] = field(default_factory=dict)
+    """freeze, lr_factor and weight_decay by pattern: {backbone: {lr_factor: 0.1}, '*.bias': {weight_decay: 0},
+    'encoder.[0-5]': {freeze: true}}. A pattern is a parameter's dotted name or the beginning of one, where * stands
+    for anything, ? for one character and [0-5] for one of several"""
+    layer_decay: float = 1.0
+    """factor of the learning rate from one block of the model to the one below it (1: the same for all)"""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -61,6 +91,10 @@ class OptimizerConfig:
             optimizer__clip=self.clip,
             optimizer__lr_at_batch=self.lr_at_batch,
         )
+        built = {k: ParametersConfig(**v) if isinstance(v, Mapping) else v for k, v in self.groups.items()}
+        object.__setattr__(self, "groups", built)  # the parser leaves them plain
+        if not 0 < self.layer_decay <= 1:
+            raise BadInput(f"optimizer.layer_decay must lie above 0 and at most be 1, got {self.layer_decay}")
 
 
 @dataclass(frozen=True)

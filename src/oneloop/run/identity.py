@@ -15,7 +15,7 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 from oneloop.basics.tensors import bare_name
 from oneloop.data.keyed import Keyed
 from oneloop.data.rows.changes import changes, fingerprint_of
-from oneloop.optim.build import LR_FACTOR
+from oneloop.optim.groups import LR_FACTOR
 from oneloop.recipe.comparison import same_place
 from oneloop.run.job import Job
 from oneloop.run.processes import Run

@@ -143,7 +143,14 @@ class Job:
         chosen = self.recipe.optimizer
         make = resolve("optimizer", chosen.name)
         try:
-            return build(make, model, lr=chosen.lr, weight_decay=chosen.weight_decay, options=chosen.options)
+            return build(
+                make,
+                model,
+                lr=chosen.lr,
+                weight_decay=chosen.weight_decay,
+                options=chosen.options,
+                settings=self.built.settings,
+            )
         except Exception as error:
             raise ValueError(f"optimizer.name {chosen.name} cannot be built: {error}{where(error)}") from error
 

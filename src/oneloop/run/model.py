@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from oneloop.machine.compile import compile_
 from oneloop.machine.randomness import has_batch_statistics
 from oneloop.machine.recompute import parsed, recompute
 from oneloop.machine.switches import channels_last
+from oneloop.optim.groups import LR_FACTOR, chosen, freeze, layer_decay
 from oneloop.recipe.schema import Recipe
 from oneloop.tasks.base import Task
 from oneloop.tasks.contract import named, theirs
@@ -34,6 +37,8 @@ class BuiltModel:
     """how it runs, for a person to read at the start"""
     structure: str
     """its repr, as the task made it"""
+    settings: Mapping[str, Mapping[str, Any]]
+    """of single parameters, for the optimizer"""
 
 
 def torch_dtype(recipe: Recipe) -> torch.dtype:
@@ -56,10 +61,40 @@ def build_model(recipe: Recipe, task: Task, split: Split, *, sharded: bool, devi
     in_dtype(model, torch_dtype(recipe))
     if recipe.init.source:
         load_weights(model, recipe.init.source, recipe.init.weights)
-    names = class_names(blocks(model, recipe.machine.blocks))
-    notes = _lay_out(model, recipe, names, sharded=sharded, device=device)
+    parts = blocks(model, recipe.machine.blocks)
+    settings, said = _parameters(model, recipe, parts)
+    names = class_names(parts)
+    notes = said + _lay_out(model, recipe, names, sharded=sharded, device=device)
     _refuse_inexact(recipe, model, split)
-    return BuiltModel(model, names, notes, structure)
+    return BuiltModel(model, names, notes, structure, settings)
+
+
+def _parameters(
+    model: nn.Module, recipe: Recipe, parts: Sequence[nn.Module]
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """What the recipe sets for single parameters, and what there is to tell a person; freezes, in place.
+
+    Raises:
+        ValueError: a pattern that takes none, two that disagree, or nothing is left to be trained.
+    """
+    optimizer = recipe.optimizer
+    settings, taken = chosen(model, {pattern: rule.settings for pattern, rule in optimizer.groups.items()})
+    freeze(model, [name for name, own in settings.items() if own.get("freeze")])
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    notes = []
+    for pattern, names in taken.items():
+        what = ", ".join(f"{key} {value}" for key, value in optimizer.groups[pattern].settings.items())
+        notes.append(f"{pattern}: {sum(sizes[name] for name in names):,} parameters in {len(names)} tensors: {what}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("optimizer.groups freezes all parameters of the model; leave some of them to be trained")
+    if optimizer.layer_decay != 1:
+        factors = layer_decay(model, parts, optimizer.layer_decay)
+        for name, factor in factors.items():
+            own = settings.setdefault(name, {})
+            own[LR_FACTOR] = own.get(LR_FACTOR, 1.0) * factor
+        least = min(factors.values())
+        notes.append(f"layer-wise decay over {len(parts)} blocks: learning-rate factors from {least:.3g} to 1")
+    return settings, notes
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
