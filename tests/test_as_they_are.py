@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from oneloop.data.rows.found import found
 from oneloop.measure.throughput import training_flops
 from oneloop.optim.build import adamw, build, set_lr
 from oneloop.recipe.kinds import documented, wanted
 from oneloop.run.model import in_dtype
 from oneloop.show.runs import Curve, Follower, read_record
 from oneloop.tasks.causal_lm import CausalLM
-from oneloop.tasks.corpora import local_text
+from oneloop.tasks.corpora import documents
 from silent_cases import ALL, BASE
 from test_nothing_silent import here
 from tiny import Ragged
@@ -305,7 +306,7 @@ def test_parts_that_are_there_are_used(tmp_path):
     seen = {name: {token for sample in part for token in sample.tolist()} for name, part in task._sets.items()}
     assert seen == {"train": {97, 98, 256}, "validation": {99, 256}}
     (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "one.csv").write_text('id,text\n1,"dd, dd\nd"\n2,ddddddddddddddddddddd\n')
+    (tmp_path / "test" / "one.txt").write_text("dd, dd\nd" + "d" * 30)
     task = CausalLM(str(tmp_path), block=16, layers=1, width=16, heads=2)
     assert set(task._sets) == {"train", "validation", "test"}
     assert {token for sample in task._sets["test"] for token in sample.tolist()} <= {100, 44, 32, 10, 256}
@@ -315,16 +316,18 @@ def test_a_folder_of_code_is_one_corpus(tmp_path):
     (tmp_path / "test").mkdir()
     for name in ("train.py", "model.py", "test/a.py"):
         (tmp_path / name).write_text("x = 1\n" * 9)
-    assert {part: len(documents) for part, documents in local_text(str(tmp_path)).items()} == {"": 3}
+    assert {part: len(files) for part, files in found(tmp_path, ["text"]).parts.items()} == {"": 3}
 
 
 def test_texts_as_other_programs_write_them(tmp_path):
     (tmp_path / "notes.md").mkdir()
-    (tmp_path / "notes.md" / "a.csv").write_bytes(b"\xef\xbb\xbftext\n" + b"x" * 200_000 + b"\n")
+    (tmp_path / "notes.md" / "a.TXT").write_bytes(b"\xef\xbb\xbf" + b"x" * 200_000)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "b.txt").write_text("more")
-    parts = local_text(str(tmp_path))
-    assert {part: [len(one.text) for one in documents] for part, documents in parts.items()} == {"": [4, 200_000]}
+    there = found(tmp_path, ["text"])
+    assert {part: [len(one.text) for one in documents(files, tmp_path)] for part, files in there.parts.items()} == {
+        "": [4, 200_000]
+    }
 
 
 def test_splits_of_a_data_set_are_its_own(tmp_path, monkeypatch):

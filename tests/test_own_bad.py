@@ -173,7 +173,7 @@ def pictures_that_no_row_tells_of(folder: Path) -> str:
 def rows_of_pictures_without_their_names(folder: Path) -> str:
     images(folder, "folders", each=8)
     (folder / "metadata.csv").write_text("name,label\nalpha/000.png,a\n")
-    return "metadata.csv has no column 'file_name'"
+    return "metadata.csv has no text in a column 'file_name'"
 
 
 def parts_that_number_their_classes_differently(folder: Path) -> str:

@@ -109,8 +109,13 @@ def test_own_texts_and_labels(tmp_path):
     with pytest.raises(ValueError, match=r"labels \['ugly'\] are in test and never trained on"):
         TextClassification(str(tmp_path))
     (tmp_path / "test.jsonl").write_text('{"text": "x"}')
-    with pytest.raises(ValueError, match="has no column 'label'; it has text"):
-        TextClassification(str(tmp_path))
+    task = TextClassification(str(tmp_path))  # as contests have it
+    assert task.notes[0].endswith("has no column 'label'; it has text: the test part is left out")
+    assert set(task.eval_sets()) == {"validation"}
+    (tmp_path / "test.jsonl").write_text('{"text": "x", "label": null}')
+    task = TextClassification(str(tmp_path))
+    assert task.notes[0].endswith("no row of the test part has a label: it is left out")
+    assert set(task.eval_sets()) == {"validation"}
 
 
 def test_own_text_as_one_file_or_json_lines(tmp_path):
@@ -121,9 +126,9 @@ def test_own_text_as_one_file_or_json_lines(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"body": f"row {n} " * 20}) for n in range(100)))
     assert len(CausalLM(str(rows), column="body", block=32).train_set()) > 100
-    with pytest.raises(ValueError, match="line 1: no JSON object with the key 'text'"):
+    with pytest.raises(ValueError, match="has no column 'text'; it has body"):
         CausalLM(str(rows), block=32)
-    with pytest.raises(ValueError, match="no text at"):
+    with pytest.raises(ValueError, match="is no such file or folder"):
         CausalLM(str(tmp_path / "nowhere"))
 
 

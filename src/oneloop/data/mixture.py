@@ -66,7 +66,9 @@ class Mixture:
     def fingerprint(self) -> dict[str, Any] | None:
         """What the sets are; None where one of them does not tell."""
         told = {name: s.fingerprint() if hasattr(s, "fingerprint") else None for name, s in self.sets.items()}
-        return None if None in told.values() else {"length": len(self), "sets": told}
+        if None in told.values():
+            return None
+        return {"length": len(self), "weights": self.weights, "order": list(told), "sets": told}
 
     def about(self) -> str:
         """The shares, for a person."""

@@ -30,6 +30,7 @@ def start_lines(
     yield _promise(job, model, seen)
     if about := getattr(job.train_set, "about", lambda: None)():
         yield f"data: {about}"
+    yield from getattr(job.task, "notes", ())
     if seen.unused:
         first = ", ".join(seen.unused[:3])
         yield f"parameters that took no part in the loss at the start: {len(seen.unused)} ({first})"

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from oneloop.basics.files import replacing
 from oneloop.data.rows.cache import alone, key_of
 from oneloop.data.rows.sources import Source
 
+_LOOKED = 2
+"""raised where the same column is judged otherwise than before"""
 _MOST = 100_000
 """distinct values of a column of labels"""
 
@@ -53,20 +58,53 @@ def check_texts(sources: Sequence[Source], key: str) -> None:
 
 
 def check_words(sources: Sequence[Source], key: str) -> None:
-    """As :func:`check_texts`, of lists of texts."""
+    """As :func:`check_texts`, of lists of texts, none of them empty."""
     for source, _, rows, column in columns_of(sources, key):
         if not is_text(inside(rows.types[column])):
             raise refused(source, key, rows.types[column], "lists of texts are needed")
         values_of(rows, column, distinct=False)
 
 
+def check_as_long(sources: Sequence[Source], one: str, other: str) -> None:
+    """Refuses rows whose lists in two columns are not of one length.
+
+    Args:
+        sources: opened.
+        one: the task's own name of a column.
+        other: of the other.
+
+    Raises:
+        ValueError: names the row.
+    """
+    from pyarrow import compute
+
+    for source in sources:
+        for rows in source.parts.values():
+            with alone(f"values/{key_of(rows.fingerprint(), source.columns[one], source.columns[other])}.ok") as kept:
+                before = 0
+                pairs = () if kept.exists() else zip(*(rows.values(source.columns[key]) for key in (one, other)))
+                for first, second in pairs:
+                    lengths = [
+                        compute.list_value_length(array).to_numpy(zero_copy_only=False) for array in (first, second)
+                    ]
+                    if len(wrong := np.flatnonzero(lengths[0] != lengths[1])):
+                        a, b = (int(several[wrong[0]]) for several in lengths)
+                        raise ValueError(
+                            f"{rows.where(before + int(wrong[0]))}: {a} {source.columns[one]} and {b}"
+                            f" {source.columns[other]}; each needs one of the other"
+                        )
+                    before += len(first)
+                kept.touch()
+
+
 def check_numbers(sources: Sequence[Source], key: str) -> None:
-    """As :func:`check_texts`, of numbers."""
+    """As :func:`check_texts`, of finite numbers, or of texts that are some."""
     for source, _, rows, column in columns_of(sources, key):
         kind = rows.types[column]
-        if inside(kind) is not None or not str(getattr(kind, "dtype", "")).startswith(("float", "int", "uint")):
+        plain = inside(kind) is None and str(getattr(kind, "dtype", "")).startswith(("float", "int", "uint"))
+        if not plain and not is_text(kind):
             raise refused(source, key, kind, "a number is needed")
-        values_of(rows, column, distinct=False)
+        values_of(rows, column, distinct=False, numbers=True)
 
 
 def is_text(kind: Any) -> bool:
@@ -106,49 +144,80 @@ def decoded(value: Any) -> Any:
     from PIL import Image
 
     data, path = (value.get("bytes"), value.get("path")) if isinstance(value, Mapping) else (value, None)
+    if data is None and path is None:
+        raise ValueError("there is no image")
     try:
         with Image.open(io.BytesIO(data) if data else str(path)) as image:
+            if image.mode.startswith(("I", "F")):
+                raise ValueError(f"its pixels ({image.mode}) have more than 8 bits; write it with 8")
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{path or 'the image'} cannot be read as an image: {error}") from error
 
 
-def values_of(rows: Any, column: str, *, distinct: bool = True) -> Sequence[Any]:
+def values_of(rows: Any, column: str, *, distinct: bool = True, numbers: bool = False) -> Sequence[Any]:
     """The distinct values of a column (of lists: in them), kept by the rows' content.
 
+    Args:
+        rows: to look through.
+        column: its name.
+        distinct: they are wanted; an empty text is then no value. Else only whether each row has one is looked at.
+        numbers: each must be a finite number, or a text that is one.
+
     Raises:
-        ValueError: a row holds none, or too many are distinct.
+        ValueError: a row holds none, an empty list or no number, or too many are distinct.
     """
-    with alone(f"values/{key_of(rows.fingerprint(), column, distinct)}.json") as kept:
+    with alone(f"values/{key_of(_LOOKED, rows.fingerprint(), column, distinct, numbers)}.json") as kept:
         if not kept.exists():
-            values = _looked_through(rows, column, distinct=distinct)
+            values = _looked_through(rows, column, distinct=distinct, numbers=numbers)
             with replacing(kept) as draft:
                 draft.write_text(json.dumps(values))
         known: list[Any] = json.loads(kept.read_text())
         return known
 
 
-def _looked_through(rows: Any, column: str, *, distinct: bool) -> list[Any]:
-    import pyarrow
+def _looked_through(rows: Any, column: str, *, distinct: bool, numbers: bool) -> list[Any]:
     from pyarrow import compute
 
     kind = inside(rows.types[column]) or rows.types[column]
     seen: set[Any] = set()
     before = 0
     for array in rows.values(column):
-        lists = pyarrow.types.is_list(array.type) or pyarrow.types.is_large_list(array.type)
-        values = compute.list_flatten(array) if lists else array
+        lists = hasattr(array, "flatten") and inside(rows.types[column]) is not None
+        values = array.flatten() if lists else array
         lacking = values.is_null()
         if hasattr(kind, "names"):  # -1 says that there is no label
             lacking = compute.or_(lacking, compute.less(compute.fill_null(values, -1), 0))
-        at = int(compute.index(array.is_null(), True).as_py())
-        if at < 0 and (inner := int(compute.index(lacking, True).as_py())) >= 0:
-            at = int(compute.list_parent_indices(array)[inner].as_py()) if lists else inner
-        if at >= 0:
-            raise ValueError(f"{rows.where(before + at)} has nothing in {column!r}; fill it, or leave the row out")
+        elif distinct and is_text(kind):
+            lacking = compute.or_(lacking, compute.equal(compute.fill_null(values, ""), ""))
+        wrong = array.is_null().to_numpy(zero_copy_only=False)
+        if lists:
+            lengths = compute.fill_null(compute.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+            row_of = np.repeat(np.arange(len(array)), lengths)
+            wrong = wrong | (lengths == 0)
+            wrong[row_of[lacking.to_numpy(zero_copy_only=False)]] = True
+        else:
+            wrong = wrong | lacking.to_numpy(zero_copy_only=False)
+        if wrong.any():
+            place = rows.where(before + int(np.argmax(wrong)))
+            raise ValueError(f"{place} has nothing in {column!r}; fill it, or leave the row out")
+        if numbers and (at := _no_number(values)) is not None:
+            raise ValueError(f"{rows.where(before + at)}: {values[at].as_py()!r} in {column!r} is no finite number")
         if distinct:
             seen |= set(compute.unique(values).to_pylist())
         if len(seen) > _MOST:
             raise ValueError(f"{rows.where(before)}: {column!r} has over {_MOST:,} different values: no classes")
         before += len(array)
     return sorted(seen)
+
+
+def _no_number(values: Any) -> int | None:
+    """Where the first stands that is none."""
+    for at, value in enumerate(values.to_pylist()):
+        try:
+            finite = math.isfinite(float(value))
+        except ValueError:
+            finite = False
+        if not finite:
+            return at
+    return None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.data.rows.rows import Mapped, Row
-from oneloop.data.rows.sources import Data, Source, named_sources, opened, sets_of
+from oneloop.data.rows.sources import Data, Source, named_sources, notes_of, opened, sets_of
 from oneloop.tasks.base import Task
 from oneloop.tasks.columns import columns_of, decoded, is_image, refused
 from oneloop.tasks.labels import classes_of
@@ -67,6 +67,7 @@ class ImageClassification(Task):
         self.width = width
         self.smoothing = smoothing
         self.dropout = dropout
+        self.notes: list[str] = []
         mirror = data not in ("digits", "mnist", "fashion_mnist")
         if data == "digits":
             parts, self.classes = _digits()
@@ -74,7 +75,7 @@ class ImageClassification(Task):
             parts, self.classes = _torchvision(data, root, download)
         else:
             columns = {"image": image, "label": label}
-            parts, self.classes = _rows(data, columns, image_size, held_out=held_out, window=window)
+            parts, self.classes, self.notes = _rows(data, columns, image_size, held_out=held_out, window=window)
         how: _Augment = "none" if not augment else "mirrored" if mirror else "shifted"
         self._train = Images(parts.pop("train"), augment=how)
         self._evals = {name: Images(part) for name, part in parts.items()}
@@ -238,7 +239,7 @@ def _torchvision(data: str, root: str, download: bool) -> tuple[dict[str, Any], 
 
 
 def _rows(data: Data, columns: Mapping[str, str], size: int, *, held_out: float, window: int) -> Any:
-    """Data sets by part, and their classes."""
+    """Data sets by part, their classes, and what a person should know of them."""
     sources = [opened(one, held_out=held_out, window=window) for one in named_sources(data, columns)]
     for source, _, rows, column in columns_of(sources, "image"):
         if not is_image(rows.types[column]):
@@ -250,7 +251,7 @@ def _rows(data: Data, columns: Mapping[str, str], size: int, *, held_out: float,
         image, label, number = source.columns["image"], source.columns["label"], numbers[source.name]
         return lambda row: (prepared(decoded(row[image])), number(row[label]))
 
-    return sets_of(sources, sample), classes
+    return sets_of(sources, sample), classes, notes_of(sources)
 
 
 def _prepared(size: int) -> Callable[[Any], Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,10 @@ def classes_of(sources: Sequence[Source], key: str, *, lists: bool = False) -> t
     kinds: dict[str, Any] = {}
     for source, part, rows, column in columns_of(sources, key):
         kind = inside(rows.types[column]) if lists else rows.types[column]
+        if part == "test" and not lists and _unlabelled(rows, column, kind):
+            del source.parts["test"]
+            source.notes.append(f"{source.where}: no row of the test part has a label: it is left out")
+            continue
         if not _is_label(kind):
             wanted = f"{'a list of labels' if lists else 'one label'} for each row is needed (text or a whole number)"
             raise refused(source, key, rows.types[column], wanted)
@@ -41,11 +46,8 @@ def classes_of(sources: Sequence[Source], key: str, *, lists: bool = False) -> t
                 f"{source.where}: {column!r} numbers its classes {kind} in {part}, and {kinds[source.name]} before;"
                 " write all parts with one list of classes"
             )
-        if part == "test" and not lists and _unlabelled(rows, column, kind):
-            del source.parts["test"]
-            continue
-        seen[source.where, part] = {_name(kind, value) for value in values_of(rows, column)}
-        trained |= seen[source.where, part] if part == "train" else set()
+        seen[source.name or source.where, part] = {_name(kind, value) for value in values_of(rows, column)}
+        trained |= seen[source.name or source.where, part] if part == "train" else set()
     for (where, part), found in seen.items():
         if unknown := sorted(found - trained):
             raise ValueError(
@@ -71,8 +73,8 @@ def _in_order(trained: set[str], kinds: Sequence[Any]) -> list[str]:
     own = [kind.names for kind in kinds if hasattr(kind, "names")]
     if own and trained <= set(own[0]):
         return [name for name in own[0] if name in trained]
-    whole = all(name.lstrip("-").isdigit() for name in trained)
-    return sorted(trained, key=int if whole else None)
+    whole = all(re.fullmatch(r"-?[0-9]+", name) for name in trained)
+    return sorted(trained, key=lambda name: (int(name), name) if whole else (0, name))
 
 
 def _is_label(kind: Any) -> bool:
@@ -87,5 +89,9 @@ def _name(kind: Any, value: Any) -> str:
 
 def _unlabelled(rows: Any, column: str, kind: Any) -> bool:
     """Whether no row has a label: nothing, or ``ClassLabel``'s -1."""
-    none = {None, -1} if hasattr(kind, "names") else {None}
+    if getattr(kind, "dtype", "") == "null":
+        return True
+    if not _is_label(kind):
+        return False
+    none = {None, -1} if hasattr(kind, "names") else {None, ""}
     return all(set(array.unique().to_pylist()) <= none for array in rows.values(column))

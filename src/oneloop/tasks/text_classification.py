@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.data.rows.rows import Row
-from oneloop.data.rows.sources import Source, named_sources, opened, sets_of
+from oneloop.data.rows.sources import Source, named_sources, notes_of, opened, sets_of
 from oneloop.tasks.base import Task
 from oneloop.tasks.columns import check_texts
 from oneloop.tasks.corpora import held_out, stdlib
@@ -79,6 +79,7 @@ class TextClassification(Task):
         check_texts(sources, "text")
         check_texts(sources, "second")
         self.classes, numbers = classes_of(sources, "label")
+        self.notes = notes_of(sources)
         self._sets = sets_of(sources, lambda source: _sample(source, numbers[source.name], length))
 
     def model(self) -> nn.Module:

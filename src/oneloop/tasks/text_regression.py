@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from oneloop.data.rows.rows import Row
-from oneloop.data.rows.sources import Source, named_sources, opened, sets_of
+from oneloop.data.rows.sources import Source, named_sources, notes_of, opened, sets_of
 from oneloop.tasks.base import Task
 from oneloop.tasks.columns import check_numbers, check_texts
 from oneloop.tasks.encoder import Encoder, as_bytes, padded
@@ -58,6 +58,7 @@ class TextRegression(Task):
         check_texts(sources, "text")
         check_texts(sources, "second")
         check_numbers(sources, "label")
+        self.notes = notes_of(sources)
         self._sets = sets_of(sources, lambda source: _sample(source, length))
 
     def model(self) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,16 +10,17 @@ from numpy.typing import NDArray
 
 from oneloop.basics.progress import tracked
 from oneloop.data.rows.cache import content_of
+from oneloop.data.rows.found import Found, found
 from oneloop.data.rows.ragged import Ragged, ragged
-from oneloop.data.rows.sources import Source, opened
+from oneloop.data.rows.sources import Source, checked, opened
 from oneloop.tasks.columns import check_texts
-from oneloop.tasks.corpora import Document, divided, held_out, local_text, stdlib, text_files
+from oneloop.tasks.corpora import Document, divided, documents, held_out, stdlib
 
 _IN_MEMORY = 64 << 20
 """bytes of files; larger ones are converted once, and mapped"""
 _FEW = 40
 """documents, of which some could not be held out whole"""
-_ENDINGS = ["parquet", "arrow", "json", "csv", "text"]
+_KINDS = ["parquet", "arrow", "json", "csv", "tsv", "text"]
 
 
 class Texts(Protocol):
@@ -67,8 +67,7 @@ class InRows:
         return ragged(self.rows, lambda row: encode(row[self.column]), made_by=made_by, what=what)
 
     def fingerprint(self) -> dict[str, Any]:
-        content: dict[str, Any] = self.rows.fingerprint()
-        return content
+        return {**self.rows.fingerprint(), "text": self.column}
 
 
 def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
@@ -82,29 +81,30 @@ def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
     Raises:
         ValueError: what is wrong with it.
     """
+    checked(share, window)
     where, column = source.where, source.columns["column"]
     if where == "stdlib":
         return {name: InMemory(part) for name, part in held_out(stdlib()).items()}
-    path = Path(where).expanduser()
-    if where.startswith("hf:") or not _fits(path):
-        opened(source, held_out=share, window=window, kinds=_ENDINGS)
+    there = None if where.startswith("hf:") else _found(where)
+    if there is None or there.kind != "text" or sum(file.stat().st_size for file in there.files) > _IN_MEMORY:
+        opened(source, held_out=share, window=window, kinds=_KINDS)
         check_texts([source], "column")
         return {name: InRows(rows, column) for name, rows in source.parts.items()}
-    parts = local_text(where, column=column)
-    content = content_of(text_files(path), path)
+    parts = {part: documents(files, there.root) for part, files in there.parts.items()}
+    content = content_of(there.files, there.root)
     if "" in parts and len(parts[""]) < _FEW:
         parts = {"": _pieces(parts[""])}
     elif "validation" not in parts and "train" in parts and len(parts["train"]) < _FEW:
         parts = {**parts, "train": _pieces(parts["train"])}
-    return {name: InMemory(part, {**content, "part": name}) for name, part in divided(parts).items()}
+    made = divided(parts, percent=100 * share)
+    return {name: InMemory(part, {**content, "part": name, "share": share}) for name, part in made.items()}
 
 
-def _fits(path: Path) -> bool:
-    """Whether what lies there are few enough texts to be held in memory; also where nothing does: it is told then."""
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    if any(file.suffix in (".parquet", ".arrow", ".tsv", ".ndjson") for file in files):
-        return False
-    return sum(file.stat().st_size for file in text_files(path)) <= _IN_MEMORY if path.exists() else True
+def _found(where: str) -> Found:
+    try:
+        return found(where, _KINDS)
+    except ValueError as error:
+        raise ValueError(f"task.data: {error}") from error
 
 
 def _pieces(documents: list[Document]) -> list[Document]:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.data.rows.rows import Row
-from oneloop.data.rows.sources import Source, named_sources, opened, sets_of
+from oneloop.data.rows.sources import Source, named_sources, notes_of, opened, sets_of
 from oneloop.tasks.base import Task
-from oneloop.tasks.columns import check_words
+from oneloop.tasks.columns import check_as_long, check_words
 from oneloop.tasks.encoder import ByteEncoder, padded
 from oneloop.tasks.labels import classes_of
 from oneloop.tasks.metrics import ClassCounts
@@ -59,7 +59,9 @@ class TokenClassification(Task):
         columns = {"tokens": tokens, "tags": tags}
         sources = [opened(one, held_out=held_out, window=window) for one in named_sources(data, columns)]
         check_words(sources, "tokens")
+        check_as_long(sources, "tokens", "tags")
         self.classes, numbers = classes_of(sources, "tags", lists=True)
+        self.notes = notes_of(sources)
         self._sets = sets_of(sources, lambda source: _sample(source, numbers[source.name], length))
 
     def model(self) -> nn.Module:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ KINDS = {
     ".ndjson": "json",
     ".json": "json",
     ".csv": "csv",
-    ".tsv": "csv",
+    ".tsv": "tsv",
     ".txt": "text",
     ".md": "text",
     ".rst": "text",
@@ -24,7 +25,7 @@ KINDS = {
     **dict.fromkeys((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"), "image"),
 }
 """what the files of a name's ending are"""
-KINDS_OF_ROWS = ("parquet", "arrow", "json", "csv", "image")
+KINDS_OF_ROWS = ("parquet", "arrow", "json", "csv", "tsv", "image")
 PARTS = {
     "train": "train",
     "training": "train",
@@ -36,6 +37,9 @@ PARTS = {
     "test": "test",
 }
 """what files, folders and splits are called, and what they are"""
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+"""beside images: what they are"""
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _ASIDE = re.compile(
     r"(readme|licen[sc]e|copying|changelog|dataset_info|state|dataset_dict|metadata)\b.*", re.IGNORECASE
 )
@@ -56,19 +60,21 @@ class Found:
 
 
 def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS) -> Found:
-    """What lies at a path: a file, or a folder with files of one kind.
+    """What lies at a path: a file, or a folder with files of one kind. Links are followed.
 
     Args:
         where: the path.
         kinds: what is looked for.
 
     Raises:
-        ValueError: nothing there, files of several kinds, or parts of which only some are named.
+        ValueError: nothing there, files of several kinds, what cannot be read, or parts of which only some are named.
     """
     root, wanted = Path(where).expanduser(), set(kinds)
-    there = [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.is_file())
-    files = [file for file in there if KINDS.get(file.suffix.lower()) in wanted and not _hidden(file, root)]
+    there = [root] if root.is_file() else sorted(_files(root)) if root.exists() else []
+    files = [file for file in there if KINDS.get(file.suffix.lower()) in wanted]
     endings = ", ".join(ending for ending, kind in KINDS.items() if kind in wanted)
+    if packed := [file for file in there if file.suffix in _PACKED and Path(file.stem).suffix in KINDS]:
+        raise ValueError(f"{packed[0]} is compressed, and is not read; unpack it, or move it away")
     if not files:
         why = "is no such file or folder" if not root.exists() else "holds no data"
         raise ValueError(f"{str(where)!r} {why}; give a file, or a folder of {endings} files")
@@ -81,21 +87,47 @@ def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS) -> Found:
         some = " and ".join(f"{len(several)} of {kind} ({several[0].name})" for kind, several in by_kind.items())
         raise ValueError(f"{str(where)!r} holds files of several kinds: {some}; keep one kind, or move the others away")
     ((kind, chosen),) = by_kind.items()
-    return Found(root, kind, parted(chosen, root))
+    if kind == "arrow":  # beside what datasets saved lie results of its map and filter
+        chosen = [file for file in chosen if file == root or not file.name.startswith("cache-")]
+    return Found(root, kind, parted(chosen, root, kind))
 
 
-def parted(files: Iterable[Path], root: Path) -> dict[str, list[Path]]:
+def _files(root: Path) -> Iterator[Path]:
+    """All files below a folder but hidden ones."""
+    seen = set()
+    for folder, inside, names in os.walk(root, followlinks=True, onerror=_refuse):
+        if (real := os.path.realpath(folder)) in seen:
+            raise ValueError(f"{folder} links to {real}, which is read already; remove the link")
+        seen.add(real)
+        inside[:] = [name for name in inside if not name.startswith(".")]
+        for name in names:
+            if not name.startswith("."):
+                file = Path(folder, name)
+                if not file.exists():
+                    raise ValueError(f"{file} links to nothing; remove it")
+                yield file
+
+
+def _refuse(error: OSError) -> None:
+    raise ValueError(f"{error.filename} cannot be read: {error.strerror}")
+
+
+def parted(files: Iterable[Path], root: Path, kind: str) -> dict[str, list[Path]]:
     """Files by the part that their names tell: ``train-00001.jsonl``, ``valid/a.txt``; all under ``""`` where none is.
 
     Raises:
         ValueError: only some are named, or nothing is to be trained on.
     """
+    tell = {"text": _of_text, "image": _of_image}.get(kind, _of_rows)
+    described = {folder for folder in {f.parent for f in files} if any((folder / name).is_file() for name in METADATA)}
+    flat = kind == "image" and all(file == root or file.parent.name.lower() in PARTS for file in files)
     parts: dict[str, list[Path]] = {}
     for file in files:
-        parts.setdefault("" if file == root else part_of(file.relative_to(root)), []).append(file)
-    code = all(file.suffix == ".py" for several in parts.values() for file in several)
+        inside = file.parent in described or flat  # of images: no folder of a class
+        part = "" if file == root else tell(file.relative_to(root), inside)
+        parts.setdefault(part, []).append(file)
     loose = any(file.parent == root for file in parts.get("validation", []))
-    if code or ("train" not in parts and not loose):  # a folder of code or of pages may have a test/ or a dev/ too
+    if set(parts) == {""} or (kind == "text" and (_code(files) or ("train" not in parts and not loose))):
         return {"": sorted(file for several in parts.values() for file in several)}
     if "" in parts or "train" not in parts:
         strange = below(parts[""][0], root) if "" in parts else "nothing to train on"
@@ -106,15 +138,28 @@ def parted(files: Iterable[Path], root: Path) -> dict[str, list[Path]]:
     return parts
 
 
-def part_of(place: Path) -> str:
-    """The part of the data that a relative path tells, or nothing. (A train.py is code.)"""
+def _code(files: Iterable[Path]) -> bool:
+    return all(file.suffix == ".py" for file in files)
+
+
+def _of_rows(place: Path, inside: bool) -> str:
+    """By a folder at any depth, or a word of the file's name: ``data/train-00000-of-00002``, ``reviews_test``."""
+    words = [*place.parts[:-1], *re.split(r"[-_. ]", place.name)]
+    return next((PARTS[word.lower()] for word in words if word.lower() in PARTS), "")
+
+
+def _of_image(place: Path, inside: bool) -> str:
+    """By a folder above that of the class."""
+    folders = place.parts[:-1] if inside else place.parts[:-2]
+    return next((PARTS[folder.lower()] for folder in folders if folder.lower() in PARTS), "")
+
+
+def _of_text(place: Path, inside: bool) -> str:
+    """By the first folder, or how the file's name begins. (A folder of code or of pages may have a test/ or a dev/ too,
+    and a train.py is code.)"""
     folder = place.parts[0].lower() if len(place.parts) > 1 else ""
     file = re.split(r"[-_.]", place.name)[0].lower() if len(place.parts) == 1 and place.suffix != ".py" else ""
     return PARTS.get(folder) or PARTS.get(file, "")
-
-
-def _hidden(file: Path, root: Path) -> bool:
-    return file != root and any(part.startswith(".") for part in file.relative_to(root).parts)
 
 
 def _aside(file: Path) -> bool:

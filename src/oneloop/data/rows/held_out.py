@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,9 +51,11 @@ def divided(parts: Mapping[str, Rows], share: float) -> dict[str, Rows]:
 
 def _drawn(rows: Rows, share: float, place: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The numbers of the rows for validation and for test, kept in a file."""
-    if place.exists():
+    try:
         with np.load(place) as kept:
             return kept["validation"], kept["test"]
+    except (OSError, ValueError, KeyError, BadZipFile):
+        pass  # not there, or damaged: it is made anew
     names = sorted(rows.types)
     draws = [np.zeros(0, dtype=np.int32)]
     for arrays in tracked(zip(*map(rows.values, names), strict=True), "dividing the rows"):
@@ -62,8 +65,10 @@ def _drawn(rows: Rows, share: float, place: Path) -> tuple[NDArray[np.int64], ND
     validation = np.flatnonzero(drawn < share * _DRAWS)
     test = np.flatnonzero((drawn >= share * _DRAWS) & (drawn < 2 * share * _DRAWS))
     if not len(validation) or not len(test):  # few rows: those with the smallest
-        smallest = np.argsort(drawn, kind="stable")[:2]
-        validation, test = smallest[:1], smallest[1:]
+        smallest = np.unique(drawn)
+        if len(smallest) < 3:
+            raise ValueError(f"{rows.where(0)}: {len(smallest)} different rows are too few to hold some out")
+        validation, test = (np.flatnonzero(drawn == draw) for draw in smallest[:2])
     draft = place.with_suffix(f".{os.getpid()}.npz")
     np.savez(draft, validation=validation, test=test)
     draft.replace(place)

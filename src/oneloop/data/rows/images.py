@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from oneloop.data.rows.found import Found
+from oneloop.data.rows.found import METADATA, Found
 
 IMAGE, LABEL, FILE = "image", "label", "file_name"
-_METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
 def image_rows(there: Found, part: str) -> Any:
@@ -41,7 +40,7 @@ def _metadata_files(there: Found) -> dict[Path, Path]:
     """By the folder that they are in."""
     folders = {there.root, *(folder for file in there.files for folder in file.relative_to(there.root).parents)}
     places = sorted({there.root / folder for folder in folders} if there.root.is_dir() else ())
-    return {folder: folder / name for folder in places for name in _METADATA if (folder / name).is_file()}
+    return {folder: folder / name for folder in places for name in METADATA if (folder / name).is_file()}
 
 
 def _described(metadata: Path) -> Mapping[Path, dict[str, Any]]:
@@ -53,8 +52,10 @@ def _described(metadata: Path) -> Mapping[Path, dict[str, Any]]:
         rows = read(metadata).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{metadata} cannot be read: {' '.join(str(error).split())}") from error
-    if not rows or FILE not in rows[0]:
-        raise ValueError(f"{metadata} has no column {FILE!r}, which says which image a row is of")
+    if not rows or not isinstance(rows[0].get(FILE), str):
+        raise ValueError(f"{metadata} has no text in a column {FILE!r}, which says which image a row is of")
+    if IMAGE in rows[0]:
+        raise ValueError(f"{metadata} has a column {IMAGE!r}, which is what the image itself is called; rename it")
     return {metadata.parent / str(row.pop(FILE)): row for row in rows}
 
 

@@ -21,6 +21,8 @@ from oneloop.data.windows import Windows
 _MEGABYTE = 1 << 20
 _SLACK = 1.25
 """groups may be in memory for so much of the window: when one ends, the next is there already"""
+_LOOKED_AT = 16
+"""groups"""
 _OPEN_FILES = 16
 """that stay open: the index of a file with many groups takes long to read"""
 
@@ -51,6 +53,8 @@ class Parquet:
         )
         groups: list[tuple[int, int, int, int]] = []
         self._types: Mapping[str, Any] = {}
+        self._repeats = False
+        """whether texts that repeat are written once in a group, and are larger in memory than its file tells"""
         for number, file in enumerate(self.files):
             groups += self._groups_of(number, file)
         self._groups = np.array(groups, dtype=np.int64).reshape(-1, 4)
@@ -62,6 +66,20 @@ class Parquet:
         self.reads = 0
         """groups that this process has read"""
         self._hold_nothing()
+        self._groups[:, 3] = np.ceil(self._groups[:, 3] * self._unpacked())
+        self.reads = 0
+        for file_number, group, rows, size in self._groups.tolist():
+            if size > self.window * _MEGABYTE:
+                raise ValueError(self._too_large(self.files[file_number], group, rows, size))
+
+    def _unpacked(self) -> float:
+        """How much larger groups are in memory than their files tell, of some that are read to see; by quarters of a
+        doubling, since the order depends on it."""
+        if not self._repeats:
+            return 1.0
+        some = np.unique(np.linspace(0, len(self._groups) - 1, _LOOKED_AT).astype(np.int64)).tolist()
+        larger = max(self.read(group)[1] / max(1, self._groups[group, 3]) for group in some)
+        return float(2 ** (np.ceil(4 * np.log2(max(1.0, larger))) / 4))
 
     def _hold_nothing(self) -> None:
         self._tables: OrderedDict[int, Any] = OrderedDict()
@@ -81,13 +99,12 @@ class Parquet:
         self._firsts = np.cumsum(sizes) - sizes
 
     def _groups_of(self, number: int, file: Path) -> list[tuple[int, int, int, int]]:
-        from datasets import Features
-
         with self._opened(file) as parquet:
             schema, metadata = parquet.schema_arrow, parquet.metadata
-            if missing := [column for column in self.columns if column not in schema.names]:
-                raise ValueError(no_column(str(file), missing[0], schema.names))
-            types = {name: kind for name, kind in Features.from_arrow_schema(schema).items() if name in self.columns}
+            for column in self.columns:
+                if schema.names.count(column) != 1:
+                    raise no_column(str(file), column, schema.names)
+            types = _types(schema, self.columns, file)
             if self._types and types != self._types:
                 changed = next(name for name in types if types[name] != self._types[name])
                 raise ValueError(
@@ -98,10 +115,13 @@ class Parquet:
             found = []
             for group in range(metadata.num_row_groups):
                 about = metadata.row_group(group)
-                size = sum(_bytes(about.column(c), about.num_rows, self.columns) for c in range(about.num_columns))
-                if size > self.window * _MEGABYTE:
-                    raise ValueError(self._too_large(file, group, about.num_rows, size))
-                found.append((number, group, about.num_rows, size))
+                columns = [about.column(column) for column in range(about.num_columns)]
+                read = [column for column in columns if _wanted(column.path_in_schema, self.columns)]
+                self._repeats |= any(
+                    column.physical_type == "BYTE_ARRAY" and any("DICTIONARY" in e for e in column.encodings)
+                    for column in read
+                )
+                found.append((number, group, about.num_rows, sum(map(_bytes, read))))
             return found
 
     def _too_large(self, file: Path, group: int, rows: int, size: int) -> str:
@@ -231,10 +251,25 @@ class Parquet:
         return {"length": len(self), "columns": sorted(self.columns), **self.content}
 
 
-def _bytes(about: Any, rows: int, columns: Sequence[str]) -> int:
-    """What a column of a group takes in memory, about: what repeats is written once in the file, but not in memory."""
-    if about.path_in_schema.split(".")[0] not in columns:
-        return 0
+def _types(schema: Any, columns: Sequence[str], file: Path) -> dict[str, Any]:
+    """What the columns hold, as ``datasets`` has it."""
+    import pyarrow
+    from datasets import Features
+
+    kept = pyarrow.schema([schema.field(column) for column in columns], metadata=schema.metadata)
+    try:
+        return dict(Features.from_arrow_schema(kept))
+    except Exception as error:  # of types that datasets does not know
+        kinds = ", ".join(f"{column} is {schema.field(column).type}" for column in columns)
+        raise ValueError(f"{file}: {kinds}, which is not read ({error})") from error
+
+
+def _wanted(path: str, columns: Sequence[str]) -> bool:
+    return any(path == column or path.startswith(f"{column}.") for column in columns)
+
+
+def _bytes(about: Any) -> int:
+    """What a column of a group takes in memory, by what its file tells."""
     width = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "INT96": 8}.get(about.physical_type, 0)
     return max(int(about.total_uncompressed_size), int(width * about.num_values))
 

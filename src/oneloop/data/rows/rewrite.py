@@ -25,7 +25,7 @@ def rewrite(old: Path, new: Path, *, rows: int) -> int:
     there = found(old, kinds=["parquet"])
     if rows < 1:
         raise ValueError(f"--rows {rows} is no group; 1000 is usual")
-    if new.exists() and any(new.iterdir()):
+    if new.exists() and (not new.is_dir() or any(new.iterdir())):
         raise ValueError(f"{new} holds something; name a new folder")
     for file in there.files:
         target = new / below(file, there.root)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from oneloop.data.mixture import Mixture, proportions
-from oneloop.data.rows.found import KINDS_OF_ROWS, found
+from oneloop.data.rows.found import KINDS_OF_ROWS, Found, found
 from oneloop.data.rows.held_out import divided
 from oneloop.data.rows.parquet import parquets
 from oneloop.data.rows.rows import Mapped, Row, Rows
-from oneloop.data.rows.table import hub, tables
+from oneloop.data.rows.table import NoColumn, hub, tables
 
 Data = str | list[dict[str, Any]]
 """a path or ``hf:NAME[:CONFIG][@REVISION]``; or several, each ``{"data": …, "weight": …}``"""
@@ -29,6 +29,8 @@ class Source:
     weight: float = 1.0
     parts: dict[str, Any] = field(default_factory=dict)
     """rows by part: train, validation, test"""
+    notes: list[str] = field(default_factory=list)
+    """what a person should know of it"""
 
 
 def named_sources(data: Data, columns: Mapping[str, str]) -> list[Source]:
@@ -78,10 +80,7 @@ def opened(source: Source, *, held_out: float, window: int, kinds: Sequence[str]
     Raises:
         ValueError: what is wrong with it.
     """
-    if not 0 < held_out < 0.5:
-        raise ValueError(f"task.held_out {held_out} must lie between 0 and 0.5; 0.05 is usual")
-    if window < 1:
-        raise ValueError(f"task.window {window} is no memory at all; it is in megabytes, 256 is usual")
+    checked(held_out, window)
     columns = list(dict.fromkeys(name for name in source.columns.values() if name))
     parts: Mapping[str, Rows]
     if source.where.startswith("hf:"):
@@ -91,12 +90,37 @@ def opened(source: Source, *, held_out: float, window: int, kinds: Sequence[str]
             there = found(source.where, kinds)
         except ValueError as error:
             raise ValueError(f"task.data: {error}") from error
-        parts = parquets(there, columns, window=window) if there.kind == "parquet" else tables(there, columns)
+        parts, test = {}, there.parts.pop("test", None) if "train" in there.parts else None
+        for several in ({**there.parts}, {"test": test} if test else {}):
+            there = Found(there.root, there.kind, several)
+            try:
+                parts |= parquets(there, columns, window=window) if there.kind == "parquet" else tables(there, columns)
+            except NoColumn as error:
+                if "test" not in several:
+                    raise
+                source.notes.append(f"{error}: the test part is left out")
     for part, rows in parts.items():
         if not len(rows):
             raise ValueError(f"task.data {source.where!r}: the {part or 'whole'} set is empty")
     source.parts = dict(divided(parts, held_out))
     return source
+
+
+def notes_of(sources: Sequence[Source]) -> list[str]:
+    """What a person should know of them."""
+    return [note for source in sources for note in source.notes]
+
+
+def checked(held_out: float, window: int) -> None:
+    """Refuses shares and windows that are none.
+
+    Raises:
+        ValueError: says so.
+    """
+    if not 0 < held_out < 0.5:
+        raise ValueError(f"task.held_out {held_out} must lie between 0 and 0.5; 0.05 is usual")
+    if window < 1:
+        raise ValueError(f"task.window {window} is no memory at all; it is in megabytes, 256 is usual")
 
 
 def sets_of(sources: Sequence[Source], make: Callable[[Source], Callable[[Row], Any]]) -> dict[str, Any]:

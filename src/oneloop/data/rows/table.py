@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import glob
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.basics.progress import Working
-from oneloop.data.rows.cache import alone, cache_folder, content_of, key_of, numbers_key
+from oneloop.data.rows.cache import alone, content_of, key_of, numbers_key
+from oneloop.data.rows.converted import converted
 from oneloop.data.rows.found import PARTS, Found
 from oneloop.data.rows.images import image_rows, metadata_of
 from oneloop.data.rows.rows import Row
@@ -81,7 +80,7 @@ def _table(there: Found, part: str, files: Sequence[Path], columns: Sequence[str
         if there.kind == "arrow":
             dataset = _mapped(files)
         if dataset is None:
-            dataset = _converted(there, part, files, content)
+            dataset = converted(there, part, files, content)
     return Table(with_columns(dataset, columns, name), {**content, **({"part": part} if part else {})}, name)
 
 
@@ -96,53 +95,6 @@ def _mapped(files: Sequence[Path]) -> Any:
         return None
 
 
-def _converted(there: Found, part: str, files: Sequence[Path], content: Mapping[str, Any]) -> Any:
-    """What ``datasets`` made of the files, once. It is kept by content: a copy or a touch makes nothing anew."""
-    from datasets import Dataset, load_dataset
-
-    options: dict[str, Any] = {}
-    if there.kind == "csv":
-        options = {"keep_default_na": False}  # a text of "NA" is a text
-        if files[0].suffix.lower() == ".tsv":
-            options["delimiter"] = "\t"
-    if there.kind == "text":
-        options["sample_by"] = "document"
-    with alone(f"tables/{key_of(there.kind, part, content)}.arrow") as place:
-        if not place.exists():
-            try:
-                made = load_dataset(
-                    there.kind,
-                    data_files=[glob.escape(str(file)) for file in files],
-                    split="train",
-                    cache_dir=str(cache_folder() / "datasets"),
-                    **options,
-                )
-            except Exception as error:  # datasets raises whatever its reader raised
-                raise ValueError(_reason(error, there.root)) from error
-            draft = place.with_suffix(f".{os.getpid()}.draft")
-            _write(made, draft)
-            draft.replace(place)
-            for file in {entry["filename"] for entry in made.cache_files}:
-                Path(file).unlink(missing_ok=True)
-        return Dataset.from_file(str(place))
-
-
-def _write(dataset: Any, file: Path) -> None:
-    import pyarrow
-
-    table = dataset.data.table
-    with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, dataset.features.arrow_schema) as writer:
-        for batch in table.to_batches(max_chunksize=1000):
-            writer.write_batch(batch)
-
-
-def _reason(error: BaseException, root: Path) -> str:
-    """The innermost cause: what the reader found wrong."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{root} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}"
-
-
 def with_columns(dataset: Any, columns: Sequence[str], name: str) -> Any:
     """The data set with these columns alone; images and sounds are left as they are stored.
 
@@ -151,8 +103,9 @@ def with_columns(dataset: Any, columns: Sequence[str], name: str) -> Any:
     """
     from datasets import Audio, Image
 
-    if missing := [column for column in columns if column not in dataset.column_names]:
-        raise ValueError(no_column(name, missing[0], dataset.column_names))
+    for column in columns:
+        if dataset.column_names.count(column) != 1:
+            raise no_column(name, column, dataset.column_names)
     dataset = dataset.select_columns(list(columns))
     for column, feature in dataset.features.items():
         if isinstance(feature, Image | Audio):
@@ -160,21 +113,29 @@ def with_columns(dataset: Any, columns: Sequence[str], name: str) -> Any:
     return dataset
 
 
-def no_column(name: str, column: str, known: Sequence[str]) -> str:
-    """The message that says so."""
-    return f"{name} has no column {column!r}; it has {', '.join(known)}"
+class NoColumn(ValueError):
+    """Rows without a column of that name."""
+
+
+def no_column(name: str, column: str, known: Sequence[str]) -> ValueError:
+    """The error that says so; or that there are two of the name."""
+    if column in known:
+        return ValueError(f"{name} has two columns {column!r}; rename one of them")
+    return NoColumn(f"{name} has no column {column!r}; it has {', '.join(known)}")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the bars of ``datasets``, which know nothing of ranks."""
+    """Without the bars of ``datasets``, which know nothing of ranks, and what it logs of errors that it raises too."""
     import datasets
 
-    shown = datasets.is_progress_bar_enabled()
+    shown, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         yield
     finally:
+        datasets.logging.set_verbosity(level)
         if shown:
             datasets.enable_progress_bars()
 
@@ -187,6 +148,8 @@ def hub(name: str, columns: Sequence[str]) -> dict[str, Table]:
     """
     from datasets import load_dataset_builder
 
+    if not name.strip(":@ "):
+        raise ValueError("task.data hf: names no data set; write hf:NAME, hf:NAME:CONFIG or hf:NAME@REVISION")
     wanted, _, revision = name.partition("@")
     path, _, config = wanted.partition(":")
     with alone(f"hub/{key_of(name)}"), quiet(), Working(f"loading {name}"):

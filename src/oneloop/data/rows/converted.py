@@ -1,0 +1,117 @@
+"""Files of text rows (json lines, csv) as memory-mapped arrow, made once and kept by content."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from oneloop.data.rows.cache import alone, key_of
+from oneloop.data.rows.found import Found
+
+_MADE = 2
+"""raised where the same files are made into something else than before"""
+_BLOCK = 64 << 20
+"""bytes of csv that are read at once; a row must fit"""
+_ROWS = 1000
+
+
+def converted(there: Found, part: str, files: Sequence[Path], content: Mapping[str, Any]) -> Any:
+    """The files as a ``datasets.Dataset``. A copy or a touch makes nothing anew.
+
+    Every value of csv is text, as it stands there: ``007`` stays what it is, and an empty field is an empty text.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    import pyarrow
+    from datasets import Dataset
+
+    if not (filled := [file for file in files if file.stat().st_size]):
+        raise ValueError(f"{there.root}: {files[0].name} is empty")
+    with alone(f"tables/{key_of(_MADE, there.kind, part, content)}.arrow") as place:
+        for again in (False, True):
+            if not place.exists():
+                draft = place.with_suffix(f".{os.getpid()}.draft")
+                if there.kind in ("csv", "tsv"):
+                    _write(_csv(filled, tabs=there.kind == "tsv"), draft)
+                else:
+                    _by_datasets(there, filled, draft)
+                draft.replace(place)
+            try:
+                return Dataset.from_file(str(place))
+            except (pyarrow.ArrowInvalid, OSError):
+                if again:
+                    raise
+                place.unlink()  # it was damaged: it is made anew
+    raise AssertionError
+
+
+def _write(batches: Iterator[Any], file: Path) -> None:
+    import pyarrow
+
+    first = next(batches, None)
+    if first is None:
+        raise ValueError("there are no rows")
+    with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, first.schema) as writer:
+        for batch in chain([first], batches):
+            for start in range(0, batch.num_rows, _ROWS):
+                writer.write_batch(batch.slice(start, _ROWS))
+
+
+def _csv(files: Sequence[Path], *, tabs: bool) -> Iterator[Any]:
+    """Rows of text; of tab-separated files quotes are letters, as IANA has it."""
+    import pyarrow
+    from pyarrow import csv
+
+    parse = csv.ParseOptions(
+        delimiter="\t" if tabs else ",", quote_char=False if tabs else '"', newlines_in_values=not tabs
+    )
+    names: list[str] = []
+    for file in files:
+        try:
+            read = csv.ReadOptions(block_size=_BLOCK)
+            with csv.open_csv(file, read_options=read, parse_options=parse) as opened:
+                own = opened.schema.names
+            if len(set(own)) < len(own):
+                twice = next(name for name in own if own.count(name) > 1)
+                raise ValueError(f"{file} has two columns {twice!r}; rename one of them")
+            names = names or own
+            if sorted(own) != sorted(names):
+                raise ValueError(f"{file} has the columns {', '.join(own)}, and {files[0].name} has {', '.join(names)}")
+            text = csv.ConvertOptions(column_types=dict.fromkeys(own, pyarrow.large_string()), include_columns=names)
+            with csv.open_csv(file, read_options=read, parse_options=parse, convert_options=text) as opened:
+                yield from opened
+        except pyarrow.ArrowException as error:
+            raise ValueError(f"{file} cannot be read as csv: {' '.join(str(error).split())}") from error
+
+
+def _by_datasets(there: Found, files: Sequence[Path], draft: Path) -> None:
+    from datasets import load_dataset
+
+    options = {"sample_by": "document"} if there.kind == "text" else {}
+    work = draft.with_suffix(".work")  # of its own: what datasets keeps goes by time and place
+    try:
+        made = load_dataset(
+            there.kind,
+            data_files=[glob.escape(str(file)) for file in files],
+            split="train",
+            cache_dir=str(work),
+            **options,
+        )
+        _write(iter(made.data.table.cast(made.features.arrow_schema).to_batches()), draft)
+    except Exception as error:  # datasets raises whatever its reader raised
+        raise ValueError(_reason(error, there.root)) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _reason(error: BaseException, root: Path) -> str:
+    """The innermost cause: what the reader found wrong."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{root} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}"
