@@ -316,7 +316,7 @@ CODE = {
 
 DATA = {
     "a column of chats": Case(
-        ("line 1", "'messages' holds a list", "text is needed"),
+        ("chats.jsonl: 'messages' holds lists of objects of role, content", "text is needed"),
         recipe=("gpt", "--task.data", "chats.jsonl", "--task.column", "messages"),
     ),
     "csv without the column": Case(

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from oneloop.basics.names import bare_name
 from oneloop.basics.sharding import reshard
-from oneloop.basics.tensors import as_real, bare_name, local
+from oneloop.basics.tensors import as_real, local
 
 
 class EMA:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-_INSERTED = ("_orig_mod.", "_checkpoint_wrapped_module.")
+from oneloop.basics.names import bare_name
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -20,14 +20,6 @@ def local(tensor: Tensor) -> Tensor:
 def as_real(tensor: Tensor) -> Tensor:
     """A complex tensor as a real view of it, of shape (…, 2), for files that hold no complex numbers; others as is."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def bare_name(name: str) -> str:
-    """A parameter's name without what DDP, torch.compile and recompute put into it."""
-    name = name.removeprefix("module.")
-    for inserted in _INSERTED:
-        name = name.replace(inserted, "")
-    return name
 
 
 def optimized(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor, dict[str, Any]]]:

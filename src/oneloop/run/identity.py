@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from oneloop.basics.tensors import bare_name
+from oneloop.basics.names import bare_name
 from oneloop.data.keyed import Keyed
 from oneloop.data.rows.changes import changes, fingerprint_of
 from oneloop.optim.groups import LR_FACTOR

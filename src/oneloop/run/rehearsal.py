@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from oneloop.basics.errors import BadInput
+from oneloop.basics.names import bare_name
 from oneloop.basics.sharding import reshard
-from oneloop.basics.tensors import bare_name
 from oneloop.checkpoint.weights import bare
 from oneloop.data.groups import transferred
 from oneloop.data.keyed import Keyed

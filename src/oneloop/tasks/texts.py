@@ -87,8 +87,7 @@ def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
         return {name: InMemory(part) for name, part in held_out(stdlib()).items()}
     there = None if where.startswith("hf:") else _found(where)
     if there is None or there.kind != "text" or sum(file.stat().st_size for file in there.files) > _IN_MEMORY:
-        opened(source, held_out=share, window=window, kinds=_KINDS)
-        check_texts([source], "column")
+        opened(source, held_out=share, window=window, kinds=_KINDS, check=lambda it: check_texts(it, "column"))
         return {name: InRows(rows, column) for name, rows in source.parts.items()}
     parts = {part: documents(files, there.root) for part, files in there.parts.items()}
     content = content_of(there.files, there.root)

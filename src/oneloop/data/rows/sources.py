@@ -68,7 +68,14 @@ def named_sources(data: Data, columns: Mapping[str, str]) -> list[Source]:
     return [source for source in sources if source.weight]
 
 
-def opened(source: Source, *, held_out: float, window: int, kinds: Sequence[str] = KINDS_OF_ROWS) -> Source:
+def opened(
+    source: Source,
+    *,
+    held_out: float,
+    window: int,
+    kinds: Sequence[str] = KINDS_OF_ROWS,
+    check: Callable[[Sequence[Source]], None] | None = None,
+) -> Source:
     """The source with its rows, of its columns alone.
 
     Args:
@@ -76,34 +83,47 @@ def opened(source: Source, *, held_out: float, window: int, kinds: Sequence[str]
         held_out: share of the rows for validation, and as much for test, where it has no such part.
         window: megabytes of parquet rows that a process may hold.
         kinds: of files that are looked for.
+        check: raises where the rows are not what the task needs, before some are held out.
 
     Raises:
         ValueError: what is wrong with it.
     """
     checked(held_out, window)
-    columns = list(dict.fromkeys(name for name in source.columns.values() if name))
-    parts: Mapping[str, Rows]
-    if source.where.startswith("hf:"):
-        parts = hub(source.where[3:], columns)
-    else:
-        try:
-            there = found(source.where, kinds)
-        except ValueError as error:
-            raise ValueError(f"task.data: {error}") from error
-        parts, test = {}, there.parts.pop("test", None) if "train" in there.parts else None
-        for several in ({**there.parts}, {"test": test} if test else {}):
-            there = Found(there.root, there.kind, several)
-            try:
-                parts |= parquets(there, columns, window=window) if there.kind == "parquet" else tables(there, columns)
-            except NoColumn as error:
-                if "test" not in several:
-                    raise
-                source.notes.append(f"{error}: the test part is left out")
+    try:
+        parts = _rows_of(source, window, kinds)
+    except NoColumn as error:
+        keys = " or ".join(f"task.{key}" for key, name in source.columns.items() if name == error.column)
+        raise ValueError(f"{error}; name another with {keys}") from error
     for part, rows in parts.items():
         if not len(rows):
             raise ValueError(f"task.data {source.where!r}: the {part or 'whole'} set is empty")
+    source.parts = dict(parts)
+    if check:
+        check([source])
     source.parts = dict(divided(parts, held_out))
     return source
+
+
+def _rows_of(source: Source, window: int, kinds: Sequence[str]) -> Mapping[str, Rows]:
+    """The rows by part; a test part without a column is left out, and said."""
+    columns = list(dict.fromkeys(name for name in source.columns.values() if name))
+    if source.where.startswith("hf:"):
+        return hub(source.where[3:], columns)
+    try:
+        there = found(source.where, kinds)
+    except ValueError as error:
+        raise ValueError(f"task.data: {error}") from error
+    parts: dict[str, Rows] = {}
+    test = there.parts.pop("test", None) if "train" in there.parts else None
+    for several in ({**there.parts}, {"test": test} if test else {}):
+        there = Found(there.root, there.kind, several)
+        try:
+            parts |= parquets(there, columns, window=window) if there.kind == "parquet" else tables(there, columns)
+        except NoColumn as error:
+            if "test" not in several:
+                raise
+            source.notes.append(f"{error}: the test part is left out")
+    return parts
 
 
 def notes_of(sources: Sequence[Source]) -> list[str]:

@@ -116,12 +116,16 @@ def with_columns(dataset: Any, columns: Sequence[str], name: str) -> Any:
 class NoColumn(ValueError):
     """Rows without a column of that name."""
 
+    def __init__(self, name: str, column: str, known: Sequence[str]) -> None:
+        super().__init__(f"{name} has no column {column!r}; it has {', '.join(known)}")
+        self.column = column
+
 
 def no_column(name: str, column: str, known: Sequence[str]) -> ValueError:
     """The error that says so; or that there are two of the name."""
     if column in known:
         return ValueError(f"{name} has two columns {column!r}; rename one of them")
-    return NoColumn(f"{name} has no column {column!r}; it has {', '.join(known)}")
+    return NoColumn(name, column, known)
 
 
 @contextmanager
