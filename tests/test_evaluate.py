@@ -74,6 +74,42 @@ def results() -> dict:
     return found
 
 
+class Centred(nn.Module):
+    """Less the mean that it has seen in training; and buffers of other types."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2, 2))
+        self.norm = nn.BatchNorm1d(1)
+        self.register_buffer("mask", torch.tensor([False, True, False]))
+        self.register_buffer("turn", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("none", torch.zeros(0))
+
+    def forward(self, x):
+        return self.norm(x) * self.scale[0, 0]
+
+
+def with_statistics() -> dict:
+    from oneloop.evaluate import evaluate
+    from oneloop.run.processes import start
+
+    world = start()
+    rank = world.accelerator.process_index
+    model = world.prepare(Centred())
+    for buffer in model.buffers():
+        buffer += torch.tensor(rank).to(buffer.dtype)
+    found = evaluate(Squares(), model, list(range(7)), accelerator=world.accelerator, micro=2)
+    return {"loss": found["loss"], **{name.removeprefix("module."): own for name, own in model.named_buffers()}}
+
+
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_the_statistics_of_rank_0_count(config):
+    for found in run(with_statistics, ranks=2, config=config).ok():
+        assert found["loss"] == pytest.approx(sum(i * i for i in range(7)) / 28 / (1 + 1e-5))
+        assert found["norm.running_mean"] == 0 and found["norm.num_batches_tracked"] == 0
+        assert found["mask"].tolist() == [False, True, False] and found["turn"].tolist() == [0, 0]
+
+
 @pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (3, "ddp"), (2, "fsdp2")])
 def test_every_sample_counts_once(ranks, config):
     for found in run(results, ranks=ranks, config=config).ok():

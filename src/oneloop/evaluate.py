@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from oneloop.basics.buffers import share_buffers
 from oneloop.basics.progress import tracked
 from oneloop.basics.sharding import reshard
 from oneloop.data.groups import Batch, Weighed, loader, transferred
@@ -77,6 +78,7 @@ def evaluate(
     measured = task.metrics().to(device) if hasattr(task, "metrics") else None
     totals, weights = torch.zeros(len(sources), dtype=wide, device=device), [0.0] * len(sources)
     loaded = loader(keyed, collate, share.places, workers=workers, device=device)
+    share_buffers(model)
     with evaluating(model):
         batches = tracked(_weighed(loaded, device), "evaluating", total=len(share.places))
         for source, (batch, weight) in zip(share.sources, batches, strict=True):

@@ -24,6 +24,7 @@ from oneloop.basics.progress import Working
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint import writer
 from oneloop.checkpoint.state import (
+    buffers_of,
     described,
     header_of,
     load_tensors,
@@ -103,7 +104,7 @@ class Checkpoints:
         """
         trouble = self.finish()
         tensors = model_tensors(model) | optimizer_tensors(model, optimizer) | dict(extra or {})
-        mine = pieces(tensors, rank=self.rank, ranks=self.ranks)
+        mine = pieces(tensors, rank=self.rank, ranks=self.ranks, of_rank_0=buffers_of(model))
         header, size = header_of(mine)
         self._attempt += 1
         request = writer.SaveRequest(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,22 @@ class Piece:
     offset: tuple[int, ...]
 
 
-def pieces(tensors: Mapping[str, Tensor], *, rank: int, ranks: int) -> list[Piece]:
-    """What this rank writes: of a sharded tensor its own shard, of whole ones a fair share. No communication."""
+def buffers_of(model: nn.Module) -> set[str]:
+    """Names, in a checkpoint, of what each rank moves by itself, such as BatchNorm's statistics."""
+    return {f"model.{bare_name(name)}" for name, _ in model.named_buffers()}
+
+
+def pieces(
+    tensors: Mapping[str, Tensor], *, rank: int, ranks: int, of_rank_0: Collection[str] = frozenset()
+) -> list[Piece]:
+    """What this rank writes: of a sharded tensor its own shard, of whole ones a fair share. No communication.
+
+    Args:
+        tensors: by their names in the checkpoint, in the same order on all ranks.
+        rank: this one.
+        ranks: of the run.
+        of_rank_0: names of those that may differ between ranks; rank 0's are kept.
+    """
     mine: list[Piece] = []
     load = [0] * ranks
     for name, tensor in tensors.items():
@@ -107,7 +121,7 @@ def pieces(tensors: Mapping[str, Tensor], *, rank: int, ranks: int) -> list[Piec
             if not replica and tensor.to_local().numel():
                 mine.append(Piece(name, tensor.to_local(), tuple(offset)))
             continue
-        owner = load.index(min(load))
+        owner = 0 if name in of_rank_0 else load.index(min(load))
         load[owner] += tensor.numel() * tensor.element_size() + 1
         if owner == rank:
             mine.append(Piece(name, tensor, (0,) * tensor.ndim))
