@@ -31,10 +31,22 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
     # accelerate wants an optimizer beside the model, and would rebind its parameters by address; the real one is
     # built on the sharded parameters instead.
     plugin = accelerator.state.fsdp_plugin
-    plugin.transformer_cls_names_to_wrap = plugin.transformer_cls_names_to_wrap or list(blocks) or None
+    asked = plugin.transformer_cls_names_to_wrap or list(blocks)
+    plugin.transformer_cls_names_to_wrap = _around_no_embedding(model, asked) or None
     prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     accelerator._optimizers.clear()
     return prepared  # type: ignore[no-any-return]
+
+
+def _around_no_embedding(model: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """Those that do not hold the input embedding, which accelerate shards by itself, and could not a second time."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    around = {
+        type(module).__name__
+        for module in model.modules()
+        if module is not embedding and any(inner is embedding for inner in module.modules())
+    }
+    return [name for name in blocks if name not in around]
 
 
 def sharded_precision(precision: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from oneloop.data.rows.rows import Mapped, Row
 from oneloop.data.rows.sources import Data, Source, named_sources, notes_of, opened, sets_of
 from oneloop.tasks.base import Task
 from oneloop.tasks.columns import columns_of, decoded, is_image, refused
+from oneloop.tasks.image_models import Pretrained, image_model, is_transformers, statistics
 from oneloop.tasks.labels import classes_of
 from oneloop.tasks.metrics import ClassCounts
 
@@ -31,10 +32,15 @@ class ImageClassification(Task):
         data: digits (8x8, packaged with scikit-learn), mnist, fashion_mnist, cifar10, cifar100; a folder with
             train/CLASS/*.png and validation/CLASS/*.png (test/ too), or CLASS/*.png; a file or folder of parquet or
             arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight: 0.7}, …].
-        model: cnn, or the name of a torchvision model.
+        model: cnn; one of torchvision's by name; timm:NAME; a folder that transformers saved, or hf:ID[@REVISION]; or
+            module.Class, called with num_classes.
+        pretrained: a .safetensors file, or a folder with one; true: the weights that belong to the model's name (of a
+            folder or hf: they are taken unless this is false). Where they are of other classes the last layer is new.
         width: channels of the CNN's first layer.
         augment: shift (and, but for digits and letters, mirror) the training images at random.
         image_size: pixels of a side that own images are resized to.
+        mean: of the pixels (0 to 1), by channel, subtracted from own images (null: what the model says, else 0.5).
+        std: that they are divided by (null: the same).
         image: column of the image.
         label: column of the class.
         held_out: share of the rows for validation, and as much for test, where the data has no such parts.
@@ -51,9 +57,12 @@ class ImageClassification(Task):
         self,
         data: str | list[dict[str, Any]] = "digits",
         model: str = "cnn",
+        pretrained: Pretrained = None,
         width: int = 32,
         augment: bool = True,
         image_size: int = 64,
+        mean: list[float] | None = None,
+        std: list[float] | None = None,
         image: str = "image",
         label: str = "label",
         held_out: float = 0.05,
@@ -63,7 +72,7 @@ class ImageClassification(Task):
         smoothing: float = 0.0,
         dropout: float = 0.0,
     ) -> None:
-        self.architecture = model
+        self.architecture, self.pretrained = model, pretrained
         self.width = width
         self.smoothing = smoothing
         self.dropout = dropout
@@ -75,7 +84,10 @@ class ImageClassification(Task):
             parts, self.classes = _torchvision(data, root, download)
         else:
             columns = {"image": image, "label": label}
-            parts, self.classes, self.notes = _rows(data, columns, image_size, held_out=held_out, window=window)
+            own = statistics(model)
+            pixels = _prepared(image_size, mean or own[0], std or own[1])
+            parts, self.classes, self.notes = _rows(data, columns, pixels, held_out=held_out, window=window)
+        self._of_data = list(self.notes)
         how: _Augment = "none" if not augment else "mirrored" if mirror else "shifted"
         self._train = Images(parts.pop("train"), augment=how)
         self._evals = {name: Images(part) for name, part in parts.items()}
@@ -84,15 +96,9 @@ class ImageClassification(Task):
     def model(self) -> nn.Module:
         if self.architecture == "cnn":
             return CNN(self.shape[0], len(self.classes), width=self.width, dropout=self.dropout)
-        from torchvision import models
-
-        known = models.list_models(module=models)
-        if self.architecture not in known:
-            raise ValueError(
-                f"task.model {self.architecture!r} is neither cnn nor one of torchvision's {len(known)}"
-                " classification models (resnet18, vit_b_16, …)"
-            )
-        return models.get_model(self.architecture, num_classes=len(self.classes))  # type: ignore[no-any-return]
+        model, notes = image_model(self.architecture, self.classes, pretrained=self.pretrained)
+        self.notes = [*self._of_data, *notes]
+        return model
 
     def train_set(self) -> Images:
         return self._train
@@ -109,8 +115,14 @@ class ImageClassification(Task):
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         logits = model(batch["image"])
+        logits = getattr(logits, "logits", logits)  # transformers returns more
         each = F.cross_entropy(logits, batch["label"], reduction="none", label_smoothing=self.smoothing)
         return each.sum(), {"logits": logits.detach(), "loss": each.detach()}
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        """Of a model of transformers the files that make ``from_pretrained`` load the folder."""
+        if is_transformers(self.architecture):
+            model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
 
     def metrics(self) -> ClassCounts:
         return ClassCounts(len(self.classes))
@@ -238,14 +250,15 @@ def _torchvision(data: str, root: str, download: bool) -> tuple[dict[str, Any], 
 # --- people's own -----------------------------------------------------------------------------------------------------
 
 
-def _rows(data: Data, columns: Mapping[str, str], size: int, *, held_out: float, window: int) -> Any:
+def _rows(
+    data: Data, columns: Mapping[str, str], prepared: Callable[[Any], Tensor], *, held_out: float, window: int
+) -> Any:
     """Data sets by part, their classes, and what a person should know of them."""
     sources = [opened(one, held_out=held_out, window=window) for one in named_sources(data, columns)]
     for source, _, rows, column in columns_of(sources, "image"):
         if not is_image(rows.types[column]):
             raise refused(source, "image", rows.types[column], "images are needed (files, or their bytes)")
     classes, numbers = classes_of(sources, "label")
-    prepared = _prepared(size)
 
     def sample(source: Source) -> Callable[[Row], tuple[Tensor, int]]:
         image, label, number = source.columns["image"], source.columns["label"], numbers[source.name]
@@ -254,9 +267,9 @@ def _rows(data: Data, columns: Mapping[str, str], size: int, *, held_out: float,
     return sets_of(sources, sample), classes, notes_of(sources)
 
 
-def _prepared(size: int) -> Callable[[Any], Tensor]:
-    """Pixels from -1 to 1, all images of one size."""
+def _prepared(size: int, mean: Sequence[float], std: Sequence[float]) -> Callable[[Any], Tensor]:
+    """Images of one size, their pixels around 0."""
     from torchvision import transforms
 
-    steps = [transforms.Resize((size, size)), transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.5] * 3)]
+    steps = [transforms.Resize((size, size)), transforms.ToTensor(), transforms.Normalize(mean, std)]
     return transforms.Compose(steps)  # type: ignore[no-any-return]

@@ -1,0 +1,255 @@
+"""Image models by name: transformers', timm's, torchvision's or a class of one's own, from scratch or pretrained."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Pretrained = bool | str | None
+"""nothing, the name's own weights, or a file or folder of them"""
+_HUB = "hf:"
+_TIMM = "timm:"
+_WEIGHTS = "model.safetensors"
+
+
+def image_model(name: str, classes: Sequence[str], *, pretrained: Pretrained = None) -> tuple[nn.Module, list[str]]:
+    """A model of so many classes, and what a person should know of it.
+
+    Args:
+        name: ``timm:NAME``; ``hf:ID[@REVISION]`` or a folder that transformers saved; one of torchvision's; or
+            ``module.Class``, which is called with ``num_classes``.
+        classes: their names. Where the weights are of others, the last layer is new.
+        pretrained: a .safetensors file or a folder with one; true: the weights that belong to the name; false: none.
+            None: those of a folder or of ``hf:``, else none.
+
+    Raises:
+        ValueError: there is no such model, or the weights are of another one or no safetensors.
+    """
+    if is_transformers(name):
+        if isinstance(pretrained, str):
+            raise ValueError(f"task.model {name!r} has weights of its own; leave task.pretrained {pretrained!r} out")
+        return _of_transformers(name, classes, pretrained=pretrained is not False)
+    if name.startswith(_TIMM):
+        model = _of_timm(name.removeprefix(_TIMM), len(classes))
+    elif "." in name:
+        model = _own(name, len(classes))
+    else:
+        model = _of_torchvision(name, len(classes))
+    if pretrained in (None, False):
+        return model, []
+    return model, fitted(model, _weights_of(name, model, pretrained), len(classes))
+
+
+def is_transformers(name: str) -> bool:
+    """Whether the name leads to a folder, or hub repository, of transformers."""
+    return name.startswith(_HUB) or (Path(name).expanduser() / "config.json").is_file()
+
+
+def statistics(name: str) -> tuple[Sequence[float], Sequence[float]]:
+    """Mean and standard deviation of the pixels (0 to 1) that a model wants, by channel; 0.5 where it does not say.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    about: Mapping[str, Any] = {}
+    if is_transformers(name):
+        file = _file(name, "preprocessor_config.json", needed=False)
+        said = json.loads(file.read_text()) if file else {}
+        about = {"mean": said.get("image_mean"), "std": said.get("image_std")}
+    elif name.startswith(_TIMM):
+        import timm
+
+        _of_timm_known(name.removeprefix(_TIMM))
+        about = vars(timm.get_pretrained_cfg(name.removeprefix(_TIMM), allow_unregistered=True))
+    return about.get("mean") or [0.5] * 3, about.get("std") or [0.5] * 3
+
+
+# --- where they are from ----------------------------------------------------------------------------------------------
+
+
+def _of_transformers(name: str, classes: Sequence[str], *, pretrained: bool) -> tuple[nn.Module, list[str]]:
+    from transformers import AutoConfig, AutoModelForImageClassification
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # which knows nothing of ranks
+    where, revision = _place(name)
+    known = {"revision": revision, "trust_remote_code": False}
+    labels = {"id2label": dict(enumerate(classes)), "label2id": {label: i for i, label in enumerate(classes)}}
+    try:
+        config = AutoConfig.from_pretrained(where, **known, **labels)
+        if not pretrained:
+            return AutoModelForImageClassification.from_config(config), []
+        model, info = AutoModelForImageClassification.from_pretrained(
+            where,
+            config=config,
+            **known,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            dtype=torch.float32,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(f"task.model {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
+    other = {entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]}
+    notes = _judged(model, set(info["missing_keys"]), set(info["unexpected_keys"]), other, len(classes), where)
+    return model.train(), notes
+
+
+def _of_timm_known(name: str) -> None:
+    try:
+        import timm
+    except ImportError as error:
+        raise ValueError(f"task.model timm:{name} needs timm, which is not installed; pip install timm") from error
+    if not timm.is_model(name):
+        near = get_close_matches(name.partition(".")[0], timm.list_models(), n=3)
+        raise ValueError(
+            f"task.model timm:{name} is none of timm's {len(timm.list_models()):,} models"
+            f"{'; near it are ' + ', '.join(near) if near else ''}"
+        )
+
+
+def _of_timm(name: str, classes: int) -> nn.Module:
+    _of_timm_known(name)
+    import timm
+
+    made: nn.Module = timm.create_model(name, pretrained=False, num_classes=classes)
+    return made
+
+
+def _of_torchvision(name: str, classes: int) -> nn.Module:
+    from torchvision import models
+
+    known = models.list_models(module=models)
+    if name not in known:
+        raise ValueError(
+            f"task.model {name!r} is neither cnn, a folder that transformers saved, hf:ID, timm:NAME, module.Class, nor"
+            f" one of torchvision's {len(known)} classification models (resnet18, vit_b_16, …)"
+        )
+    made: nn.Module = models.get_model(name, num_classes=classes)
+    return made
+
+
+def _own(path: str, classes: int) -> nn.Module:
+    module, _, attribute = path.rpartition(".")
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        raise ValueError(f"task.model {path!r} is of Python's standard library, where no model is")
+    try:
+        made = getattr(import_module(module), attribute)(num_classes=classes)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(f"task.model {path!r} cannot be made with num_classes={classes}: {error}") from error
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"task.model {path!r} made a {type(made).__name__}, and a torch.nn.Module is needed")
+    return made
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def fitted(
+    model: nn.Module, weights: Mapping[str, Tensor], classes: int, *, source: str = "task.pretrained"
+) -> list[str]:
+    """Loads weights, all but the last layer where they are of other classes; what a person should know of it.
+
+    Args:
+        model: to load into.
+        weights: by the model's own names.
+        classes: outputs of the last layer.
+        source: for messages.
+
+    Raises:
+        ValueError: they are of another model.
+    """
+    own = model.state_dict()
+    other = {name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape}
+    notes = _judged(model, own.keys() - weights.keys(), weights.keys() - own.keys(), other, classes, source)
+    with torch.no_grad():
+        for name in (own.keys() & weights.keys()) - other:
+            own[name].copy_(weights[name])
+    return notes
+
+
+def _judged(
+    model: nn.Module, missing: Iterable[str], strange: Iterable[str], other: Iterable[str], classes: int, source: str
+) -> list[str]:
+    """Refuses weights that differ in more than the last layer."""
+    head = _head(model, classes)
+    new = {name for name in (*missing, *other) if name.rpartition(".")[0] == head}
+    wrong = [
+        f"{what}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+        for what, names in (
+            ("missing", sorted(set(missing) - new)),
+            ("unexpected", sorted(set(strange))),
+            ("of another shape", sorted(set(other) - new)),
+        )
+        if names
+    ]
+    if wrong:
+        raise ValueError(f"{source}: the weights are of another model ({'; '.join(wrong)}); name the model they are of")
+    return [f"the last layer ({head}) is new: the weights are of other classes"] if new else []
+
+
+def _head(model: nn.Module, classes: int) -> str:
+    """The name of the last layer with an output for each class."""
+    found = ""
+    for name, module in model.named_modules():
+        if getattr(module, "out_features", getattr(module, "out_channels", None)) == classes:
+            found = name
+    return found
+
+
+def _weights_of(name: str, model: nn.Module, pretrained: bool | str | None) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if pretrained is True:
+        hub = getattr(model, "pretrained_cfg", {}).get("hf_hub_id")
+        if not hub:
+            raise ValueError(
+                f"task.pretrained: the public weights of {name!r} are pickles, which are never loaded; give a"
+                " .safetensors file, or a timm: or hf: model"
+            )
+        pretrained = f"{_HUB}{hub}"
+    path = Path(str(pretrained)).expanduser()
+    file = path if path.is_file() else _file(str(pretrained), _WEIGHTS)
+    assert file is not None
+    if file.suffix != ".safetensors":
+        raise ValueError(f"task.pretrained {file} is no .safetensors file; pickled weights are never loaded")
+    try:
+        return dict(load_file(file))
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"task.pretrained {file} cannot be read: {error}") from error
+
+
+def _place(name: str) -> tuple[str, str | None]:
+    """Folder or repository, and revision."""
+    if not name.startswith(_HUB):
+        return str(Path(name).expanduser()), None
+    where, _, revision = name.removeprefix(_HUB).partition("@")
+    return where, revision or None
+
+
+def _file(name: str, file: str, *, needed: bool = True) -> Path | None:
+    """A file of a folder, or of a hub repository."""
+    where, revision = _place(name)
+    if not name.startswith(_HUB):
+        if (path := Path(where) / file).is_file():
+            return path
+        if needed:
+            raise ValueError(f"task.pretrained {name!r}: no {path}; give a .safetensors file or a folder with one")
+        return None
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(where, file, revision=revision))
+    except Exception as error:  # of many kinds
+        if needed:
+            raise ValueError(f"{name} has no {file} that can be had: {' '.join(str(error).split())}") from error
+        return None

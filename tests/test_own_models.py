@@ -1,0 +1,173 @@
+"""Image models of other libraries: fine-tuned with frozen layers and layer-wise rates, and loaded there again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import ViTConfig, ViTForImageClassification
+
+from oneloop.optim.groups import matches
+from oneloop.tasks.image_classification import ImageClassification
+from oneloop.tasks.image_models import fitted, image_model
+from own_files import images
+from silent_cases import unfinished
+from worlds import run, train
+
+SPLITS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
+COMMON = ["--duration", "6", "--batch.size", "8", "--save.every", "3", "--eval.every", "0", "--track", "none"]
+COMMON += ["--task.augment", "false", "--task.held_out", "0.2", "--optimizer.lr", "1e-3", "--ema.half_life", "16"]
+
+
+def vit(folder: Path, classes: int) -> Path:
+    """A small ViT as transformers saves it, of other classes."""
+    torch.manual_seed(1)
+    config = ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=16,
+        patch_size=4,
+        num_labels=classes,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    ViTForImageClassification(config).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.4] * 3, "image_std": [0.3] * 3}))
+    return folder
+
+
+def made_by_transformers(where: Path):
+    from transformers import AutoModelForImageClassification
+
+    model = AutoModelForImageClassification.from_pretrained(where)
+    return lambda batch: model(batch).logits, model.eval()
+
+
+def made_by_timm(where: Path):
+    import timm
+
+    model = timm.create_model("test_resnet", num_classes=3, checkpoint_path=str(where / "model.safetensors")).eval()
+    return model, model
+
+
+def made_by_torchvision(where: Path):
+    from torchvision.models import get_model
+
+    model = get_model("mobilenet_v3_small", num_classes=3).eval()
+    model.load_state_dict(load_file(where / "model.safetensors"))
+    return model, model
+
+
+def weights_of(name: str, folder: Path) -> list[str]:
+    """The words that name a pretrained model of five classes."""
+    if name == "transformers":
+        return ["--task.model", str(vit(folder / "vit", 5)), "--task.image_size", "16"]
+    torch.manual_seed(1)
+    named = {"timm": "timm:test_resnet", "torchvision": "mobilenet_v3_small"}[name]
+    model, _ = image_model(named, list("abcde"))
+    save_file(model.state_dict(), folder / "five.safetensors")
+    return ["--task.model", named, "--task.pretrained", str(folder / "five.safetensors"), "--task.image_size", "32"]
+
+
+FROZEN = {
+    "transformers": ({"vit.embeddings": {"freeze": True}}, "0.5", made_by_transformers),
+    "timm": ({"conv1": {"freeze": True}, "bn1": {"freeze": True}, "layer1": {"freeze": True}}, "1", made_by_timm),
+    "torchvision": ({"features.[0-3]": {"freeze": True}, "*.bias": {"lr_factor": 2}}, "1", made_by_torchvision),
+}
+
+
+@pytest.mark.parametrize(("config", "ranks"), SPLITS)
+@pytest.mark.parametrize("name", FROZEN)
+def test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_from(tmp_path, name, config, ranks):
+    groups, decay, load = FROZEN[name]
+    images(tmp_path / "data", "folders", each=20)
+    words = ["digits", "--task.data", str(tmp_path / "data"), *weights_of(name, tmp_path), *COMMON]
+    words += ["--optimizer.groups", json.dumps(groups), "--optimizer.layer_decay", decay, "--run.dir", "run"]
+    world = run(train, words, ranks=ranks, config=config, folder=tmp_path)
+    world.ok()
+    assert "is new: the weights are of other classes" in world.output
+    printed = json.loads((tmp_path / "run" / "summary.json").read_text())
+    last = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    unfinished(tmp_path / "run", 3)
+    world = run(train, words, ranks=ranks, config=config, folder=tmp_path)
+    world.ok()
+    assert "going on from run/checkpoints/step-00000003" in world.output
+    again = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert {tensor for tensor in last if not torch.equal(last[tensor], again[tensor])} == set()
+
+    named, size = (words[words.index(f"--task.{key}") + 1] for key in ("model", "image_size"))
+    task = ImageClassification(str(tmp_path / "data"), named, augment=False, held_out=0.2, image_size=int(size))
+    forward, model = load(tmp_path / "run" / "final")
+    held_out = task.eval_sets()["validation"]
+    batch = task.collate([held_out[index] for index in range(len(held_out))])
+    with torch.no_grad():
+        loss = F.cross_entropy(forward(batch["image"]), batch["label"]).item()
+    assert loss == pytest.approx(printed["eval/loss"], abs=1e-5)
+
+    if name == "transformers":
+        first = ViTForImageClassification.from_pretrained(tmp_path / "vit").state_dict()
+    else:
+        first = load_file(tmp_path / "five.safetensors")
+    frozen = {
+        tensor
+        for tensor in last
+        if any(matches(pattern, tensor) for pattern, own in groups.items() if own.get("freeze"))
+    }
+    assert frozen and all(torch.equal(first[tensor], last[tensor]) for tensor in frozen)  # BatchNorm's statistics too
+    for tensor in {tensor for tensor in last if tensor.endswith(".weight")} - frozen:
+        assert first[tensor].shape != last[tensor].shape or not torch.equal(first[tensor], last[tensor]), tensor
+
+
+BAD = {
+    "an unknown timm name": (["timm:resnet19"], "timm:resnet19 is none of timm's .* near it are .*resnet"),
+    "an unknown name": (["resnet19"], "'resnet19' is neither cnn, a folder"),
+    "pickled weights": (
+        ["mobilenet_v3_small", "PICKLE"],
+        "weights.pth is no .safetensors file; pickled weights are never",
+    ),
+    "public weights of torchvision": (["mobilenet_v3_small", True], "are pickles, which are never loaded"),
+    "weights of another model": (["timm:test_resnet", "OTHER"], "the weights are of another model \\(missing: "),
+    "no weights": (["timm:test_resnet", "NOWHERE"], "no .*model.safetensors"),
+    "a class of the standard library": (["json.JSONDecoder"], "is of Python's standard library"),
+    "a class that is no model": (["own_files.bulk"], "cannot be made with num_classes=3"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_models_that_are_none_are_told(tmp_path, name):
+    (model, *pretrained), says = BAD[name]
+    torch.save({}, tmp_path / "weights.pth")
+    save_file({"a": torch.zeros(2)}, tmp_path / "other.safetensors")
+    places = {"PICKLE": tmp_path / "weights.pth", "OTHER": tmp_path / "other.safetensors", "NOWHERE": tmp_path}
+    given = [str(places[one]) if isinstance(one, str) else one for one in pretrained]
+    with pytest.raises(ValueError, match=says):
+        image_model(model, list("abc"), pretrained=given[0] if given else None)
+
+
+def test_a_head_that_does_not_fit_is_new_and_nothing_else_may_be():
+    model, _ = image_model("timm:test_resnet", list("abc"))
+    other, _ = image_model("timm:test_resnet", list("abcde"))
+    weights = other.state_dict()
+    before = model.get_classifier().weight.clone()
+    assert fitted(model, weights, 3) == ["the last layer (fc) is new: the weights are of other classes"]
+    assert torch.equal(model.get_classifier().weight, before)
+    own = model.state_dict()
+    assert all(torch.equal(own[tensor], weights[tensor]) for tensor in own if not tensor.startswith("fc."))
+    spoiled = {**weights, next(iter(weights)): torch.zeros(1)}
+    with pytest.raises(ValueError, match="of another shape"):
+        fitted(model, spoiled, 3)
+
+
+def test_pixels_are_as_the_model_wants_them(tmp_path):
+    images(tmp_path / "data", "folders", each=8)
+    own = {"data": str(tmp_path / "data"), "augment": False, "held_out": 0.2, "image_size": 16}
+    plain = ImageClassification(**own).train_set()[0][0]
+    wanted = ImageClassification(**own, model=str(vit(tmp_path / "vit", 3))).train_set()[0][0]
+    said = ImageClassification(**own, mean=[0.0] * 3, std=[1.0] * 3).train_set()[0][0]
+    assert torch.allclose(plain, said * 2 - 1) and torch.allclose(wanted, (said - 0.4) / 0.3, atol=1e-6)
