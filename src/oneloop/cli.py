@@ -18,6 +18,7 @@ import yaml
 from oneloop.basics.errors import BAD_INPUT, ERROR, BadInput
 from oneloop.basics.orphans import die_with
 from oneloop.basics.text import printable
+from oneloop.checkpoint.base import base_problems
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files, read_manifest, step_of
 
 _USAGE = """usage: oneloop launch [accelerate launch's options] RECIPE [--key value …]
@@ -68,7 +69,7 @@ def verify(words: Sequence[str]) -> int:
     store = _store(given["RUN"])
     bad = 0
     for path in store.sealed():
-        wrong = problems(path)
+        wrong = problems(path) or base_problems(path)
         bad += bool(wrong)
         print(printable(f"{path.name}: {'good' if not wrong else '; '.join(wrong)}"))
     final = Path(given["RUN"]) / "final"
@@ -213,7 +214,7 @@ def _chosen(store: Store, asked: str) -> Path:
         step = newest if asked == "newest" else int(asked) if asked.isdigit() else -1
     if step not in names:
         raise BadInput(f"--checkpoint {asked}: there is none; steps: {', '.join(map(str, names))}")
-    if wrong := problems(names[step]):
+    if wrong := problems(names[step]) or base_problems(names[step]):
         raise BadInput(f"{names[step]} is damaged: {'; '.join(wrong)}; choose another with --checkpoint STEP")
     return names[step]
 

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from oneloop.basics.progress import Working
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint import writer
+from oneloop.checkpoint.frozen import Base
 from oneloop.checkpoint.state import (
     buffers_of,
     described,
@@ -65,6 +66,7 @@ class Checkpoints:
         self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
         self._sync, self._say = sync, say
         self._host: Any = dist.new_group(backend="gloo") if self.ranks > 1 else None
+        self._base = Base(self.store, rank=self.rank, agree=self._all, say=say)
         self._pin = accelerator.device.type == "cuda"
         self._process: WritingProcess | None = None
         self._attempt = 0
@@ -103,7 +105,8 @@ class Checkpoints:
             What went wrong with the last save, alike on all ranks; None where nothing did.
         """
         trouble = self.finish()
-        tensors = model_tensors(model) | optimizer_tensors(model, optimizer) | dict(extra or {})
+        base = self._base.kept(model)
+        tensors = model_tensors(model, frozen=False) | optimizer_tensors(model, optimizer) | dict(extra or {})
         mine = pieces(tensors, rank=self.rank, ranks=self.ranks, of_rank_0=buffers_of(model))
         header, size = header_of(mine)
         self._attempt += 1
@@ -116,7 +119,7 @@ class Checkpoints:
             header=header,
             size=size,
             state={**state, "optimizer": optimizer_values(model, optimizer)},
-            about={"ranks": self.ranks, **(about or {})},
+            about={"ranks": self.ranks, **base, **(about or {})},
             keep=vars(keep or Keep()),
             tensors=described(tensors) if self.rank == 0 else {},
             flush=[str(file.absolute()) for file in flush],
@@ -251,7 +254,8 @@ class Checkpoints:
             check: is shown the rest before anything is loaded, and may refuse it.
 
         Raises:
-            ValueError: the checkpoint is damaged, or of another model.
+            ValueError: the checkpoint is damaged, or of another model; or its frozen parameters are, and the model as
+                it is now has others.
         """
         wrong = self._all(problems(folder) if self.rank == 0 else [])[0]
         if wrong:
@@ -259,6 +263,7 @@ class Checkpoints:
         state: dict[str, Any] = json.loads((folder / "state.json").read_text())
         if check is not None:
             check(state)
+        self._base.check(folder, model)
         load_tensors(folder, model, optimizer, extra=extra)
         if optimizer is not None:
             load_values(state["optimizer"], model, optimizer)

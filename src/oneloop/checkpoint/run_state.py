@@ -56,7 +56,8 @@ class RunState:
         return {name: tensor for average in self.averages for name, tensor in average.tensors().items()}
 
     def size(self, optimizer_share: float) -> tuple[int, int]:
-        """Bytes of the weights with their averages, and of a whole checkpoint, about.
+        """Bytes of what is written once (the weights with their averages at the end, frozen ones in ``base/``), and of
+        a checkpoint, about.
 
         Args:
             optimizer_share: bytes of the optimizer's state for each byte of the trained parameters.
@@ -64,7 +65,10 @@ class RunState:
         tensors = [*model_tensors(self.model).values(), *self._extra().values()]
         weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        return weights, weights + int(optimizer_share * sum(p.numel() * p.element_size() for p in trained))
+        frozen = sum(p.numel() * p.element_size() for p in self.model.parameters() if not p.requires_grad)
+        return weights + frozen, weights - frozen + int(
+            optimizer_share * sum(p.numel() * p.element_size() for p in trained)
+        )
 
     def save(
         self, checkpoints: Checkpoints, step: int, *, about: Mapping[str, Any] | None = None, keep: Keep | None = None

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from oneloop.basics.names import bare_name
 from oneloop.basics.tensors import as_real, optimized
+from oneloop.checkpoint.base import base_of
 
 _TYPES = {
     torch.float64: "F64",
@@ -56,15 +57,22 @@ def unsavable(model: nn.Module) -> str:
     return ""
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, each under its first name; the tensors themselves, not copies."""
+def model_tensors(model: nn.Module, *, frozen: bool | None = None) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, each under its first name; the tensors themselves, not copies.
+
+    Args:
+        model: as prepared, or bare.
+        frozen: only parameters that are not trained; False: all but these.
+    """
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"the model's state holds {name}, a {type(tensor).__name__}; only tensors can be saved")
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        if frozen is None or frozen == (isinstance(tensor, nn.Parameter) and not tensor.requires_grad):
             tensors[f"model.{bare_name(name)}"] = as_real(tensor.detach())
     return tensors
 
@@ -178,8 +186,10 @@ def load_tensors(
     Raises:
         ValueError: the checkpoint is of another model, or has no such average.
     """
-    reader = HuggingFaceStorageReader(str(folder))
-    saved = reader.read_metadata().state_dict_metadata
+    base = base_of(folder)
+    readers = [HuggingFaceStorageReader(str(place)) for place in (folder, *(base[:1] if base else ()))]
+    held = [reader.read_metadata().state_dict_metadata for reader in readers]
+    saved = {name: about for several in held for name, about in several.items()}
     targets = model_tensors(model)
     _same_names({name for name in saved if name.startswith("model.")}, set(targets), folder)
     for name, target in targets.items():
@@ -211,7 +221,8 @@ def load_tensors(
                 targets[entry] = as_real(known[key])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads what it holds
-        load(dict(targets), storage_reader=reader, no_dist=True)
+        for reader, names in zip(readers, held, strict=True):
+            load({name: targets[name] for name in names if name in targets}, storage_reader=reader, no_dist=True)
 
 
 def averages_in(saved: Mapping[str, Any]) -> list[str]:

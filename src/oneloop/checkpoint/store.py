@@ -183,9 +183,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest  # type: ignore[no-any-return]
 
 
-def vouch(folder: Path, about: Mapping[str, Any]) -> None:
-    """Writes a manifest of all files that lie in a folder, which is no checkpoint: ``problems_of_files`` reads it."""
-    files = {
+def vouch(folder: Path, about: Mapping[str, Any], files: Mapping[str, Any] | None = None) -> None:
+    """Writes a manifest of a folder that is no checkpoint, which ``problems_of_files`` reads: of these files, whose
+    entries are known, or of all that lie there."""
+    files = files or {
         path.name: {"size": path.stat().st_size, "xxh3": checksum(path)}
         for path in sorted(folder.iterdir())
         if path.is_file() and path.name != MANIFEST
@@ -197,12 +198,13 @@ def vouch(folder: Path, about: Mapping[str, Any]) -> None:
 def problems_of_files(folder: Path) -> list[str]:
     """What is wrong with the files that a folder's manifest names. Reads them whole."""
     try:
-        return _changed(folder, read_manifest(folder)["files"])
+        return changed(folder, read_manifest(folder)["files"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return [str(error)]
 
 
-def _changed(folder: Path, files: Mapping[str, Any]) -> list[str]:
+def changed(folder: Path, files: Mapping[str, Any]) -> list[str]:
+    """Which files are not what their entries say, by size and checksum. Reads them whole."""
     wrong = []
     for name, entry in files.items():
         file = folder / name
@@ -233,7 +235,7 @@ def _problems(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
         wrong.append(f"it is the checkpoint of step {manifest['step']} under another one's name")
     if wrong:
         return wrong
-    wrong = _changed(folder, manifest["files"])
+    wrong = changed(folder, manifest["files"])
     strangers = {path.name for path in folder.iterdir()} - set(manifest["files"]) - {MANIFEST}
     wrong += [f"{name}: not in the manifest" for name in sorted(strangers)]
     if wrong or not manifest.get("tensors"):

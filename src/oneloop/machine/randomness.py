@@ -22,8 +22,8 @@ def reseed(device: torch.device, *numbers: int) -> None:
 
 
 def has_batch_statistics(model: nn.Module) -> bool:
-    """Whether the model has BatchNorm."""
-    return any(isinstance(module, _BATCH_STATISTICS) for module in model.modules())
+    """Whether the model has BatchNorm that is not frozen in eval mode."""
+    return any(isinstance(module, _BATCH_STATISTICS) and module.training for module in model.modules())
 
 
 def has_dropout(model: nn.Module) -> bool:

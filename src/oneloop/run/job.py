@@ -111,12 +111,12 @@ class Job:
             BadInput: on every rank: it is in use, or there is too little room in it.
         """
         save = self.recipe.save
-        weights, all_of_it = state.size(self.optimizer_share)  # of FSDP2: on all ranks
+        once, each = state.size(self.optimizer_share)  # of FSDP2: on all ranks
         with run.setting_up():
             if run.main:
                 there = len(Store(folder.path / "checkpoints").sealed())
                 most = min(save.keep + save.best + 1, 1 + self.steps // max(1, self.rhythm.every["save"] or self.steps))
-                folder.hold(need=max(0, most - there) * (all_of_it + _SMALL) + weights + _SMALL)
+                folder.hold(need=max(0, most - there) * (each + _SMALL) + once + _SMALL)
 
     def begin(self, folder: Folder, run: Run) -> None:
         """Writes down what is known before the first step, on rank 0. Every rank must get here."""

@@ -87,6 +87,10 @@ def _parameters(
         notes.append(f"{pattern}: {sum(sizes[name] for name in names):,} parameters in {len(names)} tensors: {what}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("optimizer.groups freezes all parameters of the model; leave some of them to be trained")
+    if frozen := [parameter for parameter in model.parameters() if not parameter.requires_grad]:
+        size = sum(parameter.numel() * parameter.element_size() for parameter in frozen) / 1e6
+        share = f"{sum(parameter.numel() for parameter in frozen):,} of {sum(sizes.values()):,} parameters"
+        notes.append(f"frozen: {share}: in base/ once ({size:,.1f} MB), without optimizer state or average")
     if optimizer.layer_decay != 1:
         factors = layer_decay(model, parts, optimizer.layer_decay)
         for name, factor in factors.items():
