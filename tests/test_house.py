@@ -20,10 +20,12 @@ ALLOWED = {
     **{leaf: {"basics"} for leaf in LEAVES},
     "tasks": {"basics", "data"},
     "evaluate": {"basics", "data", "ema", "show", "tasks"},
+    "predict": {"basics", "data", "evaluate", "tasks"},
     "run": {"basics", "evaluate", *LEAVES},
+    "apply": {"basics", "evaluate", "machine", "predict", "run", "tasks"},
     "train": {"basics", "evaluate", "run", *LEAVES},
     "plan": {"basics", "evaluate", "run", "train", *LEAVES},
-    "cli": {"basics", "evaluate", "plan", "run", "train", *LEAVES},
+    "cli": {"apply", "basics", "evaluate", "plan", "run", "train", *LEAVES},
 }
 AT_THE_TOP_OF_TASKS = {"torch", "numpy", "oneloop"}
 """what a task may import before it is used, beside the standard library"""

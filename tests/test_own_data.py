@@ -113,7 +113,7 @@ def numbered(where: Path, data: Path, *, ranks: int, micro: int, workers: int, s
     folder = where / "notes"
     folder.mkdir(exist_ok=True)
     # The task's own switch is none of the mathematics that a resume compares.
-    words += ["--run.dir", "run", "--run.accept_changes", "true", "--optimizer.lr", "1e-3"]
+    words += ["--run.dir", "run", "--run.accept_changes", "true", "--optimizer.lr", "1e-3", "--save.sync", "true"]
     world = run(train, words, ranks=ranks, folder=where, variables={"OWN_FOLDER": str(folder)}, timeout=1500)
     return world, steps_of(folder, ranks=ranks, micro=micro, batch=64)
 

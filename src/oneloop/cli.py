@@ -1,4 +1,4 @@
-"""The ``oneloop`` command: launch, verify, report, watch, worth, export."""
+"""The ``oneloop`` command: launch, verify, report, watch, worth, evaluate, predict, export."""
 
 from __future__ import annotations
 
@@ -7,25 +7,30 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from oneloop.basics.errors import BAD_INPUT, ERROR, BadInput
 from oneloop.basics.orphans import die_with
 from oneloop.basics.text import printable
+from oneloop.basics.words import parsed
 from oneloop.checkpoint.base import base_problems
-from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files, read_manifest, step_of
+from oneloop.checkpoint.chosen import checkpoint_of
+from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
 
+AFTER = ("evaluate", "predict")
+"""commands that run on many processes too, through launch"""
 _USAGE = """usage: oneloop launch [accelerate launch's options] RECIPE [--key value …]
        oneloop verify RUN
        oneloop report RUN [RUN …] [--to FILE]
        oneloop watch RUN [RUN …] [--once] [--every SECONDS] [--figures NAME,NAME]
        oneloop worth RECIPE [--key value …] [--only NAME,NAME] [--rounds N] [--seconds S] [--to DIR]
+       oneloop evaluate RUN [--data PLACE] [--checkpoint final|STEP|best|newest] [--weights raw|ema] [--json]
+       oneloop predict RUN --data PLACE --to FILE.parquet|jsonl|csv [--checkpoint …] [--weights …] [--raw]
        oneloop export RUN --to DIR [--checkpoint STEP|best|newest]
                       [--weights raw|ema|power:SIGMA]
 
@@ -42,6 +47,13 @@ worth   What each technique is worth on this recipe and this machine: short real
         on top of the others (fused, bf16, workers, pinned, channels_last, accumulation, recompute, ema, clip, logging,
         compile, fp16: the first eight that can be done here, or those that --only names). Takes minutes; a table, and
         worth.json and worth.html in --to (by default runs/worth-RECIPE). One process; no weights are kept.
+evaluate
+        Prints loss and metrics of a run's weights (by default those of final/, else of its newest checkpoint) on its
+        own validation and test sets, or on all rows of another place.
+predict Writes what the model says of each row of a place (or of the run's own validation set) to a file, in order: its
+        number, the file of an image, and columns of the task's own; with --raw the model's outputs too.
+        Both take --micro N (samples at once) and run on many processes through launch, to the same file:
+          oneloop launch --config_file accelerate_configs/ddp.yaml predict runs/digits --data new/ --to said.csv
 export  Writes a checkpoint's weights as plain safetensors, with what the task adds (config, tokenizer): raw, an average
         by its name, or the power-function average of any width (when trained with --ema.power)."""
 
@@ -52,7 +64,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or "-h" in words[:2] or "--help" in words[:2]:
         print(_USAGE)
         return 0 if words else BAD_INPUT
-    commands = {"launch": launch, "verify": verify, "export": export, "report": report, "watch": watch, "worth": worth}
+    commands: dict[str, Callable[[Sequence[str]], int]] = {
+        "launch": launch,
+        "verify": verify,
+        "export": export,
+        "report": report,
+        "watch": watch,
+        "worth": worth,
+    }
+    commands |= {name: partial(after, name) for name in AFTER}
     command, *rest = words
     try:
         if command not in commands:
@@ -65,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def verify(words: Sequence[str]) -> int:
     """Lists what is wrong with the checkpoints of a run."""
-    given = _parsed("verify", words, {})
+    given = parsed("verify", words, {})
     store = _store(given["RUN"])
     bad = 0
     for path in store.sealed():
@@ -84,7 +104,7 @@ def report(words: Sequence[str]) -> int:
     """Writes one page about runs."""
     from oneloop.show.report.page import report as page
 
-    given = _parsed("report", words, {"--to": None}, several=True)
+    given = parsed("report", words, {"--to": None}, several=True)
     folders = [Path(one) for one in given["RUN"]]
     to = Path(given["--to"] or (folders[0] / "report.html" if len(folders) == 1 else "report.html"))
     try:
@@ -101,7 +121,7 @@ def watch(words: Sequence[str]) -> int:
     """Draws runs in the terminal."""
     from oneloop.show.live import watch as live
 
-    given = _parsed("watch", words, {"--once": False, "--every": "1", "--figures": ""}, several=True)
+    given = parsed("watch", words, {"--once": False, "--every": "1", "--figures": ""}, several=True)
     folders = [Path(one) for one in given["RUN"]]
     for folder in folders:
         if not folder.is_dir() or (given["--once"] and not (folder / "metrics.jsonl").exists()):
@@ -120,6 +140,13 @@ def watch(words: Sequence[str]) -> int:
     return 0
 
 
+def after(command: str, words: Sequence[str]) -> int:
+    """Evaluates or predicts, on one process."""
+    from oneloop.apply import main as apply
+
+    apply([command, *words])
+
+
 def worth(words: Sequence[str]) -> int:
     """Measures what techniques are worth."""
     from oneloop.plan.command import worth as command
@@ -129,10 +156,10 @@ def worth(words: Sequence[str]) -> int:
 
 def export(words: Sequence[str]) -> int:
     """Writes the weights of one checkpoint."""
-    given = _parsed("export", words, {"--to": None, "--checkpoint": "newest", "--weights": "raw"})
+    given = parsed("export", words, {"--to": None, "--checkpoint": "newest", "--weights": "raw"})
     if given["--to"] is None:
         raise BadInput("export needs a folder to write to: --to DIR")
-    folder = _chosen(_store(given["RUN"]), given["--checkpoint"])
+    folder = checkpoint_of(Path(given["RUN"]), given["--checkpoint"])
     try:
         _export(Path(given["RUN"]), folder, Path(given["--to"]), given["--weights"])
     except BadInput:
@@ -144,50 +171,13 @@ def export(words: Sequence[str]) -> int:
 
 
 def _export(run: Path, checkpoint: Path, to: Path, weights: str) -> None:
-    """Makes the task of a run, whose code may be the user's own: from where it is taken is said before."""
-    from oneloop.recipe.names import resolve, source
-    from oneloop.recipe.parse import task_of
+    from oneloop.run.trained import recipe_of
 
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a task in the current folder, as `python -m oneloop.train` finds it
-    name = task_of(run / "recipe.yaml", typed=False).name
-    if file := source("task", name):
-        print(printable(f"oneloop export: task.name {name} of {run}/recipe.yaml is taken from {file}"), file=sys.stderr)
-    task = task_of(run / "recipe.yaml")
+    recipe = recipe_of(run, command="export")
+    from oneloop.run.build import make_task
     from oneloop.run.export import export_checkpoint
 
-    try:
-        made = resolve("task", task.name)(**task.options)
-    except (ValueError, OSError):
-        raise
-    except Exception as error:
-        raise BadInput(f"task.name {name}: it cannot be made: {type(error).__name__}: {error}") from error
-    export_checkpoint(checkpoint, to, made, weights=weights)
-
-
-def _parsed(
-    command: str, words: Sequence[str], options: Mapping[str, str | bool | None], *, several: bool = False
-) -> dict[str, Any]:
-    """Values by option, and RUN: a folder, or a list of them. An option whose default is False takes no value."""
-    given: dict[str, Any] = {"RUN": [], **options}
-    takes = f"RUN{' [RUN …]' if several else ''} {' '.join(options)}"
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if options.get(name) is False:
-            given[name] = True
-        elif name in options:
-            if not equals and not rest:
-                raise BadInput(f"oneloop {command}: {name} needs a value")
-            given[name] = value if equals else rest.pop(0)
-        elif word.startswith("-") or (given["RUN"] and not several):
-            raise BadInput(f"oneloop {command}: unexpected {word!r}; it takes {takes}")
-        else:
-            given["RUN"].append(word)
-    if not given["RUN"]:
-        raise BadInput(f"oneloop {command} needs a run folder: oneloop {command} runs/digits")
-    return given if several else {**given, "RUN": given["RUN"][0]}
+    export_checkpoint(checkpoint, to, make_task(recipe), weights=weights)
 
 
 def _store(run: str) -> Store:
@@ -195,28 +185,6 @@ def _store(run: str) -> Store:
     if not store.sealed():
         raise BadInput(f"{run} holds no checkpoint (looked for {store.root}/step-…)")
     return store
-
-
-def _chosen(store: Store, asked: str) -> Path:
-    """The checkpoint that a user names: newest, best, or a step.
-
-    Raises:
-        BadInput: there is none, or it is damaged.
-    """
-    names = {step_of(path): path for path in store.sealed()}
-    newest = max(names)
-    if asked == "best":
-        try:
-            step = read_manifest(names[newest])["about"]["step"]
-        except ValueError as error:
-            raise BadInput(f"{names[newest]}: {error}; name a step instead of best") from error
-    else:
-        step = newest if asked == "newest" else int(asked) if asked.isdigit() else -1
-    if step not in names:
-        raise BadInput(f"--checkpoint {asked}: there is none; steps: {', '.join(map(str, names))}")
-    if wrong := problems(names[step]) or base_problems(names[step]):
-        raise BadInput(f"{names[step]} is damaged: {'; '.join(wrong)}; choose another with --checkpoint STEP")
-    return names[step]
 
 
 def launch(words: Sequence[str]) -> int:
@@ -232,7 +200,7 @@ def launch(words: Sequence[str]) -> int:
         "launch",
         *options,
         "-m",
-        "oneloop.train",
+        "oneloop.apply" if training and training[0] in AFTER else "oneloop.train",
         *training,
     ]
     with tempfile.TemporaryDirectory(prefix="oneloop-") as folder:

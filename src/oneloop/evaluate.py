@@ -70,7 +70,7 @@ def evaluate(
         ``{"loss": …, "accuracy": …}``, equal on all ranks, of a mixture also ``loss/NAME``; None where interrupted.
     """
     sources = getattr(dataset, "sources", None) or {"": range(len(dataset))}
-    share = _share([*sources.values()], micro, accelerator.num_processes, accelerator.process_index)
+    share = share_of([*sources.values()], micro, accelerator.num_processes, accelerator.process_index)
     keyed = Keyed(dataset, seed=seed)
     collate = Weighed(task.collate, task.weight, dtype=dtype)  # held-out samples may differ in weight
     device = accelerator.device
@@ -150,7 +150,7 @@ def _chosen(
 
 
 @dataclass(frozen=True)
-class _Share:
+class Share:
     """One rank's micro-batches."""
 
     places: list[list[Place]]
@@ -158,7 +158,7 @@ class _Share:
     """where each one's samples are from; None: it does not count"""
 
 
-def _share(sources: Sequence[range], micro: int, ranks: int, rank: int) -> _Share:
+def share_of(sources: Sequence[range], micro: int, ranks: int, rank: int) -> Share:
     """This rank's micro-batches, each of the samples of one source alone; one after another, so that what lies together
     is read by one rank.
 
@@ -171,7 +171,7 @@ def _share(sources: Sequence[range], micro: int, ranks: int, rank: int) -> _Shar
     ]
     each = math.ceil(len(cut) / ranks)
     mine = range(rank * each, (rank + 1) * each)
-    return _Share(
+    return Share(
         [[(0, index) for index in cut[at if at < len(cut) else 0][1]] for at in mine],
         [cut[at][0] if at < len(cut) else None for at in mine],
     )

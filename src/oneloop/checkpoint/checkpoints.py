@@ -105,7 +105,6 @@ class Checkpoints:
             What went wrong with the last save, alike on all ranks; None where nothing did.
         """
         trouble = self.finish()
-        base = self._base.kept(model)
         tensors = model_tensors(model, frozen=False) | optimizer_tensors(model, optimizer) | dict(extra or {})
         mine = pieces(tensors, rank=self.rank, ranks=self.ranks, of_rank_0=buffers_of(model))
         header, size = header_of(mine)
@@ -119,7 +118,7 @@ class Checkpoints:
             header=header,
             size=size,
             state={**state, "optimizer": optimizer_values(model, optimizer)},
-            about={"ranks": self.ranks, **base, **(about or {})},
+            about={"ranks": self.ranks, **self._base.kept(model), **(about or {})},
             keep=vars(keep or Keep()),
             tensors=described(tensors) if self.rank == 0 else {},
             flush=[str(file.absolute()) for file in flush],

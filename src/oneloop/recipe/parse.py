@@ -101,6 +101,22 @@ def read(argv: Sequence[str]) -> Recipe:
     """
     source, typed, flags = _split(argv)
     name, written = _load(source, allow_none="help" in flags)
+    return _made(name, written, typed, flags)
+
+
+def read_again(recipe: Path) -> Recipe:
+    """The resolved recipe of a run, for what comes after training: optimizer and schedule, whose code may be anyone's,
+    are not looked at.
+
+    Raises:
+        BadInput: it cannot be read, or is no recipe.
+    """
+    name, written = _load(str(recipe), allow_none=False)
+    kept = {key: value for key, value in written.items() if not key.startswith(("optimizer.", "schedule."))}
+    return _made(name, kept, {}, set())
+
+
+def _made(name: str, written: dict[str, Any], typed: dict[str, Any], flags: set[str]) -> Recipe:
     chosen, written = _choose(typed, written)
     made = parser(**chosen)
     if "help" in flags:
@@ -123,12 +139,8 @@ def read(argv: Sequence[str]) -> Recipe:
     return recipe
 
 
-def task_of(recipe: Path, *, typed: bool = True) -> TaskConfig:
-    """The task that a resolved recipe names; optimizer and schedule, whose code may be anyone's, are not looked at.
-
-    Args:
-        recipe: its file.
-        typed: with its options, for which the task's module is imported.
+def task_name(recipe: Path) -> str:
+    """The task that a resolved recipe names; nothing of it is imported.
 
     Raises:
         BadInput: it cannot be read, or is no recipe.
@@ -137,16 +149,7 @@ def task_of(recipe: Path, *, typed: bool = True) -> TaskConfig:
     name = written.get("task.name", TaskConfig().name)
     if not isinstance(name, str):
         raise BadInput(f"{recipe}: task.name must be a name or a class path, found {name!r}")
-    if not typed:
-        return TaskConfig(name)
-    made = parser(name, OptimizerConfig().name, ScheduleConfig().name)
-    given = {key: value for key, value in written.items() if key.startswith("task.")}
-    _refuse_unknown(given, made)
-    try:
-        values = made.parse_args([_argument(key, value, made) for key, value in given.items()]).task.as_dict()
-    except Exception as error:
-        raise BadInput(f"{recipe}: {_reworded(error, given, made)}") from error
-    return TaskConfig(values.pop("name"), values)
+    return name
 
 
 def _split(argv: Sequence[str]) -> tuple[str | None, dict[str, Any], set[str]]:
@@ -205,10 +208,7 @@ def _load(source: str | None, *, allow_none: bool) -> tuple[str, dict[str, Any]]
         raise BadInput(f"recipe {source!r} must hold keys and values (batch: {{size: 64}}), found {content!r}")
     flat: dict[str, Any] = {}
     for key, value in content.items():
-        if isinstance(value, dict) and key in GROUPS:
-            flat |= flattened({key: value})
-        else:
-            flat[_long(str(key))] = value
+        flat |= flattened({key: value}) if isinstance(value, dict) and key in GROUPS else {_long(str(key)): value}
     return name, flat
 
 

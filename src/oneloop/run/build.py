@@ -44,7 +44,7 @@ def build_job(
     if sharded:
         refuse_if_sharded(resolve("optimizer", recipe.optimizer.name))
     split = Split(recipe.batch.size, ranks, recipe.batch.micro if isinstance(recipe.batch.micro, int) else micro)
-    task = _task(recipe)
+    task = make_task(recipe)
     train_set, eval_sets = (theirs(task, member, getattr(task, member)) for member in ("train_set", "eval_sets"))
     check_sets(train_set, eval_sets)
     if recipe.save.final == "best" and not set(eval_sets) - {"test"}:
@@ -83,8 +83,12 @@ def build_job(
     )
 
 
-def _task(recipe: Recipe) -> Task:
-    """The task that the recipe names."""
+def make_task(recipe: Recipe) -> Task:
+    """The task that the recipe names.
+
+    Raises:
+        ValueError: it cannot be made, or is none.
+    """
     kind = resolve("task", recipe.task.name)
     try:
         task: Task = kind(**recipe.task.options)

@@ -46,6 +46,10 @@ class Task(Objective, Protocol):
         ``outputs["loss"]`` (samples, or samples x positions).
         ``generate(model, batch) -> dict[str, Tensor]``: more outputs, of the few samples that are shown at every
         evaluation. Every process calls it with the same samples, and must call the model equally often.
+        ``samples_of(data, *, labelled) -> Dataset``: every row of another place, in its order, for ``oneloop evaluate``
+        (labelled) and ``predict`` (not: any label will do).
+        ``predicted(batch, outputs) -> dict[str, list]``: columns of what ``predict`` writes, an entry for each sample.
+        Without it the outputs themselves are written.
         ``classes: list[str]``: names of the rows and columns of a confusion matrix among ``metrics``.
     """
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oneloop.data.rows.sources import combined, named_sources
+from oneloop.data.rows.sources import Source, combined, named_sources
 from oneloop.tasks.base import Task
 from oneloop.tasks.fused_loss import fuse_loss
 from oneloop.tasks.metrics import TextSums
-from oneloop.tasks.texts import Texts, texts_of
+from oneloop.tasks.texts import Texts, all_texts, texts_of
 from oneloop.tasks.tokens import BPE, Blocks, Bytes
 
 _IGNORE = -100
@@ -66,6 +66,7 @@ class CausalLM(Task):
             raise ValueError(f"task.width {width} cannot be divided by task.heads {heads}")
         self.architecture, self.layers, self.heads, self.width = architecture, layers, heads, width
         self.block, self.dropout, self.fused_loss = block, dropout, fused_loss
+        self.column, self.window, self.pack = column, window, pack
         sources = named_sources(data, {"column": column})
         texts = [texts_of(source, share=held_out, window=window) for source in sources]
         trained = [parts["train"] for parts in texts]
@@ -74,14 +75,15 @@ class CausalLM(Task):
         whole = (text for part in trained for text in part)
         self.tokenizer = Bytes() if tokenizer == "bytes" else BPE(whole, vocab, kept=kept)
         self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes)
-        made_by = [tokenizer, *([] if tokenizer == "bytes" else [vocab, kept])]
+        self._made_by = [tokenizer, *([] if tokenizer == "bytes" else [vocab, kept])]
 
-        def blocks(part: Texts, name: str) -> Blocks:
-            tokens = part.tokens(self.tokenizer.encode, made_by=made_by, what=f"tokenizing {name}")
-            return Blocks(tokens, block, pack=pack, whole=name == "train", content=part.fingerprint())
-
-        self._sets = combined(sources, [{name: blocks(part, name) for name, part in parts.items()} for parts in texts])
+        each = [{name: self._blocks(part, name) for name, part in parts.items()} for parts in texts]
+        self._sets = combined(sources, each)
         self.sample_weight = float(block) if pack else None
+
+    def _blocks(self, part: Texts, name: str) -> Blocks:
+        tokens = part.tokens(self.tokenizer.encode, made_by=self._made_by, what=f"tokenizing {name}")
+        return Blocks(tokens, self.block, pack=self.pack, whole=name == "train", content=part.fingerprint())
 
     def model(self) -> nn.Module:
         import transformers
@@ -130,6 +132,9 @@ class CausalLM(Task):
     def eval_sets(self) -> dict[str, Any]:
         return {name: part for name, part in self._sets.items() if name != "train"}
 
+    def samples_of(self, data: str, *, labelled: bool) -> Blocks:
+        return self._blocks(all_texts(Source(data, {"column": self.column}), window=self.window), "texts")
+
     def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
         """Samples of one more token than the block; shorter ones are padded, and their padding is not counted."""
         longest = max(len(sample) for sample in samples)
@@ -157,6 +162,12 @@ class CausalLM(Task):
         known = target != _IGNORE
         text = self.token_bytes.to(target.device)[target.clamp(min=0)] * known
         metrics.update(outputs["loss"].double().sum(), known.sum(), text.sum())
+
+    def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
+        """The mean loss of each sample's tokens (nats), and how many they are."""
+        known = batch["target"] != _IGNORE
+        losses = (outputs["loss"].double() * known).sum(1) / known.sum(1)
+        return {"loss": losses.tolist(), "tokens": known.sum(1).tolist()}
 
     def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the model writes after the first half of each text, at a temperature of 0.8; the same each time."""

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.data.rows.rows import Mapped, Row
-from oneloop.data.rows.sources import Data, Source, named_sources, notes_of, opened, sets_of
+from oneloop.data.rows.sources import Source, named_sources, notes_of, opened, sets_of, whole
 from oneloop.tasks.base import Task
 from oneloop.tasks.columns import columns_of, decoded, is_image, refused
 from oneloop.tasks.image_models import Pretrained, image_model, is_transformers, statistics
-from oneloop.tasks.labels import classes_of
+from oneloop.tasks.labels import classes_of, likeliest, numbers_of
 from oneloop.tasks.metrics import ClassCounts
 
 _Augment = Literal["none", "shifted", "mirrored"]
@@ -77,21 +77,24 @@ class ImageClassification(Task):
         self.smoothing = smoothing
         self.dropout = dropout
         self.notes: list[str] = []
+        self.columns, self.window = {"image": image, "label": label}, window
         mirror = data not in ("digits", "mnist", "fashion_mnist")
         if data == "digits":
             parts, self.classes = _digits()
         elif isinstance(data, str) and data in _TORCHVISION:
             parts, self.classes = _torchvision(data, root, download)
         else:
-            columns = {"image": image, "label": label}
             own = statistics(model)
-            pixels = _prepared(image_size, mean or own[0], std or own[1])
-            parts, self.classes, self.notes = _rows(data, columns, pixels, held_out=held_out, window=window)
+            self._pixels = _prepared(image_size, mean or own[0], std or own[1])
+            sources = [opened(one, held_out=held_out, window=window) for one in named_sources(data, self.columns)]
+            parts, self.classes, self.notes = self._rows(sources)
         self._of_data = list(self.notes)
         how: _Augment = "none" if not augment else "mirrored" if mirror else "shifted"
         self._train = Images(parts.pop("train"), augment=how)
         self._evals = {name: Images(part) for name, part in parts.items()}
         self.shape = tuple(self._train[0][0].shape)
+        if not hasattr(self, "_pixels"):
+            self._pixels = _prepared(self.shape[-1], [0.5] * self.shape[0], [0.5] * self.shape[0])
 
     def model(self) -> nn.Module:
         if self.architecture == "cnn":
@@ -105,6 +108,22 @@ class ImageClassification(Task):
 
     def eval_sets(self) -> dict[str, Any]:
         return dict(self._evals)
+
+    def samples_of(self, data: str, *, labelled: bool) -> Any:
+        source = whole(Source(data, self.columns | ({} if labelled else {"label": ""})), window=self.window)
+        _check_images([source])
+        number = numbers_of(source, "label", self.classes) if labelled else int
+        return Files(source.parts["all"], self._sample(source, number), source.columns["image"])
+
+    def _rows(self, sources: Sequence[Source]) -> tuple[dict[str, Any], list[str], list[str]]:
+        """Data sets by part, their classes, and what a person should know of them."""
+        _check_images(sources)
+        classes, numbers = classes_of(sources, "label")
+        return sets_of(sources, lambda one: self._sample(one, numbers[one.name])), classes, notes_of(sources)
+
+    def _sample(self, source: Source, number: Callable[[Any], int]) -> Callable[[Row], tuple[Tensor, int]]:
+        image, label, pixels = source.columns["image"], source.columns["label"], self._pixels
+        return lambda row: (pixels(decoded(row[image])), number(row.get(label, 0)))
 
     def collate(self, samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
         images, labels = zip(*samples, strict=True)
@@ -129,6 +148,9 @@ class ImageClassification(Task):
 
     def update(self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
         metrics.update(outputs["logits"], batch["label"])
+
+    def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
+        return likeliest(outputs["logits"], self.classes)
 
     def show(self, sample: tuple[Tensor, int], outputs: dict[str, Tensor]) -> dict[str, Any]:
         image, label = sample
@@ -250,21 +272,23 @@ def _torchvision(data: str, root: str, download: bool) -> tuple[dict[str, Any], 
 # --- people's own -----------------------------------------------------------------------------------------------------
 
 
-def _rows(
-    data: Data, columns: Mapping[str, str], prepared: Callable[[Any], Tensor], *, held_out: float, window: int
-) -> Any:
-    """Data sets by part, their classes, and what a person should know of them."""
-    sources = [opened(one, held_out=held_out, window=window) for one in named_sources(data, columns)]
+class Files(Mapped):
+    """Images of rows, which can say what their files are called."""
+
+    def __init__(self, rows: Any, make: Callable[[Any], Any], image: str) -> None:
+        super().__init__(rows, make)
+        self.image = image
+
+    def file(self, index: int) -> str | None:
+        """The path of the image; None where it lies in the row itself."""
+        value = self.rows[index][self.image]
+        return value.get("path") if isinstance(value, Mapping) else None
+
+
+def _check_images(sources: Sequence[Source]) -> None:
     for source, _, rows, column in columns_of(sources, "image"):
         if not is_image(rows.types[column]):
             raise refused(source, "image", rows.types[column], "images are needed (files, or their bytes)")
-    classes, numbers = classes_of(sources, "label")
-
-    def sample(source: Source) -> Callable[[Row], tuple[Tensor, int]]:
-        image, label, number = source.columns["image"], source.columns["label"], numbers[source.name]
-        return lambda row: (prepared(decoded(row[image])), number(row[label]))
-
-    return sets_of(sources, sample), classes, notes_of(sources)
 
 
 def _prepared(size: int, mean: Sequence[float], std: Sequence[float]) -> Callable[[Any], Tensor]:
@@ -272,4 +296,5 @@ def _prepared(size: int, mean: Sequence[float], std: Sequence[float]) -> Callabl
     from torchvision import transforms
 
     steps = [transforms.Resize((size, size)), transforms.ToTensor(), transforms.Normalize(mean, std)]
+    steps = [transforms.Grayscale(), *steps] if len(mean) == 1 else steps
     return transforms.Compose(steps)  # type: ignore[no-any-return]

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from oneloop.data.rows.sources import Source
 from oneloop.tasks.columns import columns_of, inside, refused, values_of
 
@@ -64,8 +66,40 @@ def classes_of(sources: Sequence[Source], key: str, *, lists: bool = False) -> t
     return names, {source: _number(kind, number) for source, kind in kinds.items()}
 
 
+def numbers_of(source: Source, key: str, classes: Sequence[str], *, lists: bool = False) -> Callable[[Any], int]:
+    """What gives the number of a label among classes that are known already.
+
+    Args:
+        source: opened.
+        key: the task's own name of the column.
+        classes: their names.
+        lists: whether a row has a list of labels.
+
+    Raises:
+        ValueError: a row without a label, or with one that was never trained on.
+    """
+    for _, _, rows, column in columns_of([source], key):
+        kind = inside(rows.types[column]) if lists else rows.types[column]
+        if not _is_label(kind):
+            raise refused(source, key, rows.types[column], "one label for each is needed (text or a whole number)")
+        if unknown := sorted({_name(kind, value) for value in values_of(rows, column)} - set(classes)):
+            raise ValueError(f"{source.where}: labels {unknown[:5]} were never trained on; leave their rows out")
+    return _number(kind, {name: index for index, name in enumerate(classes)})
+
+
 def _number(kind: Any, number: Mapping[str, int]) -> Callable[[Any], int]:
     return lambda value: number[_name(kind, value)]
+
+
+def likeliest(logits: Tensor, classes: Sequence[str]) -> dict[str, list[Any]]:
+    """The class of each sample, and how sure the model is of it (softmax).
+
+    Args:
+        logits: (samples, classes).
+        classes: their names.
+    """
+    confidence, found = logits.float().softmax(-1).max(-1)
+    return {"prediction": [classes[number] for number in found.tolist()], "confidence": confidence.tolist()}
 
 
 def _in_order(trained: set[str], kinds: Sequence[Any]) -> list[str]:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.data.rows.rows import Row
-from oneloop.data.rows.sources import Source, named_sources, notes_of, opened, sets_of
+from oneloop.data.rows.sources import Source, named_sources, notes_of, opened, sets_of, whole
 from oneloop.tasks.base import Task
 from oneloop.tasks.columns import check_texts
 from oneloop.tasks.corpora import held_out, stdlib
 from oneloop.tasks.encoder import Encoder, as_bytes, padded
-from oneloop.tasks.labels import classes_of
+from oneloop.tasks.labels import classes_of, likeliest, numbers_of
 from oneloop.tasks.metrics import ClassCounts
 
 _BETWEEN = "\n\0\n"
@@ -64,8 +64,10 @@ class TextClassification(Task):
     ) -> None:
         if width % heads:
             raise ValueError(f"task.width {width} cannot be divided by task.heads {heads}")
+        self.length = length
         self.shape = {"layers": layers, "heads": heads, "width": width, "length": length, "dropout": dropout}
         self._sets: dict[str, Any]
+        self.columns, self.window = {"text": text, "second": second, "label": label}, window
         if data == "stdlib":
             parts = _snippets(packages, lines)
             self.classes = sorted({label for _, label in parts["train"]})
@@ -74,8 +76,7 @@ class TextClassification(Task):
                 name: [(as_bytes(text, length), number[label]) for text, label in part] for name, part in parts.items()
             }
             return
-        columns = {"text": text, "second": second, "label": label}
-        sources = [opened(one, held_out=held_out, window=window) for one in named_sources(data, columns)]
+        sources = [opened(one, held_out=held_out, window=window) for one in named_sources(data, self.columns)]
         check_texts(sources, "text")
         check_texts(sources, "second")
         self.classes, numbers = classes_of(sources, "label")
@@ -90,6 +91,13 @@ class TextClassification(Task):
 
     def eval_sets(self) -> dict[str, Any]:
         return {name: part for name, part in self._sets.items() if name != "train"}
+
+    def samples_of(self, data: str, *, labelled: bool) -> Any:
+        source = whole(Source(data, self.columns | ({} if labelled else {"label": ""})), window=self.window)
+        check_texts([source], "text")
+        check_texts([source], "second")
+        number = numbers_of(source, "label", self.classes) if labelled else int
+        return sets_of([source], lambda one: _sample(one, number, self.length))["all"]
 
     def collate(self, samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
         texts, labels = zip(*samples, strict=True)
@@ -108,6 +116,9 @@ class TextClassification(Task):
 
     def update(self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
         metrics.update(outputs["logits"], batch["label"])
+
+    def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
+        return likeliest(outputs["logits"], self.classes)
 
     def show(self, sample: tuple[Tensor, int], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, label = sample
@@ -129,7 +140,7 @@ def text_of(source: Source, row: Row) -> str:
 
 
 def _sample(source: Source, number: Callable[[Any], int], length: int) -> Callable[[Row], tuple[Tensor, int]]:
-    return lambda row: (as_bytes(text_of(source, row), length), number(row[source.columns["label"]]))
+    return lambda row: (as_bytes(text_of(source, row), length), number(row.get(source.columns["label"], 0)))
 
 
 def _snippets(packages: int, lines: int) -> dict[str, list[tuple[str, str]]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from oneloop.data.rows.rows import Row
-from oneloop.data.rows.sources import Source, named_sources, notes_of, opened, sets_of
+from oneloop.data.rows.sources import Source, named_sources, notes_of, opened, sets_of, whole
 from oneloop.tasks.base import Task
 from oneloop.tasks.columns import check_numbers, check_texts
 from oneloop.tasks.encoder import Encoder, as_bytes, padded
@@ -52,9 +52,10 @@ class TextRegression(Task):
     ) -> None:
         if width % heads:
             raise ValueError(f"task.width {width} cannot be divided by task.heads {heads}")
+        self.length = length
         self.shape = {"layers": layers, "heads": heads, "width": width, "length": length, "dropout": dropout}
-        columns = {"text": text, "second": second, "label": label}
-        sources = [opened(one, held_out=held_out, window=window) for one in named_sources(data, columns)]
+        self.columns, self.window = {"text": text, "second": second, "label": label}, window
+        sources = [opened(one, held_out=held_out, window=window) for one in named_sources(data, self.columns)]
         check_texts(sources, "text")
         check_texts(sources, "second")
         check_numbers(sources, "label")
@@ -69,6 +70,13 @@ class TextRegression(Task):
 
     def eval_sets(self) -> dict[str, Any]:
         return {name: part for name, part in self._sets.items() if name != "train"}
+
+    def samples_of(self, data: str, *, labelled: bool) -> Any:
+        source = whole(Source(data, self.columns | ({} if labelled else {"label": ""})), window=self.window)
+        check_texts([source], "text")
+        check_texts([source], "second")
+        check_numbers([source], "label")
+        return sets_of([source], lambda one: _sample(one, self.length))["all"]
 
     def collate(self, samples: list[tuple[Tensor, float]]) -> dict[str, Tensor]:
         texts, numbers = zip(*samples, strict=True)
@@ -93,6 +101,9 @@ class TextRegression(Task):
     def update(self, metrics: Any, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
         metrics.update(outputs["said"].float(), batch["number"].float())
 
+    def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
+        return {"prediction": outputs["said"].float().tolist()}
+
     def show(self, sample: tuple[Tensor, float], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, number = sample
         return {
@@ -103,4 +114,4 @@ class TextRegression(Task):
 
 
 def _sample(source: Source, length: int) -> Callable[[Row], tuple[Tensor, float]]:
-    return lambda row: (as_bytes(text_of(source, row), length), float(row[source.columns["label"]]))
+    return lambda row: (as_bytes(text_of(source, row), length), float(row.get(source.columns["label"], 0)))

@@ -12,7 +12,7 @@ from oneloop.basics.progress import tracked
 from oneloop.data.rows.cache import content_of
 from oneloop.data.rows.found import Found, found
 from oneloop.data.rows.ragged import Ragged, ragged
-from oneloop.data.rows.sources import Source, checked, opened
+from oneloop.data.rows.sources import Source, checked, opened, whole
 from oneloop.tasks.columns import check_texts
 from oneloop.tasks.corpora import Document, divided, documents, held_out, stdlib
 
@@ -86,7 +86,7 @@ def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
     if where == "stdlib":
         return {name: InMemory(part) for name, part in held_out(stdlib()).items()}
     there = None if where.startswith("hf:") else _found(where)
-    if there is None or there.kind != "text" or sum(file.stat().st_size for file in there.files) > _IN_MEMORY:
+    if there is None or there.kind != "text" or _large(there):
         opened(source, held_out=share, window=window, kinds=_KINDS, check=lambda it: check_texts(it, "column"))
         return {name: InRows(rows, column) for name, rows in source.parts.items()}
     parts = {part: documents(files, there.root) for part, files in there.parts.items()}
@@ -99,9 +99,32 @@ def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
     return {name: InMemory(part, {**content, "part": name, "share": share}) for name, part in made.items()}
 
 
-def _found(where: str) -> Found:
+def all_texts(source: Source, *, window: int) -> Texts:
+    """All texts of a place, in the order of its files.
+
+    Args:
+        source: not opened; its column is ``column``.
+        window: megabytes of parquet rows that a process may hold.
+
+    Raises:
+        ValueError: what is wrong with it.
+    """
+    if source.where == "stdlib":
+        return InMemory(stdlib())
+    there = None if source.where.startswith("hf:") else _found(source.where, whole=True)
+    if there is None or there.kind != "text" or _large(there):
+        check_texts([whole(source, window=window, kinds=_KINDS)], "column")
+        return InRows(source.parts["all"], source.columns["column"])
+    return InMemory(documents(there.files, there.root), content_of(there.files, there.root))
+
+
+def _large(there: Found) -> bool:
+    return sum(file.stat().st_size for file in there.files) > _IN_MEMORY
+
+
+def _found(where: str, *, whole: bool = False) -> Found:
     try:
-        return found(where, _KINDS)
+        return found(where, _KINDS, whole=whole)
     except ValueError as error:
         raise ValueError(f"task.data: {error}") from error
 

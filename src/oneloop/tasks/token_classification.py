@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.data.rows.rows import Row
-from oneloop.data.rows.sources import Source, named_sources, notes_of, opened, sets_of
+from oneloop.data.rows.sources import Source, named_sources, notes_of, opened, sets_of, whole
 from oneloop.tasks.base import Task
 from oneloop.tasks.columns import check_as_long, check_words
 from oneloop.tasks.encoder import ByteEncoder, padded
-from oneloop.tasks.labels import classes_of
+from oneloop.tasks.labels import classes_of, numbers_of
 from oneloop.tasks.metrics import ClassCounts
 
 _IGNORE = -100
@@ -55,9 +55,10 @@ class TokenClassification(Task):
     ) -> None:
         if width % heads:
             raise ValueError(f"task.width {width} cannot be divided by task.heads {heads}")
+        self.length = length
         self.shape = {"layers": layers, "heads": heads, "width": width, "length": length, "dropout": dropout}
-        columns = {"tokens": tokens, "tags": tags}
-        sources = [opened(one, held_out=held_out, window=window) for one in named_sources(data, columns)]
+        self.columns, self.window = {"tokens": tokens, "tags": tags}, window
+        sources = [opened(one, held_out=held_out, window=window) for one in named_sources(data, self.columns)]
         check_words(sources, "tokens")
         check_as_long(sources, "tokens", "tags")
         self.classes, numbers = classes_of(sources, "tags", lists=True)
@@ -72,6 +73,14 @@ class TokenClassification(Task):
 
     def eval_sets(self) -> dict[str, Any]:
         return {name: part for name, part in self._sets.items() if name != "train"}
+
+    def samples_of(self, data: str, *, labelled: bool) -> Any:
+        source = whole(Source(data, self.columns | ({} if labelled else {"tags": ""})), window=self.window)
+        check_words([source], "tokens")
+        if labelled:
+            check_as_long([source], "tokens", "tags")
+        number = numbers_of(source, "tags", self.classes, lists=True) if labelled else int
+        return sets_of([source], lambda one: _sample(one, number, self.length))["all"]
 
     def collate(self, samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
         texts, targets = zip(*samples, strict=True)
@@ -93,6 +102,12 @@ class TokenClassification(Task):
     def update(self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
         metrics.update(outputs["logits"].flatten(0, 1), batch["target"].flatten())
 
+    def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
+        """The classes of each text's words, as far as they are not cut off."""
+        known, found = (batch["target"] != _IGNORE).cpu(), outputs["logits"].argmax(-1).cpu()
+        rows = zip(found, known, strict=True)
+        return {"prediction": [[self.classes[number] for number in row[at].tolist()] for row, at in rows]}
+
     def show(self, sample: tuple[Tensor, Tensor], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, target = sample
         at = (target != _IGNORE).nonzero().flatten().tolist()
@@ -111,7 +126,8 @@ class TokenClassification(Task):
 
 def _sample(source: Source, number: Callable[[Any], int], length: int) -> Callable[[Row], tuple[Tensor, Tensor]]:
     def make(row: Row) -> tuple[Tensor, Tensor]:
-        words, tags = row[source.columns["tokens"]], row[source.columns["tags"]]
+        words = row[source.columns["tokens"]]
+        tags = row.get(source.columns["tags"], [0] * len(words))
         if len(words) != len(tags):
             raise ValueError(f"{len(words)} words and {len(tags)} tags; each word needs one")
         text, at, places = b"", list[int](), list[int]()

@@ -59,12 +59,13 @@ class Found:
         return sorted(file for part in self.parts.values() for file in part)
 
 
-def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS) -> Found:
+def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: bool = False) -> Found:
     """What lies at a path: a file, or a folder with files of one kind. Links are followed.
 
     Args:
         where: the path.
         kinds: what is looked for.
+        whole: all files are one part, whatever they are called.
 
     Raises:
         ValueError: nothing there, files of several kinds, what cannot be read, or parts of which only some are named.
@@ -89,7 +90,7 @@ def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS) -> Found:
     ((kind, chosen),) = by_kind.items()
     if kind == "arrow":  # beside what datasets saved lie results of its map and filter
         chosen = [file for file in chosen if file == root or not file.name.startswith("cache-")]
-    return Found(root, kind, parted(chosen, root, kind))
+    return Found(root, kind, {"": sorted(chosen)} if whole else parted(chosen, root, kind))
 
 
 def _files(root: Path) -> Iterator[Path]:

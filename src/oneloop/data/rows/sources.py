@@ -89,11 +89,7 @@ def opened(
         ValueError: what is wrong with it.
     """
     checked(held_out, window)
-    try:
-        parts = _rows_of(source, window, kinds)
-    except NoColumn as error:
-        keys = " or ".join(f"task.{key}" for key, name in source.columns.items() if name == error.column)
-        raise ValueError(f"{error}; name another with {keys}") from error
+    parts = _named(source, window, kinds)
     for part, rows in parts.items():
         if not len(rows):
             raise ValueError(f"task.data {source.where!r}: the {part or 'whole'} set is empty")
@@ -104,13 +100,22 @@ def opened(
     return source
 
 
-def _rows_of(source: Source, window: int, kinds: Sequence[str]) -> Mapping[str, Rows]:
+def _named(source: Source, window: int, kinds: Sequence[str], *, whole: bool = False) -> Mapping[str, Rows]:
+    """:func:`_rows_of`; what is said of a column names the task's key of it."""
+    try:
+        return _rows_of(source, window, kinds, whole=whole)
+    except NoColumn as error:
+        keys = " or ".join(f"task.{key}" for key, name in source.columns.items() if name == error.column)
+        raise ValueError(f"{error}; name another with {keys}") from error
+
+
+def _rows_of(source: Source, window: int, kinds: Sequence[str], *, whole: bool) -> Mapping[str, Rows]:
     """The rows by part; a test part without a column is left out, and said."""
     columns = list(dict.fromkeys(name for name in source.columns.values() if name))
     if source.where.startswith("hf:"):
         return hub(source.where[3:], columns)
     try:
-        there = found(source.where, kinds)
+        there = found(source.where, kinds, whole=whole)
     except ValueError as error:
         raise ValueError(f"task.data: {error}") from error
     parts: dict[str, Rows] = {}
@@ -124,6 +129,26 @@ def _rows_of(source: Source, window: int, kinds: Sequence[str]) -> Mapping[str, 
                 raise
             source.notes.append(f"{error}: the test part is left out")
     return parts
+
+
+def whole(source: Source, *, window: int, kinds: Sequence[str] = KINDS_OF_ROWS) -> Source:
+    """The source with all its rows as one part, in the order of its files; of the hub its test part, else its
+    validation part, where it has one.
+
+    Args:
+        source: as named.
+        window: megabytes of parquet rows that a process may hold.
+        kinds: of files that are looked for.
+
+    Raises:
+        ValueError: what is wrong with it.
+    """
+    parts = _named(source, window, kinds, whole=True)
+    rows = next(parts[name] for name in ("", "test", "validation", "train") if name in parts)
+    if not len(rows):
+        raise ValueError(f"{source.where!r} is empty")
+    source.parts = {"all": rows}
+    return source
 
 
 def notes_of(sources: Sequence[Source]) -> list[str]:

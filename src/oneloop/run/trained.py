@@ -1,0 +1,97 @@
+"""The model of a run, with its weights, on the processes of another command."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from oneloop.basics.errors import BadInput
+from oneloop.basics.text import printable
+from oneloop.checkpoint.chosen import checkpoint_of
+from oneloop.checkpoint.state import load_tensors
+from oneloop.checkpoint.store import MANIFEST, problems_of_files
+from oneloop.checkpoint.weights import load_weights
+from oneloop.data.groups import Split
+from oneloop.recipe.mathematics import InitConfig
+from oneloop.recipe.names import source
+from oneloop.recipe.parse import read_again, task_name
+from oneloop.recipe.schema import Recipe
+from oneloop.run.build import make_task
+from oneloop.run.model import BuiltModel, build_model, torch_dtype
+from oneloop.tasks.base import Task
+
+FINAL = "final"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run's task and model."""
+
+    recipe: Recipe
+    task: Task
+    built: BuiltModel
+    about: str
+    """which weights they are, for a person"""
+
+    @property
+    def model(self) -> nn.Module:
+        return self.built.model
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What its samples are looked at with."""
+        recipe = self.recipe
+        own = recipe.batch.micro if isinstance(recipe.batch.micro, int) else min(recipe.batch.size, 64)
+        return {"micro": recipe.eval.micro or own, "dtype": torch_dtype(recipe), "seed": recipe.seed}
+
+
+def recipe_of(run: Path, *, command: str) -> Recipe:
+    """The recipe of a run, whose task may be the user's own code: from where it is taken is said before.
+
+    Raises:
+        BadInput: there is none.
+    """
+    file = run / "recipe.yaml"
+    if not file.is_file():
+        raise BadInput(f"{run} holds no run (no recipe.yaml)")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a task in the current folder, as `python -m oneloop.train` finds it
+    name = task_name(file)
+    if place := source("task", name):
+        print(printable(f"oneloop {command}: task.name {name} of {file} is taken from {place}"), file=sys.stderr)
+    return read_again(file)
+
+
+def trained(run: Path, recipe: Recipe, *, checkpoint: str | None, weights: str, sharded: bool, device: str) -> Trained:
+    """Task and model of a run, the model not yet on its processes.
+
+    Args:
+        run: its folder.
+        recipe: its recipe.
+        checkpoint: ``final``, ``newest``, ``best`` or a step; None: ``final/`` where it is there, else the newest.
+        weights: ``raw``, or the name of an average.
+        sharded: whether FSDP2 shards it.
+        device: type of the device.
+
+    Raises:
+        ValueError: there are no such weights, they are damaged, or the task cannot be made.
+    """
+    final = run / FINAL
+    asked = checkpoint or (FINAL if (final / MANIFEST).exists() else "newest")
+    chosen = final if asked == FINAL else checkpoint_of(run, asked)
+    if asked == FINAL and (wrong := problems_of_files(final)):
+        raise ValueError(f"{final} is damaged: {'; '.join(wrong)}; choose a checkpoint with --checkpoint STEP")
+    task = make_task(recipe)
+    plain = replace(recipe.machine, compile="none", recompute="none", offload=False)
+    bare = replace(recipe, init=InitConfig(), machine=plain)
+    built = build_model(bare, task, Split(1, 1), sharded=sharded, device=device)
+    if asked == FINAL:
+        load_weights(built.model, str(final), weights)
+    else:
+        load_tensors(chosen, built.model, weights=weights)
+    return Trained(recipe, task, built, f"{chosen.name} of {run}{'' if weights == 'raw' else f', {weights}'}")

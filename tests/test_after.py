@@ -1,0 +1,191 @@
+"""``oneloop evaluate`` and ``oneloop predict``: a run's own figures again, and a row for every sample, in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from pyarrow import parquet
+
+from oneloop.cli import main
+from own_files import images, rows, write
+from silent_cases import unfinished
+from worlds import run, train
+
+SMALL = ["--task.layers", "1", "--task.heads", "2", "--task.width", "16"]
+COMMON = ["--duration", "6", "--batch.size", "8", "--eval.every", "0", "--track", "none", "--ema.half_life", "16"]
+WORLDS = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp2", 2)]
+
+
+def apply(words: list[str]) -> None:
+    from oneloop.apply import main
+
+    main(words)
+
+
+def after(folder: Path, *words: str, config: str = "single", ranks: int = 1):
+    return run(apply, list(words), ranks=ranks, config=config, folder=folder, variables={"OMP_NUM_THREADS": "1"})
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A BatchNorm model, trained on a folder of images."""
+    where = tmp_path_factory.mktemp("pictures")
+    images(where / "data", "folders", each=20)
+    words = ["digits", "--task.data", "data", "--task.model", "timm:test_resnet", "--task.image_size", "32", *COMMON]
+    run(train, [*words, "--run.dir", "run"], folder=where).ok()
+    return where
+
+
+@pytest.mark.parametrize(("config", "ranks"), WORLDS)
+def test_the_figures_are_those_of_the_run(pictures, config, ranks):
+    printed = json.loads((pictures / "run" / "summary.json").read_text())
+    for weights, names in (("raw", ""), ("ema", "ema/")):
+        world = after(pictures, "evaluate", "run", "--weights", weights, "--json", config=config, ranks=ranks)
+        world.ok()
+        said = json.loads(next(line for line in world.output.splitlines() if line.startswith("{")))
+        assert said.pop("weights").startswith("final of run")
+        assert set(said) >= {"eval/loss", "eval/accuracy", "test/loss"}
+        for name, value in said.items():
+            assert value == pytest.approx(printed[f"{names}{name}"], abs=1e-5), name
+
+
+def test_other_data_and_other_weights(pictures):
+    world = after(pictures, "evaluate", "run", "--data", "data", "--checkpoint", "newest", "--json")
+    world.ok()
+    said = json.loads(next(line for line in world.output.splitlines() if line.startswith("{")))
+    assert said["weights"] == "step-00000006 of run" and set(said) >= {"data/loss", "data/accuracy"}
+    assert "loss" in after(pictures, "evaluate", "run", "--checkpoint", "best").output
+
+
+def test_a_row_for_each_image_in_order_whatever_the_ranks(pictures, tmp_path):
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for number, file in enumerate(sorted((pictures / "data").rglob("*.png"))[::3]):
+        shutil.copy(file, flat / f"{number:03d}{file.suffix}")
+    before = {file: file.read_bytes() for file in (pictures / "run").rglob("*") if file.is_file()}
+    made = {}
+    for config, ranks in WORLDS:
+        for ending in ("parquet", "jsonl", "csv") if ranks != 2 else ("parquet",):
+            to = tmp_path / f"{config}-{ranks}.{ending}"
+            words = ["predict", "run", "--data", str(flat), "--to", str(to), "--micro", "4"]
+            after(pictures, *words, config=config, ranks=ranks).ok()
+            assert made.setdefault(ending, to.read_bytes()) == to.read_bytes()
+    assert {file: file.read_bytes() for file in (pictures / "run").rglob("*") if file.is_file()} == before
+    said = parquet.read_table(tmp_path / "single-1.parquet").to_pylist()
+    files = sorted(flat.iterdir())
+    assert [row["row"] for row in said] == list(range(len(files)))
+    assert [row["file"] for row in said] == [str(file) for file in files]
+
+    import timm
+
+    model = timm.create_model(
+        "test_resnet", num_classes=3, checkpoint_path=str(pictures / "run" / "final" / "model.safetensors")
+    )
+    from oneloop.tasks.image_classification import ImageClassification
+
+    task = ImageClassification(str(pictures / "data"), "timm:test_resnet", image_size=32)
+    samples = task.samples_of(str(flat), labelled=False)
+    with torch.no_grad():
+        confidence, found = model.eval()(torch.stack([samples[i][0] for i in range(len(samples))])).softmax(-1).max(-1)
+    assert [row["prediction"] for row in said] == [task.classes[number] for number in found]
+    assert [row["confidence"] for row in said] == pytest.approx(confidence.tolist(), abs=1e-5)
+
+
+TASKS = {
+    "text_classification": ("csv", [], lambda row: row["prediction"] and 0 < row["confidence"] <= 1),
+    "text_regression": ("jsonl", ["--task.label", "number"], lambda row: isinstance(row["prediction"], float)),
+    "token_classification": ("parquet", [], lambda row: isinstance(row["prediction"], list)),
+    "causal_lm": ("text", ["--task.block", "8"], lambda row: row["loss"] > 0 and row["tokens"] >= 1),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_says_something_of_every_row(tmp_path, task):
+    kind, more, right = TASKS[task]
+    write(tmp_path / "data", kind, rows(60))
+    words = ["digits", "--task", task, *SMALL, *more, "--task.data", "data", *COMMON, "--run.dir", "run"]
+    run(train, words, folder=tmp_path).ok()
+    made = []
+    for ranks in (1, 3):
+        after(tmp_path, "predict", "run", "--data", "data", "--to", f"{ranks}.jsonl", ranks=ranks).ok()
+        made.append((tmp_path / f"{ranks}.jsonl").read_text())
+    said = [json.loads(line) for line in made[0].splitlines()]
+    assert made[0] == made[1] and [row["row"] for row in said] == list(range(len(said))) and all(map(right, said))
+    assert len(said) == 60 or task == "causal_lm"
+    after(tmp_path, "evaluate", "run", "--data", "data").ok()
+
+
+def test_a_task_of_ones_own_says_its_outputs(tmp_path):
+    (tmp_path / "r.yaml").write_text("task: test_groups.Normed\n")
+    words = ["r.yaml", "--duration", "4", "--batch.size", "16", "--track", "none", "--run.dir", "run"]
+    run(train, words, folder=tmp_path).ok()
+    world = after(tmp_path, "predict", "run", "--to", "said.jsonl", ranks=2, config="ddp")
+    world.ok()
+    assert "task.name test_groups.Normed of run/recipe.yaml is taken from" in world.output
+    said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    assert [row["row"] for row in said] == list(range(len(said))) and set(said[0]) > {"row"}
+
+
+BAD = {
+    "no run": (["evaluate", "nowhere"], "nowhere holds no run (no recipe.yaml)"),
+    "no such weights": (["evaluate", "run", "--weights", "mean"], "no weights there"),
+    "no such checkpoint": (["evaluate", "run", "--checkpoint", "4"], "--checkpoint 4: there is none; steps: "),
+    "no such average": (["evaluate", "run", "--checkpoint", "6", "--weights", "mean"], "has no average 'mean'"),
+    "no such data": (["evaluate", "run", "--data", "nothing"], "--data nothing: 'nothing' is no such file or folder"),
+    "labels of others": (["evaluate", "run", "--data", "others"], "were never trained on"),
+    "no file": (["predict", "run"], "needs a file to write to: --to"),
+    "another ending": (["predict", "run", "--to", "said.xlsx"], "is none of .parquet, .jsonl, .csv"),
+    "a file that is there": (["predict", "run", "--to", "there.csv"], "exists; remove it, or name another file"),
+    "no folder": (["predict", "run", "--to", "no/said.csv"], "there is no folder no"),
+    "lists in csv": (
+        ["predict", "run", "--to", "said.csv", "--raw"],
+        "logits hold a list for each sample",
+    ),
+    "no number": (["predict", "run", "--to", "said.csv", "--micro", "0"], "--micro 0 is no number of samples above 0"),
+    "an unknown option": (["evaluate", "run", "--to", "x"], "unexpected '--to'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_is_told(pictures, tmp_path, name):
+    words, says = BAD[name]
+    for place in ("run", "data"):
+        (tmp_path / place).symlink_to(pictures / place)
+    (tmp_path / "others" / "zebra").mkdir(parents=True)
+    shutil.copy(next((pictures / "data").rglob("*.png")), tmp_path / "others" / "zebra")
+    (tmp_path / "there.csv").touch()
+    there = sorted(tmp_path.iterdir())
+    world = after(tmp_path, *words)
+    assert world.codes == [2], world.output
+    assert says in world.output, world.output
+    assert sorted(tmp_path.iterdir()) == there
+
+
+def test_a_damaged_run_is_refused(pictures, tmp_path):
+    shutil.copytree(pictures / "run", tmp_path / "run")
+    shutil.copytree(pictures / "data", tmp_path / "data")
+    file = tmp_path / "run" / "final" / "model.safetensors"
+    spoiled = bytearray(file.read_bytes())
+    spoiled[-1] ^= 1
+    file.write_bytes(spoiled)
+    world = after(tmp_path, "evaluate", "run")
+    assert world.codes == [2] and "final is damaged: model.safetensors" in world.output
+    unfinished(tmp_path / "run", 6)
+    assert "step-00000006 of run" in after(tmp_path, "evaluate", "run").output
+
+
+def test_through_the_launcher_as_typed(pictures, tmp_path, capfd):
+    before = Path.cwd()
+    os.chdir(pictures)
+    try:
+        config = str(Path(__file__).parent.parent / "accelerate_configs" / "ddp.yaml")
+        words = ["launch", "--config_file", config, "--num_processes", "2", "predict", "run", "--to"]
+        assert main([*words, str(tmp_path / "said.csv")]) == 0
+        assert "rows of final of run are in" in capfd.readouterr().out
+    finally:
+        os.chdir(before)
