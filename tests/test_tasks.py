@@ -28,7 +28,7 @@ def test_digits_are_divided_by_class_and_never_shared():
     check(task)
     sets = {"train": task.train_set(), **task.eval_sets()}
     assert {name: len(part) for name, part in sets.items()} == {"train": 1258, "validation": 270, "test": 269}
-    images = [image.numpy().tobytes() for part in sets.values() for image in part.part.images]
+    images = [image.numpy().tobytes() for part in sets.values() for image in part.rows.images]
     assert len(images) == 1797 and len(images) - len(set(images)) < 3  # scikit-learn holds no doubles to speak of
     for part in sets.values():
         assert sorted(set(part.part.labels)) == list(range(10))

@@ -51,6 +51,13 @@ class Mixture:
         which = int(np.searchsorted(self.bounds, index, side="right")) - 1
         return [*self.sets.values()][which][int(index - self.bounds[which])]
 
+    def near(self, index: int) -> range:
+        """Samples of the same set that are read as cheaply once this one is."""
+        which = int(np.searchsorted(self.bounds, index, side="right")) - 1
+        dataset, first = [*self.sets.values()][which], int(self.bounds[which])
+        own = dataset.near(index - first) if hasattr(dataset, "near") else range(len(dataset))
+        return range(first + own.start, first + own.stop)
+
     def where(self, index: int) -> str:
         """The place of a sample, for a person."""
         which = int(np.searchsorted(self.bounds, index, side="right")) - 1

@@ -1,15 +1,12 @@
-"""Image classification: scikit-learn's digits, MNIST, CIFAR, or a folder of images; a small CNN or torchvision's."""
+"""Image classification: scikit-learn's digits, MNIST, CIFAR, or images of one's own; a small CNN or any other model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,11 +15,13 @@ from oneloop.data.rows.sources import Source, named_sources, notes_of, opened, s
 from oneloop.tasks.base import Task
 from oneloop.tasks.columns import columns_of, decoded, is_image, refused
 from oneloop.tasks.image_models import Pretrained, image_model, is_transformers, statistics
-from oneloop.tasks.labels import classes_of, likeliest, numbers_of
+from oneloop.tasks.labels import are_shares, classes_of, counts_of, likeliest, numbers_of, shares_of
 from oneloop.tasks.metrics import ClassCounts
+from oneloop.tasks.packaged_images import TORCHVISION, digits, torchvision_set
+from oneloop.tasks.pixels import Augmentation, Blended, Images, prepared
 
-_Augment = Literal["none", "shifted", "mirrored"]
-_TORCHVISION = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}
+Statistics = tuple[Sequence[float], Sequence[float]]
+"""mean and deviation of pixels, by channel"""
 
 
 class ImageClassification(Task):
@@ -37,12 +36,23 @@ class ImageClassification(Task):
         pretrained: a .safetensors file, or a folder with one; true: the weights that belong to the model's name (of a
             folder or hf: they are taken unless this is false). Where they are of other classes the last layer is new.
         width: channels of the CNN's first layer.
-        augment: shift (and, but for digits and letters, mirror) the training images at random.
+        augment: shift the training images at random, and mirror them.
+        mirror: null: with augment, but not of digits and letters.
+        crop: least share of a training image that is cut out at random and brought to size, instead of the shift
+            (0.08 for large sets; 0: none).
+        randaugment: magnitude of two random operations on training images, 1 to 30 (9 is usual; 0: none).
+        erasing: how often a rectangle of a training image is overwritten (0.25).
+        mixup: mix each training image with another one; the parameter of the Beta distribution of its share (0.2).
+        cutmix: paste a rectangle of another one into it (1.0). With both, each image has one of them.
         image_size: pixels of a side that own images are resized to.
+        test_size: of evaluation, where it is to be another (0: the same).
         mean: of the pixels (0 to 1), by channel, subtracted from own images (null: what the model says, else 0.5).
         std: that they are divided by (null: the same).
         image: column of the image.
-        label: column of the class.
+        label: column of the class, or of a list with each class's share.
+        class_weights: what a sample of each class weighs in the loss: none, balanced (all classes together the same),
+            or a list.
+        top_k: also count a prediction as right where the class is among the so many likeliest (5; 0: not).
         held_out: share of the rows for validation, and as much for test, where the data has no such parts.
         window: megabytes of parquet rows that a process may hold; samples are shuffled among so many.
         root: folder of the downloaded sets.
@@ -51,8 +61,6 @@ class ImageClassification(Task):
         dropout: of the CNN, before its last layer.
     """
 
-    sample_weight = 1.0
-
     def __init__(
         self,
         data: str | list[dict[str, Any]] = "digits",
@@ -60,11 +68,20 @@ class ImageClassification(Task):
         pretrained: Pretrained = None,
         width: int = 32,
         augment: bool = True,
+        mirror: bool | None = None,
+        crop: float = 0.0,
+        randaugment: int = 0,
+        erasing: float = 0.0,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
         image_size: int = 64,
+        test_size: int = 0,
         mean: list[float] | None = None,
         std: list[float] | None = None,
         image: str = "image",
         label: str = "label",
+        class_weights: Literal["none", "balanced"] | list[float] = "none",
+        top_k: int = 0,
         held_out: float = 0.05,
         window: int = 256,
         root: str = "data",
@@ -72,29 +89,54 @@ class ImageClassification(Task):
         smoothing: float = 0.0,
         dropout: float = 0.0,
     ) -> None:
+        of_letters = data in ("digits", "mnist", "fashion_mnist")
+        how = Augmentation(
+            crop, randaugment, augment, (augment and not of_letters) if mirror is None else mirror, erasing
+        )
+        if not 0 <= smoothing < 1:
+            raise ValueError(f"task.smoothing {smoothing} must lie between 0 and 1; 0.1 is usual")
         self.architecture, self.pretrained = model, pretrained
-        self.width = width
-        self.smoothing = smoothing
-        self.dropout = dropout
-        self.notes: list[str] = []
+        self.width, self.smoothing, self.dropout, self.top_k = width, smoothing, dropout, top_k
         self.columns, self.window = {"image": image, "label": label}, window
-        mirror = data not in ("digits", "mnist", "fashion_mnist")
-        if data == "digits":
-            parts, self.classes = _digits()
-        elif isinstance(data, str) and data in _TORCHVISION:
-            parts, self.classes = _torchvision(data, root, download)
+        self._of_data: list[str] = []
+        self._counts: Callable[[], list[int]] = list
+        if isinstance(data, str) and data in ("digits", *TORCHVISION):
+            parts, about = self._packaged(data, root, download)
+            side = parts["train"].images.shape[-1] if crop or test_size else None
         else:
             own = statistics(model)
-            self._pixels = _prepared(image_size, mean or own[0], std or own[1])
-            sources = [opened(one, held_out=held_out, window=window) for one in named_sources(data, self.columns)]
-            parts, self.classes, self.notes = self._rows(sources)
-        self._of_data = list(self.notes)
-        how: _Augment = "none" if not augment else "mirrored" if mirror else "shifted"
-        self._train = Images(parts.pop("train"), augment=how)
-        self._evals = {name: Images(part) for name, part in parts.items()}
+            about, side = (mean or own[0], std or own[1]), image_size
+            parts = self._own([opened(s, held_out=held_out, window=window) for s in named_sources(data, self.columns)])
+        self._seen = prepared(test_size or side, *about)
+        self._train: Any = Images(parts.pop("train"), prepared(side, *about, how))
+        self._evals = {name: Images(part, self._seen) for name, part in parts.items()}
         self.shape = tuple(self._train[0][0].shape)
-        if not hasattr(self, "_pixels"):
-            self._pixels = _prepared(self.shape[-1], [0.5] * self.shape[0], [0.5] * self.shape[0])
+        if mixup or cutmix:
+            self._train = Blended(self._train, len(self.classes), mixup=mixup, cutmix=cutmix)
+        self.notes = list(self._of_data)
+        self.class_weights = self._on_device = self._weights(class_weights)
+        if self.class_weights is None:
+            self.sample_weight = 1.0
+        if not 0 <= top_k < len(self.classes):
+            raise ValueError(f"task.top_k {top_k} is asked for, and there are {len(self.classes)} classes")
+
+    def _packaged(self, data: str, root: str, download: bool) -> tuple[dict[str, Any], Statistics]:
+        """Data sets by part, in memory, and the mean and deviation of their pixels."""
+        parts, self.classes = digits() if data == "digits" else torchvision_set(data, root, download)
+        labels, channels = torch.tensor(parts["train"].labels), parts["train"].images.shape[1]
+        self._counts = lambda: torch.bincount(labels, minlength=len(self.classes)).tolist()
+        return parts, ([0.5] * channels, [0.5] * channels)
+
+    def _own(self, sources: Sequence[Source]) -> dict[str, Any]:
+        """Data sets by part: images as they are stored, with the numbers or the shares of their classes."""
+        _check_images(sources)
+        if are_shares(sources, "label"):
+            self.classes, self._of_data = shares_of(sources, "label"), notes_of(sources)
+            return sets_of(sources, lambda source: _labelled(source, torch.tensor))
+        self.classes, numbers = classes_of(sources, "label")
+        self._of_data = notes_of(sources)
+        self._counts = lambda: counts_of(sources, "label", numbers, len(self.classes))
+        return sets_of(sources, lambda source: _labelled(source, numbers[source.name]))
 
     def model(self) -> nn.Module:
         if self.architecture == "cnn":
@@ -103,7 +145,7 @@ class ImageClassification(Task):
         self.notes = [*self._of_data, *notes]
         return model
 
-    def train_set(self) -> Images:
+    def train_set(self) -> Any:
         return self._train
 
     def eval_sets(self) -> dict[str, Any]:
@@ -112,30 +154,62 @@ class ImageClassification(Task):
     def samples_of(self, data: str, *, labelled: bool) -> Any:
         source = whole(Source(data, self.columns | ({} if labelled else {"label": ""})), window=self.window)
         _check_images([source])
-        number = numbers_of(source, "label", self.classes) if labelled else int
-        return Files(source.parts["all"], self._sample(source, number), source.columns["image"])
+        number: Callable[[Any], Any] = int
+        if labelled and are_shares([source], "label"):
+            self._same_classes(shares_of([source], "label"), data)
+            number = torch.tensor
+        elif labelled:
+            number = numbers_of(source, "label", self.classes)
+        made, seen = _labelled(source, number), self._seen
 
-    def _rows(self, sources: Sequence[Source]) -> tuple[dict[str, Any], list[str], list[str]]:
-        """Data sets by part, their classes, and what a person should know of them."""
-        _check_images(sources)
-        classes, numbers = classes_of(sources, "label")
-        return sets_of(sources, lambda one: self._sample(one, numbers[one.name])), classes, notes_of(sources)
+        def sample(row: Row) -> tuple[Tensor, Any]:
+            image, label = made(row)
+            return seen(image), label
 
-    def _sample(self, source: Source, number: Callable[[Any], int]) -> Callable[[Row], tuple[Tensor, int]]:
-        image, label, pixels = source.columns["image"], source.columns["label"], self._pixels
-        return lambda row: (pixels(decoded(row[image])), number(row.get(label, 0)))
+        return Files(source.parts["all"], sample, source.columns["image"])
 
-    def collate(self, samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
+    def _same_classes(self, classes: Sequence[str], data: str) -> None:
+        if len(classes) != len(self.classes):
+            raise ValueError(f"{data}: shares of {len(classes)} classes, and the model has {len(self.classes)}")
+
+    def _weights(self, asked: str | list[float]) -> Tensor | None:
+        """What a sample of each class weighs; None where all weigh 1."""
+        if isinstance(asked, list):
+            if len(asked) != len(self.classes) or not all(0 < weight < float("inf") for weight in asked):
+                raise ValueError(
+                    f"task.class_weights {asked}: {len(self.classes)} weights above 0 are needed, for"
+                    f" {', '.join(self.classes[:8])}{', …' if len(self.classes) > 8 else ''}"
+                )
+            return torch.tensor(asked)
+        if asked == "none":
+            return None
+        counts = self._counts()
+        if not counts or not all(counts):
+            raise ValueError("task.class_weights balanced needs one label for each sample, and a sample of each class")
+        return torch.tensor([sum(counts) / (len(counts) * count) for count in counts])
+
+    def collate(self, samples: list[tuple[Tensor, Any]]) -> dict[str, Tensor]:
         images, labels = zip(*samples, strict=True)
-        return {"image": torch.stack(images), "label": torch.tensor(labels)}
+        soft = isinstance(labels[0], Tensor)
+        return {"image": torch.stack(images), "label": torch.stack(labels) if soft else torch.tensor(labels)}
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        return torch.tensor(float(len(batch["label"])))
+        label = batch["label"]
+        if self.class_weights is None:
+            return torch.tensor(float(len(label)))
+        weights = self.class_weights.double()
+        return (weights[label] if label.ndim == 1 else label.double() @ weights).sum()
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         logits = model(batch["image"])
         logits = getattr(logits, "logits", logits)  # transformers returns more
-        each = F.cross_entropy(logits, batch["label"], reduction="none", label_smoothing=self.smoothing)
+        label, weights = batch["label"], self.class_weights
+        if label.ndim == 2:
+            label = label.to(logits.dtype)
+        if weights is not None:
+            assert self._on_device is not None
+            weights = self._on_device = self._on_device.to(logits.device, logits.dtype)
+        each = F.cross_entropy(logits, label, weights, reduction="none", label_smoothing=self.smoothing)
         return each.sum(), {"logits": logits.detach(), "loss": each.detach()}
 
     def save(self, model: nn.Module, folder: Path) -> None:
@@ -144,7 +218,7 @@ class ImageClassification(Task):
             model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
 
     def metrics(self) -> ClassCounts:
-        return ClassCounts(len(self.classes))
+        return ClassCounts(len(self.classes), top=self.top_k)
 
     def update(self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
         metrics.update(outputs["logits"], batch["label"])
@@ -152,8 +226,9 @@ class ImageClassification(Task):
     def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
         return likeliest(outputs["logits"], self.classes)
 
-    def show(self, sample: tuple[Tensor, int], outputs: dict[str, Tensor]) -> dict[str, Any]:
+    def show(self, sample: tuple[Tensor, Any], outputs: dict[str, Tensor]) -> dict[str, Any]:
         image, label = sample
+        label = int(label.argmax()) if isinstance(label, Tensor) else label
         confidence, found = outputs["logits"].float().softmax(-1).max(-1)
         return {
             "image": image,
@@ -162,30 +237,6 @@ class ImageClassification(Task):
             "right": int(found) == label,
             "confidence": float(confidence),
         }
-
-
-class Images(Mapped):
-    """Images (float, channels x height x width, about -1 to 1) with labels, from pixels in memory or on disk."""
-
-    def __init__(self, part: Any, *, augment: _Augment = "none") -> None:
-        super().__init__(part, self._augmented)
-        self.part = part
-        self.augment = augment
-
-    def _augmented(self, sample: tuple[Tensor, int]) -> tuple[Tensor, int]:
-        image, label = sample
-        if self.augment != "none":
-            image = shifted(image, max(1, image.shape[-1] // 8))
-        if self.augment == "mirrored" and torch.rand(()) < 0.5:
-            image = image.flip(-1)
-        return image, label
-
-
-def shifted(image: Tensor, most: int) -> Tensor:
-    """The image moved by up to ``most`` pixels each way, at random; the border is repeated."""
-    down, right = torch.randint(0, 2 * most + 1, (2,)).tolist()
-    padded = F.pad(image, (most, most, most, most), mode="replicate")
-    return padded[:, down : down + image.shape[1], right : right + image.shape[2]]
 
 
 class CNN(nn.Module):
@@ -208,68 +259,13 @@ class CNN(nn.Module):
         return self.head(self.features(images))  # type: ignore[no-any-return]
 
 
-# --- where the pixels come from -------------------------------------------------------------------------------------
-
-
-class _InMemory:
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self.images, self.labels = images, labels.tolist()
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.images[index], self.labels[index]
-
-
-def _divided(images: Tensor, labels: Tensor, shares: tuple[float, ...]) -> list[_InMemory]:
-    """Parts with the same mix of classes, by a fixed rule: every class is dealt out in a fixed random order."""
-    parts: list[list[Tensor]] = [[] for _ in shares]
-    shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    for label in labels.unique():
-        members = shuffled[labels[shuffled] == label]
-        bounds = [round(sum(shares[:i]) * len(members)) for i in range(len(shares) + 1)]
-        for part, start, stop in zip(parts, bounds, bounds[1:], strict=False):
-            part.append(members[start:stop])
-    return [_InMemory(images[chosen], labels[chosen]) for chosen in (torch.cat(part) for part in parts)]
-
-
-def _digits() -> tuple[dict[str, Any], list[str]]:
-    """1,797 handwritten digits of 8x8 pixels: 70 % to train, 15 % validation, 15 % test."""
-    pixels, labels = _sklearn_digits()
-    images = torch.tensor(pixels, dtype=torch.float32)[:, None] / 8 - 1
-    parts = _divided(images, torch.tensor(labels), (0.7, 0.15, 0.15))
-    return dict(zip(("train", "validation", "test"), parts, strict=True)), [str(digit) for digit in range(10)]
-
-
-def _sklearn_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Pixels (samples, 8, 8) and labels of scikit-learn's load_digits, from its file: importing it takes seconds."""
-    package = find_spec("sklearn")
-    if package is None or package.origin is None:
-        raise ImportError("task.data digits comes with scikit-learn, which is not installed; pip install scikit-learn")
-    table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
-    return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int64)
-
-
-def _torchvision(data: str, root: str, download: bool) -> tuple[dict[str, Any], list[str]]:
-    from torchvision import datasets
-
-    kind = getattr(datasets, _TORCHVISION[data])
-    try:
-        sets = [kind(root, train=train, download=download) for train in (True, False)]
-    except RuntimeError as error:
-        raise ValueError(
-            f"task.data {data!r} is not under task.root {root!r}; put it there, or let torchvision fetch"
-            " it with --task.download true"
-        ) from error
-    pixels = [torch.as_tensor(part.data) for part in sets]
-    pixels = [(x[:, None] if x.ndim == 3 else x.permute(0, 3, 1, 2)).float() / 127.5 - 1 for x in pixels]
-    labels = [torch.as_tensor(part.targets) for part in sets]
-    train, validation = _divided(pixels[0], labels[0], (0.9, 0.1))
-    return {"train": train, "validation": validation, "test": _InMemory(pixels[1], labels[1])}, list(sets[0].classes)
-
-
 # --- people's own -----------------------------------------------------------------------------------------------------
+
+
+def _labelled(source: Source, number: Callable[[Any], Any]) -> Callable[[Row], tuple[Any, Any]]:
+    """A row's image, decoded, and what its label is for the model."""
+    image, label = source.columns["image"], source.columns["label"]
+    return lambda row: (decoded(row[image]), number(row.get(label, 0)))
 
 
 class Files(Mapped):
@@ -289,12 +285,3 @@ def _check_images(sources: Sequence[Source]) -> None:
     for source, _, rows, column in columns_of(sources, "image"):
         if not is_image(rows.types[column]):
             raise refused(source, "image", rows.types[column], "images are needed (files, or their bytes)")
-
-
-def _prepared(size: int, mean: Sequence[float], std: Sequence[float]) -> Callable[[Any], Tensor]:
-    """Images of one size, their pixels around 0."""
-    from torchvision import transforms
-
-    steps = [transforms.Resize((size, size)), transforms.ToTensor(), transforms.Normalize(mean, std)]
-    steps = [transforms.Grayscale(), *steps] if len(mean) == 1 else steps
-    return transforms.Compose(steps)  # type: ignore[no-any-return]

@@ -66,6 +66,51 @@ def classes_of(sources: Sequence[Source], key: str, *, lists: bool = False) -> t
     return names, {source: _number(kind, number) for source, kind in kinds.items()}
 
 
+def are_shares(sources: Sequence[Source], key: str) -> bool:
+    """Whether the first source's labels are lists of numbers: the share of each class."""
+    for _, _, rows, column in columns_of(sources, key):
+        return str(getattr(inside(rows.types[column]), "dtype", "")).startswith("float")
+    return False
+
+
+def shares_of(sources: Sequence[Source], key: str) -> list[str]:
+    """The classes of labels that are the shares of each class, by number.
+
+    Raises:
+        ValueError: a row whose shares are not as many as the others', below 0, or do not sum to 1.
+    """
+    import numpy as np
+
+    classes = 0
+    for source, _, rows, column in columns_of(sources, key):
+        if not str(getattr(inside(rows.types[column]), "dtype", "")).startswith("float"):
+            raise refused(source, key, rows.types[column], "shares of the classes are needed, as in the other places")
+        before = 0
+        for array in rows.values(column):
+            for number, shares in enumerate(array.to_pylist()):
+                classes = classes or len(shares or ())
+                good = len(shares or ()) == classes and all(share is not None and share >= 0 for share in shares)
+                if not good or not np.isclose(sum(shares), 1.0, atol=1e-3):
+                    raise ValueError(
+                        f"{rows.where(before + number)}: {shares} in {column!r} are no shares of {classes} classes,"
+                        " which are 0 or more and sum to 1"
+                    )
+            before += len(array)
+    if classes < 2:
+        raise ValueError(f"{sources[0].where}: {sources[0].columns[key]!r} holds one class; at least two are needed")
+    return list(map(str, range(classes)))
+
+
+def counts_of(sources: Sequence[Source], key: str, numbers: Numbers, classes: int) -> list[int]:
+    """How many training rows each class has."""
+    counts = [0] * classes
+    for source, part, rows, column in columns_of(sources, key):
+        for array in rows.values(column) if part == "train" else ():
+            for found in array.value_counts().to_pylist():
+                counts[numbers[source.name](found["values"])] += found["counts"]
+    return counts
+
+
 def numbers_of(source: Source, key: str, classes: Sequence[str], *, lists: bool = False) -> Callable[[Any], int]:
     """What gives the number of a label among classes that are known already.
 

@@ -37,18 +37,22 @@ class ClassCounts:
 
     Args:
         classes: how many. Above ``pictured`` there is no matrix.
+        top: count it too where the true class is among the so many likeliest (0: not).
         pictured: a larger matrix is no picture any more.
     """
 
-    def __init__(self, classes: int, *, pictured: int = 100) -> None:
+    def __init__(self, classes: int, *, top: int = 0, pictured: int = 100) -> None:
         self.higher_is_better = {"accuracy": True, "macro_f1": True, "matthews": True}
         self.higher_is_better |= {"f1": True} if classes == 2 else {}
+        self.top = top
+        self.higher_is_better |= {f"top{top}_accuracy": True} if top else {}
+        self._among = torch.zeros(1 if top else 0, dtype=torch.int64)
         self._matrix = torch.zeros((classes, classes) if classes <= pictured else (0, 0), dtype=torch.int64)
         self._counts = torch.zeros(3, classes, dtype=torch.int64)
         """of each class: right, predicted, there"""
 
     def to(self, device: torch.device) -> ClassCounts:
-        self._matrix, self._counts = self._matrix.to(device), self._counts.to(device)
+        self._matrix, self._counts, self._among = (x.to(device) for x in (self._matrix, self._counts, self._among))
         return self
 
     def update(self, logits: Tensor, target: Tensor) -> None:
@@ -56,8 +60,10 @@ class ClassCounts:
 
         Args:
             logits: (samples, classes).
-            target: (samples,), the true classes; below 0 where a sample does not count.
+            target: (samples,), the true classes; below 0 where a sample does not count. Or (samples, classes), their
+                shares: the largest is the true one.
         """
+        target = target.argmax(1) if target.ndim == 2 else target
         said = logits.argmax(1)
         ones = (target >= 0).to(target.dtype)
         target = target.clamp(min=0)
@@ -65,11 +71,13 @@ class ClassCounts:
         right.index_add_(0, target, (said == target).to(target.dtype) * ones)
         predicted.index_add_(0, said, ones)
         there.index_add_(0, target, ones)
+        if self.top:
+            self._among += ((logits.topk(self.top).indices == target[:, None]).any(1).to(target.dtype) * ones).sum()
         if self._matrix.numel():
             self._matrix.view(-1).index_add_(0, target * len(self._matrix) + said, ones)
 
     def sums(self) -> Sequence[Tensor]:
-        return [self._counts, self._matrix] if self._matrix.numel() else [self._counts]
+        return [sums for sums in (self._counts, self._matrix, self._among) if sums.numel()]
 
     def compute(self) -> dict[str, Any]:
         """F1 is 2 right / (predicted + there), averaged over the classes that occur (as torchmetrics does). Matthews'
@@ -83,6 +91,7 @@ class ClassCounts:
         together = float(right.sum() * total - (predicted * there).sum())
         figures["matthews"] = together / spread if spread else 0.0
         figures |= {"f1": float(f1[1])} if len(f1) == 2 else {}
+        figures |= {f"top{self.top}_accuracy": float(self._among.double() / total)} if self.top else {}
         return figures | ({"confusion": self._matrix} if self._matrix.numel() else {})
 
 

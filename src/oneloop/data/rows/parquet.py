@@ -163,6 +163,12 @@ class Parquet:
                 array = array.take(np.delete(np.arange(len(array)), picked) if self._but else picked)
             yield array
 
+    def near(self, index: int) -> range:
+        """The rows of the same group."""
+        group, _ = self._place(index)
+        last = group + 1 == len(self._firsts)
+        return range(int(self._firsts[group]), self._length if last else int(self._firsts[group + 1]))
+
     def _place(self, index: int) -> tuple[int, int]:
         """Group and row in it."""
         if not 0 <= index < self._length:

@@ -71,6 +71,10 @@ class Mapped:
         """The place of the row, for a person."""
         return self.rows.where(index) if hasattr(self.rows, "where") else f"row {index}"
 
+    def near(self, index: int) -> range:
+        """Rows that are read as cheaply once this one is: all of them, or those of its row group."""
+        return self.rows.near(index) if hasattr(self.rows, "near") else range(len(self))
+
     def order(self, *, seed: int, batch: int) -> Ordered:
         """The rows' own, or a permutation of them."""
         return order_of(self.rows, seed=seed, batch=batch)

@@ -1,0 +1,175 @@
+"""From stored images to what a model sees: sizes, augmentation, and two images mixed into one.
+
+What is random comes from torch's global generator, which is seeded for each sample: an image, and with mixup and cutmix
+its partner too, is a function of (seed, epoch, index), whatever micro-batch or process it is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from oneloop.data.rows.rows import Mapped
+
+_MOST = 100
+"""parameter of a Beta distribution: 1 is uniform, and so large a one next to always a half"""
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What is done to training images at random, in this order."""
+
+    crop: float = 0.0
+    """least share of the image that is cut out and brought to size (0: all of it)"""
+    randaugment: int = 0
+    """magnitude of two operations of RandAugment, 1 to 30 (0: none)"""
+    shift: bool = False
+    """moved by up to an eighth of a side"""
+    mirror: bool = False
+    """left and right swapped, half the time"""
+    erasing: float = 0.0
+    """how often a rectangle is overwritten"""
+
+    def __post_init__(self) -> None:
+        for name, most in (("crop", 1), ("randaugment", 30), ("erasing", 1)):
+            if not 0 <= getattr(self, name) <= most:
+                raise ValueError(f"task.{name} {getattr(self, name)} must lie between 0 and {most}")
+
+    @property
+    def of_pixels(self) -> bool:
+        """Whether it needs the pixels as they are stored."""
+        return bool(self.crop or self.randaugment)
+
+
+def prepared(
+    size: int | None, mean: Sequence[float], std: Sequence[float], how: Augmentation | None = None
+) -> Callable[[Any], Tensor]:
+    """What makes a model's input of an image of PIL, or of pixels that are brought around 0 already.
+
+    Args:
+        size: pixels of a side; None: as it is.
+        mean: of the pixels (0 to 1), subtracted, by channel; with one channel the image becomes grey.
+        std: that they are divided by.
+        how: of training images.
+    """
+    how = how or Augmentation()
+
+    def make(image: Any) -> Tensor:
+        if not isinstance(image, Tensor) or how.of_pixels or size not in (None, image.shape[-1]):
+            image = _pixels(size, tuple(mean), tuple(std), how)(_as_bytes(image, mean, std))
+        if how.shift and not how.crop:
+            image = shifted(image, max(1, image.shape[-1] // 8))
+        if how.mirror and torch.rand(()) < 0.5:
+            image = image.flip(-1)
+        if how.erasing:
+            from torchvision.transforms import v2
+
+            image = v2.RandomErasing(how.erasing)(image)
+        return image  # type: ignore[no-any-return]
+
+    return make
+
+
+def _as_bytes(image: Any, mean: Sequence[float], std: Sequence[float]) -> Any:
+    """Pixels that are around 0 as those they were made of."""
+    if not isinstance(image, Tensor):
+        return image
+    scale, zero = (torch.tensor(values)[:, None, None] for values in (std, mean))
+    return ((image * scale + zero) * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+_made: dict[Any, Callable[[Any], Tensor]] = {}
+"""kept: a pipeline is made once in each process"""
+
+
+def _pixels(
+    size: int | None, mean: Sequence[float], std: Sequence[float], how: Augmentation
+) -> Callable[[Any], Tensor]:
+    """torchvision's transforms of the pixels themselves."""
+    if made := _made.get((size, mean, std, how)):
+        return made
+    from torchvision.transforms import v2
+
+    steps: list[Any] = []
+    if size is not None:
+        side = (size, size)
+        steps += [v2.RandomResizedCrop(side, scale=(how.crop, 1.0)) if how.crop else v2.Resize(side)]
+    steps += [v2.Grayscale()] if len(mean) == 1 else []
+    steps += [v2.RandAugment(2, how.randaugment)] if how.randaugment else []
+    steps += [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std), v2.ToPureTensor()]
+    return _made.setdefault((size, mean, std, how), v2.Compose(steps))
+
+
+def shifted(image: Tensor, most: int) -> Tensor:
+    """The image moved by up to ``most`` pixels each way, at random; the border is repeated."""
+    down, right = torch.randint(0, 2 * most + 1, (2,)).tolist()
+    padded = F.pad(image, (most, most, most, most), mode="replicate")
+    return padded[:, down : down + image.shape[1], right : right + image.shape[2]]
+
+
+class Images(Mapped):
+    """Images as a model sees them, with their labels.
+
+    Args:
+        part: map-style, of images and labels.
+        make: what :func:`prepared` returned.
+    """
+
+    def __init__(self, part: Any, make: Callable[[Any], Tensor]) -> None:
+        super().__init__(part, lambda sample: (make(sample[0]), sample[1]))
+
+
+class Blended(Mapped):
+    """Each image mixed with another one of the set: mixup (Zhang et al. 2018) or cutmix (Yun et al. 2019).
+
+    The partner is drawn from all of the set; of one that is read in windows, from the same row group. The label becomes
+    the shares of the classes, (classes,).
+
+    Args:
+        images: with labels.
+        classes: how many.
+        mixup: parameter of the Beta distribution of the first image's share (0: no mixup).
+        cutmix: the same, of the share of its area. With both, each sample is mixed by one of them, at even odds.
+    """
+
+    def __init__(self, images: Any, classes: int, *, mixup: float, cutmix: float) -> None:
+        super().__init__(images, None)  # type: ignore[arg-type]
+        self.classes, self.mixup, self.cutmix = classes, mixup, cutmix
+        for name, alpha in (("mixup", mixup), ("cutmix", cutmix)):
+            if not 0 <= alpha <= _MOST:
+                raise ValueError(f"task.{name} {alpha} must lie between 0 and {_MOST}; 0.2 to 1 is usual")
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        cut = bool(self.cutmix) and (not self.mixup or bool(torch.rand(()) < 0.5))
+        alpha = torch.tensor(self.cutmix if cut else self.mixup)
+        share = torch.distributions.Beta(alpha, alpha).sample()
+        among = self.near(index)
+        other = among[int(torch.randint(len(among), ()))]
+        (image, label), (image_2, label_2) = self.rows[index], self.rows[other]
+        if cut:
+            image, share = _pasted(image, image_2, share)
+        else:
+            image = image * share + image_2 * (1 - share)
+        return image, self._soft(label) * share + self._soft(label_2) * (1 - share)
+
+    def _soft(self, label: Any) -> Tensor:
+        return label if isinstance(label, Tensor) else F.one_hot(torch.tensor(label), self.classes).float()
+
+
+def _pasted(image: Tensor, other: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """A rectangle of ``other`` in the image, of 1 - share of its area but for what lies outside; and the share that is
+    left."""
+    height, width = image.shape[-2:]
+    side = (1 - share).sqrt()
+    rows, columns = int(height * side), int(width * side)
+    down, right = int(torch.randint(height, ())), int(torch.randint(width, ()))
+    top, bottom = max(0, down - rows // 2), min(height, down - rows // 2 + rows)
+    left, end = max(0, right - columns // 2), min(width, right - columns // 2 + columns)
+    image = image.clone()
+    image[:, top:bottom, left:end] = other[:, top:bottom, left:end]
+    return image, torch.tensor(1 - (bottom - top) * (end - left) / (height * width))

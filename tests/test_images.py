@@ -1,0 +1,250 @@
+"""Images as people train them: augmentation, mixup and cutmix that no split changes, class weights, soft labels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from PIL import Image
+from pyarrow import parquet
+from safetensors.torch import load_file
+from sklearn.datasets import load_digits
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+
+from oneloop.data.keyed import Keyed
+from oneloop.tasks.image_classification import ImageClassification
+from oneloop.tasks.metrics import ClassCounts
+from oneloop.tasks.pixels import Augmentation, Blended, prepared
+from own_files import images
+from worlds import run, train
+
+ALL = ["--task.mixup", "0.4", "--task.cutmix", "1.0", "--task.crop", "0.5", "--task.randaugment", "9"]
+ALL += ["--task.erasing", "0.5", "--task.smoothing", "0.1", "--task.class_weights", "balanced", "--task.top_k", "3"]
+SPLITS = [("single", 1, 4), ("ddp", 2, 2), ("fsdp2", 2, 1)]
+
+
+def gradients(folder: Path, dtype: str, *, config: str = "single", ranks: int = 1, accumulate: int = 1, steps: int = 1):
+    """What one step of plain sgd at a learning rate of 1 takes off the weights; with more steps, after them."""
+    folder.mkdir()
+    words = ["digits", "--duration", str(steps), "--batch.size", "16", "--batch.micro", str(16 // ranks // accumulate)]
+    words += [
+        "--optimizer.name",
+        "sgd",
+        "--optimizer.lr",
+        "1",
+        "--optimizer.clip",
+        "1e9",
+        "--schedule.name",
+        "constant",
+    ]
+    words += ["--schedule.warmup", "0", "--optimizer.weight_decay", "0", "--eval.every", "0", "--track", "none"]
+    words += ["--machine.dtype", dtype, *ALL, "--run.dir", str(folder / "run")]
+    run(train, words, ranks=ranks, config=config).ok()
+    return load_file(folder / "run" / "final" / "model.safetensors")
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-6), ("float64", 1e-12)])
+def test_the_gradients_are_those_of_any_split(tmp_path, dtype, bound):
+    from oneloop.basics.seeds import key
+
+    task = ImageClassification(mixup=0.4)
+    torch.manual_seed(key(0))
+    first = task.model().state_dict()
+    whole = gradients(tmp_path / "whole", dtype)
+    largest = max((whole[name] - first[name]).abs().max() for name in whole)
+    assert largest > 1e-3
+    for config, ranks, accumulate in SPLITS:
+        split = gradients(tmp_path / config, dtype, config=config, ranks=ranks, accumulate=accumulate)
+        worst = max((whole[name] - split[name]).abs().max() for name in whole)
+        assert worst / largest < bound, (config, worst / largest)
+
+
+class Flat:
+    """Images of one colour each, their number; of so many classes, one after another."""
+
+    def __init__(self, classes: int = 5):
+        self.classes = classes
+
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        return torch.full((1, 12, 12), float(index)), index % self.classes
+
+
+def test_mixup_is_what_its_paper_says_and_a_function_of_the_place():
+    mixed = Keyed(Blended(Flat(50), 50, mixup=0.4, cutmix=0.0), seed=3)
+    for index in range(50):
+        (_, (image, label)), (_, (again, label_again)) = mixed[2, index], mixed[2, index]
+        assert torch.equal(image, again) and torch.equal(label, label_again)
+        assert label.sum() == pytest.approx(1, abs=1e-6) and (label > 0).sum() <= 2 and image.std() < 1e-5
+        assert torch.allclose(image, label @ torch.arange(50.0), atol=1e-4)  # each class is one image's value
+    shares = torch.stack([mixed[epoch, 0][1][1][0] for epoch in range(400)])
+    assert len(shares.unique()) > 300  # another partner and another share in every epoch
+    assert not torch.equal(mixed[0, 7][1][0], Keyed(mixed.dataset, seed=4)[0, 7][1][0])
+
+
+def test_cutmix_shares_are_those_of_the_areas():
+    cut = Keyed(Blended(Flat(), 5, mixup=0.0, cutmix=1.0), seed=0)
+    shares = []
+    for index in range(50):
+        _, (image, label) = cut[0, index]
+        own = (image == index).float().mean().item()
+        assert len(image.unique()) <= 2
+        other = next((int(value) for value in image.unique() if value != index), index)
+        wanted = F.one_hot(torch.tensor(index % 5), 5) * own + F.one_hot(torch.tensor(other % 5), 5) * (1 - own)
+        assert torch.allclose(label, wanted, atol=1e-6)
+        shares.append(own)
+    assert 0.4 < np.mean(shares) < 0.8 and min(shares) < 0.3
+
+
+def test_both_are_drawn_at_even_odds_and_the_share_is_of_the_beta_distribution():
+    both = Keyed(Blended(Flat(), 5, mixup=0.3, cutmix=1.0), seed=0)
+    blends = [len(both[epoch, 1][1][0].unique()) == 1 for epoch in range(1000)]
+    assert 0.45 < np.mean(blends) < 0.65  # a rectangle without area counts as a blend here
+    mixed = Keyed(Blended(Flat(50), 50, mixup=0.3, cutmix=0.0), seed=0)
+    shares = torch.stack([mixed[epoch, 1][1][1][1] for epoch in range(2000)]).double()
+    assert shares.mean() == pytest.approx(0.51, abs=0.03)  # one partner in 50 is the image itself
+    assert shares.var() == pytest.approx(1 / (4 * (2 * 0.3 + 1)), rel=0.1)
+
+
+def test_partners_of_parquet_are_of_the_same_row_group(tmp_path):
+    images(tmp_path / "data", "parquet", each=60)
+    task = ImageClassification(str(tmp_path / "data"), mixup=0.4, image_size=8, augment=False)
+    rows = task.train_set()
+    seen = set()
+    for index in range(len(rows)):
+        near = rows.near(index)
+        assert index in near
+        seen.add((near.start, near.stop))
+    assert sorted(seen)[0][0] == 0 and max(stop for _, stop in seen) == len(rows) and len(seen) > 1
+
+
+def test_class_weights_are_those_of_torch():
+    weights = [0.5, 1.0, 2.0, 1.5, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0]
+    task = ImageClassification(class_weights=weights, smoothing=0.1, augment=False)
+    batch = task.collate([task.train_set()[index] for index in range(64)])
+    torch.manual_seed(0)
+    model = task.model()
+    loss, _ = task.loss(model, batch)
+    wanted = F.cross_entropy(model(batch["image"]), batch["label"], torch.tensor(weights), label_smoothing=0.1)
+    assert (loss / task.weight(batch)).item() == pytest.approx(wanted.item(), rel=1e-6)
+    soft = {**batch, "label": F.one_hot(batch["label"], 10).float()}
+    assert (task.loss(model, soft)[0] / task.weight(soft)).item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_balanced_weights_make_all_classes_weigh_the_same(tmp_path):
+    images(tmp_path / "data", "folders", each=20)
+    for file in sorted((tmp_path / "data" / "alpha").iterdir())[5:]:
+        file.unlink()
+    task = ImageClassification(str(tmp_path / "data"), class_weights="balanced", image_size=8, held_out=0.1)
+    train_set = task.train_set()
+    labels = torch.tensor([train_set[index][1] for index in range(len(train_set))])
+    totals = [float(task.class_weights[labels[labels == label]].sum()) for label in range(3)]
+    assert totals == pytest.approx([len(labels) / 3] * 3)
+
+
+def test_top_k_is_that_of_torchmetrics():
+    torch.manual_seed(0)
+    counts, wanted = ClassCounts(10, top=3), MulticlassAccuracy(10, top_k=3, average="micro")
+    for _ in range(3):
+        logits, target = torch.randn(32, 10), torch.randint(10, (32,))
+        counts.update(logits, target)
+        wanted.update(logits, target)
+    assert counts.compute()["top3_accuracy"] == pytest.approx(float(wanted.compute()))
+    assert counts.higher_is_better["top3_accuracy"]
+
+
+def test_the_test_size_and_what_is_random_are_of_their_parts(tmp_path):
+    images(tmp_path / "data", "folders", each=12)
+    how = {"crop": 0.3, "randaugment": 9, "erasing": 1.0, "image_size": 16, "test_size": 20, "held_out": 0.2}
+    task = ImageClassification(str(tmp_path / "data"), **how)
+    trained = Keyed(task.train_set(), seed=0)
+    assert trained[0, 0][1][0].shape == (3, 16, 16)
+    assert torch.equal(trained[0, 0][1][0], trained[0, 0][1][0])
+    assert not torch.equal(trained[0, 0][1][0], trained[1, 0][1][0])
+    held_out = Keyed(task.eval_sets()["validation"], seed=0)
+    assert held_out[0, 0][1][0].shape == (3, 20, 20)
+    assert torch.equal(held_out[0, 0][1][0], held_out[1, 0][1][0])
+
+
+def test_pixels_are_those_of_torchvisions_older_transforms():
+    from torchvision import transforms
+
+    draw = np.random.default_rng(0)
+    image = Image.fromarray(draw.integers(0, 255, (37, 21, 3), dtype=np.uint8))
+    mean, std = [0.4, 0.5, 0.6], [0.2, 0.3, 0.25]
+    steps = [transforms.Resize((16, 16)), transforms.ToTensor(), transforms.Normalize(mean, std)]
+    assert torch.allclose(prepared(16, mean, std)(image), transforms.Compose(steps)(image), rtol=0, atol=1e-6)
+    grey = prepared(16, [0.5], [0.5], Augmentation(mirror=True))(image)
+    assert grey.shape == (1, 16, 16)
+
+
+def shares(folder: Path, count: int = 60, *, spoil: dict | None = None) -> Path:
+    """Pictures with the shares of three classes."""
+    images(folder.with_name("pictures"), "folders", each=count // 3)
+    draw, made = np.random.default_rng(1), []
+    for file in sorted(folder.with_name("pictures").rglob("*.png")):
+        label = ["alpha", "beta", "gamma"].index(file.parent.name)
+        soft = 0.7 * np.eye(3)[label] + 0.3 * draw.dirichlet([1, 1, 1])
+        made.append({"image": {"bytes": file.read_bytes(), "path": None}, "label": soft.tolist()})
+    if spoil:
+        made[5] |= spoil
+    folder.mkdir()
+    parquet.write_table(pa.Table.from_pylist(made), folder / "all.parquet", row_group_size=16)
+    return folder
+
+
+@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_shares_of_classes_are_trained_on(tmp_path, config, ranks):
+    shares(tmp_path / "data")
+    words = ["images", "--task.data", "data", "--task.image_size", "8", "--task.crop", "0", "--duration", "60"]
+    words += ["--batch.size", "8", "--task.width", "8", "--eval.every", "0", "--track", "none", "--run.dir", "run"]
+    run(train, words, ranks=ranks, config=config, folder=tmp_path).ok()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["eval/accuracy"] > 0.8
+    least = -(np.array([0.8, 0.1, 0.1]) * np.log([0.8, 0.1, 0.1])).sum()
+    assert summary["eval/loss"] > 0.6 * least  # the entropy of the shares is not learned away
+
+
+BAD = {
+    "a share below 0": ({"label": [1.2, -0.2, 0.0]}, {}, r"row 5: \[1.2, -0.2, 0.0\] in 'label' are no shares"),
+    "too few shares": ({"label": [0.5, 0.5]}, {}, "are no shares of 3 classes"),
+    "shares above 1": ({"label": [0.5, 0.5, 0.5]}, {}, "which are 0 or more and sum to 1"),
+    "balanced shares": ({}, {"class_weights": "balanced"}, "balanced needs one label for each sample"),
+    "two weights": ({}, {"class_weights": [1.0, 2.0]}, "3 weights above 0 are needed, for 0, 1, 2"),
+    "a weight of 0": ({}, {"class_weights": [1.0, 2.0, 0.0]}, "weights above 0 are needed"),
+    "as many as there are": ({}, {"top_k": 3}, "task.top_k 3 is asked for, and there are 3 classes"),
+    "a crop above 1": ({}, {"crop": 1.5}, "task.crop 1.5 must lie between 0 and 1"),
+    "a negative mixup": ({}, {"mixup": -0.1}, "task.mixup -0.1 must lie between 0 and 100"),
+    "a magnitude": ({}, {"randaugment": 31}, "task.randaugment 31 must lie between 0 and 30"),
+    "smoothing": ({}, {"smoothing": 1.0}, "task.smoothing 1.0 must lie between 0 and 1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_is_told(tmp_path, name):
+    spoil, options, says = BAD[name]
+    shares(tmp_path / "data", spoil=spoil)
+    with pytest.raises(ValueError, match=says):
+        ImageClassification(str(tmp_path / "data"), image_size=8, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_recipe_reaches_its_stated_accuracy(tmp_path):
+    digits = load_digits()
+    for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
+        file = tmp_path / "images" / str(label) / f"{number:04d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        whole = Image.fromarray((pixels * 15.9).astype("uint8"))
+        whole.resize((32, 32), Image.Resampling.BICUBIC).save(file)
+    words = ["images", "--track", "none", "--run.dir", "run"]
+    run(train, words, folder=tmp_path, timeout=1400, variables={"OMP_NUM_THREADS": "2"}).ok()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["eval/accuracy"] > 0.975 and summary["test/accuracy"] > 0.985
