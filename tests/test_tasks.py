@@ -31,7 +31,7 @@ def test_digits_are_divided_by_class_and_never_shared():
     images = [image.numpy().tobytes() for part in sets.values() for image in part.rows.images]
     assert len(images) == 1797 and len(images) - len(set(images)) < 3  # scikit-learn holds no doubles to speak of
     for part in sets.values():
-        assert sorted(set(part.part.labels)) == list(range(10))
+        assert sorted(set(part.rows.labels)) == list(range(10))
 
 
 def test_augmentation_moves_the_image_and_keeps_the_label():

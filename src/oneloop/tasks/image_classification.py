@@ -14,11 +14,12 @@ from oneloop.data.rows.rows import Mapped, Row
 from oneloop.data.rows.sources import Source, named_sources, notes_of, opened, sets_of, whole
 from oneloop.tasks.base import Task
 from oneloop.tasks.columns import columns_of, decoded, is_image, refused
-from oneloop.tasks.image_models import Pretrained, image_model, is_transformers, statistics
+from oneloop.tasks.image_models import Pretrained, image_model, statistics
 from oneloop.tasks.labels import are_shares, classes_of, counts_of, likeliest, numbers_of, shares_of
 from oneloop.tasks.metrics import ClassCounts
 from oneloop.tasks.packaged_images import TORCHVISION, digits, torchvision_set
 from oneloop.tasks.pixels import Augmentation, Blended, Images, prepared
+from oneloop.tasks.transformers_models import is_transformers
 
 Statistics = tuple[Sequence[float], Sequence[float]]
 """mean and deviation of pixels, by channel"""
@@ -35,6 +36,7 @@ class ImageClassification(Task):
             module.Class, called with num_classes.
         pretrained: a .safetensors file, or a folder with one; true: the weights that belong to the model's name (of a
             folder or hf: they are taken unless this is false). Where they are of other classes the last layer is new.
+        trust_remote_code: run Python that lies beside the weights of a folder or hf: (only of people you trust).
         width: channels of the CNN's first layer.
         augment: shift the training images at random, and mirror them.
         mirror: null: with augment, but not of digits and letters.
@@ -66,6 +68,7 @@ class ImageClassification(Task):
         data: str | list[dict[str, Any]] = "digits",
         model: str = "cnn",
         pretrained: Pretrained = None,
+        trust_remote_code: bool = False,
         width: int = 32,
         augment: bool = True,
         mirror: bool | None = None,
@@ -95,7 +98,8 @@ class ImageClassification(Task):
         )
         if not 0 <= smoothing < 1:
             raise ValueError(f"task.smoothing {smoothing} must lie between 0 and 1; 0.1 is usual")
-        self.architecture, self.pretrained = model, pretrained
+        self.architecture = model
+        self.weights: dict[str, Any] = {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
         self.width, self.smoothing, self.dropout, self.top_k = width, smoothing, dropout, top_k
         self.columns, self.window = {"image": image, "label": label}, window
         self._of_data: list[str] = []
@@ -141,7 +145,7 @@ class ImageClassification(Task):
     def model(self) -> nn.Module:
         if self.architecture == "cnn":
             return CNN(self.shape[0], len(self.classes), width=self.width, dropout=self.dropout)
-        model, notes = image_model(self.architecture, self.classes, pretrained=self.pretrained)
+        model, notes = image_model(self.architecture, self.classes, **self.weights)
         self.notes = [*self._of_data, *notes]
         return model
 

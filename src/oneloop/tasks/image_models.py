@@ -13,14 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oneloop.tasks.transformers_models import HUB, auto_model, is_transformers, listed, place_of
+
 Pretrained = bool | str | None
 """nothing, the name's own weights, or a file or folder of them"""
-_HUB = "hf:"
 _TIMM = "timm:"
 _WEIGHTS = "model.safetensors"
 
 
-def image_model(name: str, classes: Sequence[str], *, pretrained: Pretrained = None) -> tuple[nn.Module, list[str]]:
+def image_model(
+    name: str, classes: Sequence[str], *, pretrained: Pretrained = None, trust_remote_code: bool = False
+) -> tuple[nn.Module, list[str]]:
     """A model of so many classes, and what a person should know of it.
 
     Args:
@@ -29,6 +32,7 @@ def image_model(name: str, classes: Sequence[str], *, pretrained: Pretrained = N
         classes: their names. Where the weights are of others, the last layer is new.
         pretrained: a .safetensors file or a folder with one; true: the weights that belong to the name; false: none.
             None: those of a folder or of ``hf:``, else none.
+        trust_remote_code: run code that lies beside the weights of a folder or of ``hf:``.
 
     Raises:
         ValueError: there is no such model, or the weights are of another one or no safetensors.
@@ -36,7 +40,8 @@ def image_model(name: str, classes: Sequence[str], *, pretrained: Pretrained = N
     if is_transformers(name):
         if isinstance(pretrained, str):
             raise ValueError(f"task.model {name!r} has weights of its own; leave task.pretrained {pretrained!r} out")
-        return _of_transformers(name, classes, pretrained=pretrained is not False)
+        how = {"pretrained": pretrained is not False, "trust_remote_code": trust_remote_code}
+        return auto_model("AutoModelForImageClassification", name, classes, **how)
     if name.startswith(_TIMM):
         model = _of_timm(name.removeprefix(_TIMM), len(classes))
     elif "." in name:
@@ -46,11 +51,6 @@ def image_model(name: str, classes: Sequence[str], *, pretrained: Pretrained = N
     if pretrained in (None, False):
         return model, []
     return model, fitted(model, _weights_of(name, model, pretrained), len(classes))
-
-
-def is_transformers(name: str) -> bool:
-    """Whether the name leads to a folder, or hub repository, of transformers."""
-    return name.startswith(_HUB) or (Path(name).expanduser() / "config.json").is_file()
 
 
 def statistics(name: str) -> tuple[Sequence[float], Sequence[float]]:
@@ -73,34 +73,6 @@ def statistics(name: str) -> tuple[Sequence[float], Sequence[float]]:
 
 
 # --- where they are from ----------------------------------------------------------------------------------------------
-
-
-def _of_transformers(name: str, classes: Sequence[str], *, pretrained: bool) -> tuple[nn.Module, list[str]]:
-    from transformers import AutoConfig, AutoModelForImageClassification
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # which knows nothing of ranks
-    where, revision = _place(name)
-    known = {"revision": revision, "trust_remote_code": False}
-    labels = {"id2label": dict(enumerate(classes)), "label2id": {label: i for i, label in enumerate(classes)}}
-    try:
-        config = AutoConfig.from_pretrained(where, **known, **labels)
-        if not pretrained:
-            return AutoModelForImageClassification.from_config(config), []
-        model, info = AutoModelForImageClassification.from_pretrained(
-            where,
-            config=config,
-            **known,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            dtype=torch.float32,
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"task.model {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
-    other = {entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]}
-    notes = _judged(model, set(info["missing_keys"]), set(info["unexpected_keys"]), other, len(classes), where)
-    return model.train(), notes
 
 
 def _of_timm_known(name: str) -> None:
@@ -182,17 +154,13 @@ def _judged(
     """Refuses weights that differ in more than the last layer."""
     head = _head(model, classes)
     new = {name for name in (*missing, *other) if name.rpartition(".")[0] == head}
-    wrong = [
-        f"{what}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
-        for what, names in (
-            ("missing", sorted(set(missing) - new)),
-            ("unexpected", sorted(set(strange))),
-            ("of another shape", sorted(set(other) - new)),
-        )
-        if names
-    ]
-    if wrong:
-        raise ValueError(f"{source}: the weights are of another model ({'; '.join(wrong)}); name the model they are of")
+    wrong = {
+        "missing": sorted(set(missing) - new),
+        "unexpected": sorted(set(strange)),
+        "of another shape": sorted(set(other) - new),
+    }
+    if any(wrong.values()):
+        raise ValueError(f"{source}: the weights are of another model ({listed(wrong)}); name the model they are of")
     return [f"the last layer ({head}) is new: the weights are of other classes"] if new else []
 
 
@@ -216,7 +184,7 @@ def _weights_of(name: str, model: nn.Module, pretrained: bool | str | None) -> d
                 f"task.pretrained: the public weights of {name!r} are pickles, which are never loaded; give a"
                 " .safetensors file, or a timm: or hf: model"
             )
-        pretrained = f"{_HUB}{hub}"
+        pretrained = f"{HUB}{hub}"
     path = Path(str(pretrained)).expanduser()
     file = path if path.is_file() else _file(str(pretrained), _WEIGHTS)
     assert file is not None
@@ -228,18 +196,10 @@ def _weights_of(name: str, model: nn.Module, pretrained: bool | str | None) -> d
         raise ValueError(f"task.pretrained {file} cannot be read: {error}") from error
 
 
-def _place(name: str) -> tuple[str, str | None]:
-    """Folder or repository, and revision."""
-    if not name.startswith(_HUB):
-        return str(Path(name).expanduser()), None
-    where, _, revision = name.removeprefix(_HUB).partition("@")
-    return where, revision or None
-
-
 def _file(name: str, file: str, *, needed: bool = True) -> Path | None:
     """A file of a folder, or of a hub repository."""
-    where, revision = _place(name)
-    if not name.startswith(_HUB):
+    where, revision = place_of(name)
+    if not name.startswith(HUB):
         if (path := Path(where) / file).is_file():
             return path
         if needed:

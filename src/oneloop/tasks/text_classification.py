@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,16 +16,13 @@ from oneloop.data.rows.sources import Source, named_sources, notes_of, opened, s
 from oneloop.tasks.base import Task
 from oneloop.tasks.columns import check_texts
 from oneloop.tasks.corpora import held_out, stdlib
-from oneloop.tasks.encoder import Encoder, as_bytes, padded
 from oneloop.tasks.labels import classes_of, likeliest, numbers_of
 from oneloop.tasks.metrics import ClassCounts
-
-_BETWEEN = "\n\0\n"
-"""between the two texts of a pair"""
+from oneloop.tasks.readers import Reader, reader
 
 
 class TextClassification(Task):
-    """Texts, or pairs of texts, into classes, byte by byte.
+    """Texts, or pairs of texts, into classes.
 
     Args:
         data: stdlib (snippets of Python's standard library; the class is the package, held out by file); a file or
@@ -35,13 +33,17 @@ class TextClassification(Task):
         label: column of the class.
         held_out: share of the rows for validation, and as much for test, where the data has no such parts.
         window: megabytes of parquet rows that a process may hold; samples are shuffled among so many.
-        layers: transformer blocks.
-        heads: attention heads.
-        width: of the residual stream.
-        length: bytes of the longest text; longer ones are cut.
+        model: bytes (an encoder from scratch that reads byte by byte), a folder that transformers saved, or
+            hf:ID[@REVISION], whose last layer is new where it is of other classes.
+        pretrained: with the weights of that folder or hf:; false: from scratch, in its shape.
+        trust_remote_code: run Python that lies beside those weights (only of people you trust).
+        layers: transformer blocks (of bytes).
+        heads: attention heads (of bytes).
+        width: of the residual stream (of bytes).
+        length: bytes, or tokens, of the longest text; longer ones are cut.
         packages: the largest packages of the standard library to tell apart.
         lines: lines of a snippet.
-        dropout: of embeddings, attention and residuals.
+        dropout: of embeddings, attention and residuals (of bytes).
     """
 
     sample_weight = 1.0
@@ -54,6 +56,9 @@ class TextClassification(Task):
         label: str = "label",
         held_out: float = 0.05,
         window: int = 256,
+        model: str = "bytes",
+        pretrained: bool = True,
+        trust_remote_code: bool = False,
         layers: int = 2,
         heads: int = 4,
         width: int = 128,
@@ -62,29 +67,32 @@ class TextClassification(Task):
         lines: int = 12,
         dropout: float = 0.0,
     ) -> None:
-        if width % heads:
-            raise ValueError(f"task.width {width} cannot be divided by task.heads {heads}")
-        self.length = length
-        self.shape = {"layers": layers, "heads": heads, "width": width, "length": length, "dropout": dropout}
+        shape = {"layers": layers, "heads": heads, "width": width, "length": length, "dropout": dropout}
+        weights = {} if model == "bytes" else {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
+        self.reader = reader(model, shape, **weights)
         self._sets: dict[str, Any]
+        self._of_data: list[str] = []
         self.columns, self.window = {"text": text, "second": second, "label": label}, window
         if data == "stdlib":
             parts = _snippets(packages, lines)
             self.classes = sorted({label for _, label in parts["train"]})
             number = {label: index for index, label in enumerate(self.classes)}
             self._sets = {
-                name: [(as_bytes(text, length), number[label]) for text, label in part] for name, part in parts.items()
+                name: [(self.reader.encode(text), number[label]) for text, label in part]
+                for name, part in parts.items()
             }
             return
         sources = [opened(one, held_out=held_out, window=window) for one in named_sources(data, self.columns)]
         check_texts(sources, "text")
         check_texts(sources, "second")
         self.classes, numbers = classes_of(sources, "label")
-        self.notes = notes_of(sources)
-        self._sets = sets_of(sources, lambda source: _sample(source, numbers[source.name], length))
+        self.notes = self._of_data = notes_of(sources)
+        self._sets = sets_of(sources, lambda source: _sample(source, self.reader, numbers[source.name]))
 
     def model(self) -> nn.Module:
-        return Encoder(len(self.classes), **self.shape)  # type: ignore[arg-type]
+        model = self.reader.model(self.classes)
+        self.notes = [*self._of_data, *self.reader.notes]
+        return model
 
     def train_set(self) -> Any:
         return self._sets["train"]
@@ -97,17 +105,17 @@ class TextClassification(Task):
         check_texts([source], "text")
         check_texts([source], "second")
         number = numbers_of(source, "label", self.classes) if labelled else int
-        return sets_of([source], lambda one: _sample(one, number, self.length))["all"]
+        return sets_of([source], lambda one: _sample(one, self.reader, number))["all"]
 
-    def collate(self, samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
+    def collate(self, samples: list[tuple[Any, int]]) -> dict[str, Tensor]:
         texts, labels = zip(*samples, strict=True)
-        return {"text": padded(list(texts)), "label": torch.tensor(labels)}
+        return {**self.reader.collate(texts), "label": torch.tensor(labels)}
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         return torch.tensor(float(len(batch["label"])))
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        logits = model(batch["text"])
+        logits = self.reader.logits(model, batch)
         each = F.cross_entropy(logits, batch["label"], reduction="none")
         return each.sum(), {"logits": logits.detach(), "loss": each.detach()}
 
@@ -120,11 +128,14 @@ class TextClassification(Task):
     def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
         return likeliest(outputs["logits"], self.classes)
 
-    def show(self, sample: tuple[Tensor, int], outputs: dict[str, Tensor]) -> dict[str, Any]:
+    def save(self, model: nn.Module, folder: Path) -> None:
+        self.reader.save(model, folder)
+
+    def show(self, sample: tuple[Any, int], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, label = sample
         confidence, found = outputs["logits"].float().softmax(-1).max(-1)
         return {
-            "text": bytes(text.tolist()).decode(errors="replace"),
+            "text": self.reader.decode(text),
             "target": self.classes[label],
             "prediction": self.classes[int(found)],
             "right": int(found) == label,
@@ -132,15 +143,14 @@ class TextClassification(Task):
         }
 
 
-def text_of(source: Source, row: Row) -> str:
-    """The text of a row, or both of a pair."""
-    first: str = row[source.columns["text"]]
+def texts_of(source: Source, row: Row) -> tuple[str, str | None]:
+    """The text of a row, and the second one of a pair."""
     second = source.columns["second"]
-    return first + _BETWEEN + row[second] if second else first
+    return row[source.columns["text"]], row[second] if second else None
 
 
-def _sample(source: Source, number: Callable[[Any], int], length: int) -> Callable[[Row], tuple[Tensor, int]]:
-    return lambda row: (as_bytes(text_of(source, row), length), number(row.get(source.columns["label"], 0)))
+def _sample(source: Source, reads: Reader, number: Callable[[Any], int]) -> Callable[[Row], tuple[Any, int]]:
+    return lambda row: (reads.encode(*texts_of(source, row)), number(row.get(source.columns["label"], 0)))
 
 
 def _snippets(packages: int, lines: int) -> dict[str, list[tuple[str, str]]]:

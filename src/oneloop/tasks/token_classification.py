@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +14,15 @@ from oneloop.data.rows.rows import Row
 from oneloop.data.rows.sources import Source, named_sources, notes_of, opened, sets_of, whole
 from oneloop.tasks.base import Task
 from oneloop.tasks.columns import check_as_long, check_words
-from oneloop.tasks.encoder import ByteEncoder, padded
 from oneloop.tasks.labels import classes_of, numbers_of
 from oneloop.tasks.metrics import ClassCounts
+from oneloop.tasks.readers import Reader, reader
 
 _IGNORE = -100
 
 
 class TokenClassification(Task):
-    """A class for each word of a text, byte by byte; it is said at the word's first byte. The weight of a sample is its
+    """A class for each word of a text, said at the word's first byte or token. The weight of a sample is its
     number of words.
 
     Args:
@@ -31,11 +32,15 @@ class TokenClassification(Task):
         tags: column of their classes, a list as long.
         held_out: share of the rows for validation, and as much for test, where the data has no such parts.
         window: megabytes of parquet rows that a process may hold; samples are shuffled among so many.
-        layers: transformer blocks.
-        heads: attention heads.
-        width: of the residual stream.
-        length: bytes of the longest text; what follows is cut, and does not count.
-        dropout: of embeddings, attention and residuals.
+        model: bytes (an encoder from scratch that reads byte by byte), a folder that transformers saved, or
+            hf:ID[@REVISION], whose last layer is new where it is of other classes.
+        pretrained: with the weights of that folder or hf:; false: from scratch, in its shape.
+        trust_remote_code: run Python that lies beside those weights (only of people you trust).
+        layers: transformer blocks (of bytes).
+        heads: attention heads (of bytes).
+        width: of the residual stream (of bytes).
+        length: bytes, or tokens, of the longest text; what follows is cut, and does not count.
+        dropout: of embeddings, attention and residuals (of bytes).
     """
 
     unit = "tokens"
@@ -47,26 +52,30 @@ class TokenClassification(Task):
         tags: str = "tags",
         held_out: float = 0.05,
         window: int = 256,
+        model: str = "bytes",
+        pretrained: bool = True,
+        trust_remote_code: bool = False,
         layers: int = 2,
         heads: int = 4,
         width: int = 128,
         length: int = 512,
         dropout: float = 0.0,
     ) -> None:
-        if width % heads:
-            raise ValueError(f"task.width {width} cannot be divided by task.heads {heads}")
-        self.length = length
-        self.shape = {"layers": layers, "heads": heads, "width": width, "length": length, "dropout": dropout}
+        shape = {"layers": layers, "heads": heads, "width": width, "length": length, "dropout": dropout}
+        weights = {} if model == "bytes" else {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
+        self.reader = reader(model, shape, **weights)
         self.columns, self.window = {"tokens": tokens, "tags": tags}, window
         sources = [opened(one, held_out=held_out, window=window) for one in named_sources(data, self.columns)]
         check_words(sources, "tokens")
         check_as_long(sources, "tokens", "tags")
         self.classes, numbers = classes_of(sources, "tags", lists=True)
-        self.notes = notes_of(sources)
-        self._sets = sets_of(sources, lambda source: _sample(source, numbers[source.name], length))
+        self.notes = self._of_data = notes_of(sources)
+        self._sets = sets_of(sources, lambda source: _sample(source, self.reader, numbers[source.name]))
 
     def model(self) -> nn.Module:
-        return ByteEncoder(len(self.classes), **self.shape)  # type: ignore[arg-type]
+        model = self.reader.model(self.classes, words=True)
+        self.notes = [*self._of_data, *self.reader.notes]
+        return model
 
     def train_set(self) -> Any:
         return self._sets["train"]
@@ -80,18 +89,18 @@ class TokenClassification(Task):
         if labelled:
             check_as_long([source], "tokens", "tags")
         number = numbers_of(source, "tags", self.classes, lists=True) if labelled else int
-        return sets_of([source], lambda one: _sample(one, number, self.length))["all"]
+        return sets_of([source], lambda one: _sample(one, self.reader, number))["all"]
 
-    def collate(self, samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    def collate(self, samples: list[tuple[Any, Tensor]]) -> dict[str, Tensor]:
         texts, targets = zip(*samples, strict=True)
         target = nn.utils.rnn.pad_sequence(list(targets), batch_first=True, padding_value=_IGNORE)
-        return {"text": padded(list(texts)), "target": target}
+        return {**self.reader.collate(texts), "target": target}
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         return (batch["target"] != _IGNORE).sum()
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        logits = model(batch["text"])
+        logits = self.reader.logits(model, batch)
         target = batch["target"]
         each = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=_IGNORE)
         return each.sum(), {"logits": logits.detach(), "loss": each.detach().view_as(target)}
@@ -108,13 +117,15 @@ class TokenClassification(Task):
         rows = zip(found, known, strict=True)
         return {"prediction": [[self.classes[number] for number in row[at].tolist()] for row, at in rows]}
 
-    def show(self, sample: tuple[Tensor, Tensor], outputs: dict[str, Tensor]) -> dict[str, Any]:
+    def save(self, model: nn.Module, folder: Path) -> None:
+        self.reader.save(model, folder)
+
+    def show(self, sample: tuple[Any, Tensor], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, target = sample
         at = (target != _IGNORE).nonzero().flatten().tolist()
         said = [self.classes[number] for number in outputs["logits"][at].argmax(-1).tolist()]
         wanted = [self.classes[number] for number in target[at].tolist()]
-        raw = bytes(text.tolist())
-        words = [raw[start:stop].decode(errors="replace") for start, stop in zip(at, [*at[1:], len(raw)], strict=True)]
+        words = [self.reader.decode(text, *span) for span in zip(at, [*at[1:], len(target)], strict=True)]
         losses = outputs["loss"][at].tolist()
         return {
             "tokens": [(f"{word}[{tag}]", loss) for word, tag, loss in zip(words, said, losses, strict=True)],
@@ -124,20 +135,15 @@ class TokenClassification(Task):
         }
 
 
-def _sample(source: Source, number: Callable[[Any], int], length: int) -> Callable[[Row], tuple[Tensor, Tensor]]:
-    def make(row: Row) -> tuple[Tensor, Tensor]:
+def _sample(source: Source, reads: Reader, number: Callable[[Any], int]) -> Callable[[Row], tuple[Any, Tensor]]:
+    def make(row: Row) -> tuple[Any, Tensor]:
         words = row[source.columns["tokens"]]
         tags = row.get(source.columns["tags"], [0] * len(words))
         if len(words) != len(tags):
             raise ValueError(f"{len(words)} words and {len(tags)} tags; each word needs one")
-        text, at, places = b"", list[int](), list[int]()
-        for word, tag in zip(words, tags, strict=True):
-            if len(text) < length:
-                at.append(len(text))
-                places.append(number(tag))
-            text += word.encode() + b" "
-        target = torch.full((max(1, min(len(text), length)),), _IGNORE)
-        target[at] = torch.tensor(places, dtype=torch.int64)
-        return torch.tensor(list(text[:length]) or [32]), target
+        sample, at, length = reads.encode_words(words)
+        target = torch.full((length,), _IGNORE)
+        target[at] = torch.tensor([number(tag) for tag in tags[: len(at)]], dtype=torch.int64)
+        return sample, target
 
     return make

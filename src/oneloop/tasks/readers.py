@@ -1,0 +1,176 @@
+"""How a model reads texts: byte by byte from scratch, or as tokens of a model that transformers knows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from oneloop.tasks.encoder import ByteEncoder, Encoder, as_bytes, padded
+from oneloop.tasks.transformers_models import auto_model, is_transformers, place_of
+
+_BETWEEN = "\n\0\n"
+"""between the two texts of a pair"""
+
+
+class Reader(Protocol):
+    """Texts to model inputs, and what the model says of them."""
+
+    notes: list[str]
+    """what a person should know of the model"""
+
+    def encode(self, text: str, second: str | None = None) -> Any:
+        """A text or a pair of them, cut to the longest length."""
+
+    def encode_words(self, words: Sequence[str]) -> tuple[Any, list[int], int]:
+        """Words, where each one that is not cut begins, and the length of it all."""
+
+    def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
+        """One batch, padded to its longest sample."""
+
+    def model(self, classes: Sequence[str], *, words: bool = False) -> nn.Module:
+        """A new model with so many outputs, for each text or for each place in it."""
+
+    def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """(texts, outputs) or (texts, places, outputs)."""
+
+    def decode(self, sample: Any, start: int = 0, stop: int | None = None) -> str:
+        """What was read, for a person."""
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        """Files that make another library load the weights."""
+
+
+def reader(name: str, shape: dict[str, Any], **options: Any) -> Reader:
+    """The reader of a model's name: ``bytes``, a folder of transformers, or ``hf:ID[@REVISION]``.
+
+    Args:
+        name: of the model.
+        shape: layers, heads, width, length (of the longest text) and dropout of an encoder from scratch.
+        options: of :class:`TokenReader`.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    if name == "bytes":
+        return ByteReader(shape)
+    if not is_transformers(name):
+        raise ValueError(f"task.model {name!r} is neither bytes, a folder that transformers saved, nor hf:ID")
+    return TokenReader(name, length=shape["length"], **options)
+
+
+class ByteReader:
+    """Byte by byte, by an encoder from scratch."""
+
+    def __init__(self, shape: dict[str, Any]) -> None:
+        if shape["width"] % shape["heads"]:
+            raise ValueError(f"task.width {shape['width']} cannot be divided by task.heads {shape['heads']}")
+        self.shape, self.length, self.notes = shape, int(shape["length"]), list[str]()
+
+    def encode(self, text: str, second: str | None = None) -> Tensor:
+        return as_bytes(text if second is None else text + _BETWEEN + second, self.length)
+
+    def encode_words(self, words: Sequence[str]) -> tuple[Tensor, list[int], int]:
+        text, at = b"", list[int]()
+        for word in words:
+            if len(text) < self.length:
+                at.append(len(text))
+            text += word.encode() + b" "
+        found = torch.tensor(list(text[: self.length]) or [32])
+        return found, at, len(found)
+
+    def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
+        return {"text": padded(list(samples))}
+
+    def model(self, classes: Sequence[str], *, words: bool = False) -> nn.Module:
+        return (ByteEncoder if words else Encoder)(len(classes), **self.shape)
+
+    def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["text"])  # type: ignore[no-any-return]
+
+    def decode(self, sample: Any, start: int = 0, stop: int | None = None) -> str:
+        return bytes(sample.tolist()[start:stop]).decode(errors="replace")
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        pass
+
+
+class TokenReader:
+    """Tokens of a model that transformers knows.
+
+    Args:
+        name: a folder, or ``hf:ID[@REVISION]``.
+        length: tokens of the longest text.
+        pretrained: with its weights.
+        trust_remote_code: run code that lies beside them.
+
+    Raises:
+        ValueError: it has no tokenizer, or none that tells which token is of which word.
+    """
+
+    def __init__(self, name: str, *, length: int, pretrained: bool = True, trust_remote_code: bool = False) -> None:
+        from transformers import AutoTokenizer
+
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # which would warn of every worker
+        self.name, self.length, self.notes = name, length, list[str]()
+        self._options = {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
+        where, revision = place_of(name)
+        try:
+            made = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            raise ValueError(f"task.model {name!r}: no tokenizer: {' '.join(str(error).split())}") from error
+        if len(made) <= len(made.all_special_tokens):  # made of nothing, where no file of it lies there
+            raise ValueError(f"task.model {name!r}: no tokenizer: its vocabulary is empty; save it beside the weights")
+        if made.pad_token_id is None:
+            made.pad_token = made.eos_token
+        if made.pad_token_id is None or not made.is_fast:
+            raise ValueError(f"task.model {name!r}: its tokenizer has no padding token, or is none of the fast ones")
+        self.tokenizer = made
+
+    def encode(self, text: str, second: str | None = None) -> dict[str, list[int]]:
+        return self._encoded(text, second)[0]
+
+    def encode_words(self, words: Sequence[str]) -> tuple[dict[str, list[int]], list[int], int]:
+        sample, of_word = self._encoded(list(words), None, is_split_into_words=True)
+        at: dict[int, int] = {}
+        for place, word in enumerate(of_word):
+            if word is not None:
+                at.setdefault(word, place)
+        return sample, [*at.values()], len(of_word)
+
+    def _encoded(self, *texts: Any, **how: Any) -> tuple[dict[str, list[int]], list[int | None]]:
+        made = self.tokenizer(*texts, truncation=True, max_length=self.length, return_attention_mask=False, **how)
+        return {key: list(values) for key, values in made.items()}, made.word_ids()
+
+    def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
+        longest = max(len(sample["input_ids"]) for sample in samples)
+        fill = {"input_ids": self.tokenizer.pad_token_id}
+        batch = {
+            key: torch.tensor([one[key] + [fill.get(key, 0)] * (longest - len(one[key])) for one in samples])
+            for key in samples[0]
+        }
+        lengths = torch.tensor([len(one["input_ids"]) for one in samples])
+        return {**batch, "attention_mask": (torch.arange(longest) < lengths[:, None]).long()}
+
+    def model(self, classes: Sequence[str], *, words: bool = False) -> nn.Module:
+        kind = f"AutoModelFor{'Token' if words else 'Sequence'}Classification"
+        model, self.notes = auto_model(kind, self.name, classes, **self._options)
+        config: Any = model.config
+        if config.get_text_config().pad_token_id is None:
+            config.pad_token_id = config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+        return model
+
+    def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        known = ("input_ids", "attention_mask", "token_type_ids")
+        return model(**{key: batch[key] for key in known if key in batch}).logits  # type: ignore[no-any-return]
+
+    def decode(self, sample: Any, start: int = 0, stop: int | None = None) -> str:
+        return str(self.tokenizer.decode(sample["input_ids"][start:stop]))
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
+        self.tokenizer.save_pretrained(folder)

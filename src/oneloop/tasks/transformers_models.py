@@ -1,0 +1,92 @@
+"""Models that transformers knows by a folder or a hub repository: safetensors only, a new head where classes differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+HUB = "hf:"
+
+
+def is_transformers(name: str) -> bool:
+    """Whether the name leads to a folder, or hub repository, of transformers."""
+    return name.startswith(HUB) or (Path(name).expanduser() / "config.json").is_file()
+
+
+def place_of(name: str) -> tuple[str, str | None]:
+    """Folder or repository, and revision."""
+    if not name.startswith(HUB):
+        return str(Path(name).expanduser()), None
+    where, _, revision = name.removeprefix(HUB).partition("@")
+    return where, revision or None
+
+
+def auto_model(
+    kind: str, name: str, classes: Sequence[str], *, pretrained: bool = True, trust_remote_code: bool = False
+) -> tuple[nn.Module, list[str]]:
+    """A model of transformers, and what a person should know of it.
+
+    Args:
+        kind: the Auto class (``AutoModelForSequenceClassification``).
+        name: a folder, or ``hf:ID[@REVISION]``.
+        classes: names of its outputs.
+        pretrained: with its weights; else only its shape is taken.
+        trust_remote_code: run code that lies beside the weights.
+
+    Raises:
+        ValueError: it cannot be loaded, has no safetensors, or more than its head is missing.
+    """
+    import transformers
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # which knows nothing of ranks
+    made = getattr(transformers, kind)
+    where, revision = place_of(name)
+    known: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    labels = {"id2label": dict(enumerate(classes)), "label2id": {label: i for i, label in enumerate(classes)}}
+    try:
+        config = transformers.AutoConfig.from_pretrained(where, **known, **labels)
+        if not pretrained:
+            return made.from_config(config, trust_remote_code=trust_remote_code), []
+        options = {"config": config, "use_safetensors": True, "dtype": torch.float32}
+        options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        model, info = made.from_pretrained(where, **known, **options)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ValueError(f"task.model {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
+    other = {entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]}
+    return model.train(), _judged(model, info["missing_keys"], info["unexpected_keys"], other, where)
+
+
+def _judged(
+    model: nn.Module, missing: Iterable[str], strange: Iterable[str], other: Iterable[str], where: str
+) -> list[str]:
+    """Refuses weights in which more is missing than a head (and a pooler, which some are saved without), or that hold
+    more than one of another task."""
+    base = f"{getattr(model, 'base_model_prefix', '')}."
+
+    def of_a_head(name: str) -> bool:
+        return not name.startswith(base) or name.startswith(f"{base}pooler.")
+
+    wrong = {
+        "missing": sorted(name for name in missing if not of_a_head(name)),
+        "unexpected": sorted(name for name in strange if not of_a_head(name)),
+        "of another shape": sorted(name for name in other if not of_a_head(name)),
+    }
+    if any(wrong.values()):
+        raise ValueError(f"{where}: the weights are of another model ({listed(wrong)}); name the model they are of")
+    notes = []
+    if new := sorted({name.rpartition(".")[0] for name in (*missing, *other)}):
+        notes.append(f"the last layer ({', '.join(new)}) is new: the weights have none, or one of other classes")
+    if left := sorted({name.partition(".")[0] for name in strange}):
+        notes.append(f"left out of the weights: {', '.join(left)}")
+    return notes
+
+
+def listed(wrong: dict[str, list[str]]) -> str:
+    """The first few names of each kind."""
+    kinds = ((what, names) for what, names in wrong.items() if names)
+    return "; ".join(f"{what}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}" for what, names in kinds)

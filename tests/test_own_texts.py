@@ -1,0 +1,194 @@
+"""Text models of transformers: fine-tuned with frozen layers and layer-wise rates, and loaded there again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from torch.nn import functional as F
+
+from oneloop.basics.seeds import key
+from oneloop.tasks.readers import reader
+from oneloop.tasks.text_classification import TextClassification
+from oneloop.tasks.text_regression import TextRegression
+from oneloop.tasks.token_classification import TokenClassification
+from own_files import rows, write
+from silent_cases import unfinished
+from worlds import run, train
+
+COMMON = ["--duration", "6", "--batch.size", "8", "--save.every", "3", "--eval.every", "0", "--track", "none"]
+COMMON += ["--task.held_out", "0.2", "--task.length", "12", "--optimizer.lr", "1e-3", "--run.dir", "run"]
+GROUPS = {"bert.embeddings": {"freeze": True}, "bert.encoder.layer.0": {"freeze": True}}
+SPLITS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
+
+
+def bert(folder: Path) -> Path:
+    """A small language model with its tokenizer, as transformers saves them."""
+    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    made.train_from_iterator(
+        [row["text"] for row in rows(120)], trainers.WordPieceTrainer(vocab_size=90, special_tokens=special)
+    )
+    made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(folder)
+    torch.manual_seed(1)
+    config = transformers.BertConfig(
+        vocab_size=90,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    transformers.BertForMaskedLM(config).save_pretrained(folder)
+    return folder
+
+
+CASES = [("text_classification", *split) for split in SPLITS]
+CASES += [("text_regression", "single", 1), ("token_classification", "fsdp2", 2)]
+
+
+@pytest.mark.parametrize(("name", "config", "ranks"), CASES)
+def test_a_language_model_is_fine_tuned_gone_on_with_and_loaded_by_transformers(tmp_path, name, config, ranks):
+    write(tmp_path / "data", "jsonl", rows(120))
+    bert(tmp_path / "bert")
+    words = ["digits", "--task", name, "--task.data", "data", "--task.model", "bert", *COMMON]
+    words += ["--optimizer.groups", json.dumps(GROUPS), "--optimizer.layer_decay", "0.5"]
+    label = ["--task.label", "number"] if name == "text_regression" else []
+    world = run(train, [*words, *label], ranks=ranks, config=config, folder=tmp_path)
+    world.ok()
+    assert (
+        "classifier) is new: the weights have none" in world.output and "left out of the weights: cls" in world.output
+    )
+    printed = json.loads((tmp_path / "run" / "summary.json").read_text())
+    final = tmp_path / "run" / "final"
+    last = load_file(final / "model.safetensors")
+    unfinished(tmp_path / "run", 3)
+    run(train, [*words, *label], ranks=ranks, config=config, folder=tmp_path).ok()
+    again = load_file(final / "model.safetensors")
+    assert {tensor for tensor in last if not torch.equal(last[tensor], again[tensor])} == set()
+    first = load_file(tmp_path / "bert" / "model.safetensors")
+    frozen = [tensor for tensor in last if tensor.startswith(("bert.embeddings", "bert.encoder.layer.0."))]
+    assert frozen and all(torch.equal(first[tensor], last[tensor]) for tensor in frozen)
+    assert not torch.equal(
+        first["bert.encoder.layer.1.output.dense.weight"], last["bert.encoder.layer.1.output.dense.weight"]
+    )
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(final)
+    kind = "Token" if name == "token_classification" else "Sequence"
+    model = getattr(transformers, f"AutoModelFor{kind}Classification").from_pretrained(final).eval()
+    made = {"text_classification": TextClassification, "text_regression": TextRegression}.get(name, TokenClassification)
+    task = made(
+        str(tmp_path / "data"),
+        model=str(tmp_path / "bert"),
+        held_out=0.2,
+        length=12,
+        **({"label": label[1]} if label else {}),
+    )
+    held_out = task.eval_sets()["validation"]
+    total = weight = 0.0
+    with torch.no_grad():
+        for index in range(len(held_out)):
+            row = held_out.rows[index]
+            if kind == "Token":
+                inputs = tokenizer(
+                    row["tokens"], is_split_into_words=True, return_tensors="pt", truncation=True, max_length=12
+                )
+                first_of = [
+                    inputs.word_ids().index(word) for word in range(len(row["tokens"])) if word in inputs.word_ids()
+                ]
+                tags = torch.tensor([model.config.label2id[tag] for tag in row["tags"][: len(first_of)]])
+                total += F.cross_entropy(model(**inputs).logits[0, first_of], tags, reduction="sum").item()
+                weight += len(first_of)
+                continue
+            said = model(**tokenizer(row["text"], return_tensors="pt", truncation=True, max_length=12)).logits
+            if label:
+                total += (said[0, 0] - row["number"]).square().item()
+            else:
+                total += F.cross_entropy(said, torch.tensor([model.config.label2id[row["label"]]])).item()
+            weight += 1
+    assert total / weight == pytest.approx(printed["eval/loss"], abs=1e-5)
+
+
+def test_pairs_are_read_as_the_tokenizer_reads_them(tmp_path):
+    made = reader(str(bert(tmp_path / "bert")), {"length": 12})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "bert")
+    pairs = [("alpha 1", "beta 2"), ("gamma 17 alpha", "beta"), ("alpha", None)]
+    batch = made.collate([made.encode(*pair) for pair in pairs[:2]])
+    texts = [list(side) for side in zip(*pairs[:2], strict=True)]
+    wanted = tokenizer(*texts, padding=True, return_tensors="pt", truncation=True, max_length=12)
+    assert set(wanted) <= set(batch) and all(torch.equal(batch[name], wanted[name]) for name in wanted)
+    assert made.decode(made.encode(*pairs[2])) == tokenizer.decode(tokenizer("alpha")["input_ids"])
+
+
+def test_a_shape_alone_is_drawn_from_the_seed(tmp_path):
+    write(tmp_path / "data", "jsonl", rows(30))
+    task = TextClassification(
+        str(tmp_path / "data"), model=str(bert(tmp_path / "bert")), pretrained=False, held_out=0.2
+    )
+    torch.manual_seed(key(0))
+    model = task.model()
+    trained = load_file(tmp_path / "bert" / "model.safetensors")["bert.embeddings.word_embeddings.weight"]
+    assert not torch.equal(model.bert.embeddings.word_embeddings.weight, trained) and task.notes == []
+
+
+BAD = {
+    "nothing there": (
+        lambda folder: "nowhere",
+        "'nowhere' is neither bytes, a folder that transformers saved, nor hf:ID",
+    ),
+    "weights of another shape": (
+        lambda folder: spoiled(folder, "encoder"),
+        "the weights are of another model \\(missing: ",
+    ),
+    "pickles": (lambda folder: pickled(folder), "cannot be loaded: .*safetensors"),
+    "no tokenizer": (lambda folder: without(folder, "tokenizer*"), "no tokenizer"),
+    "code beside it": (lambda folder: with_code(folder), "trust_remote_code"),
+}
+
+
+def spoiled(folder: Path, part: str) -> str:
+    from safetensors.torch import save_file
+
+    weights = load_file(bert(folder) / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if part not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def pickled(folder: Path) -> str:
+    torch.save(load_file(bert(folder) / "model.safetensors"), folder / "pytorch_model.bin")
+    return without(folder, "model.safetensors")
+
+
+def without(folder: Path, names: str) -> str:
+    if not folder.exists():
+        bert(folder)
+    for file in folder.glob(names):
+        file.unlink()
+    return str(folder)
+
+
+def with_code(folder: Path) -> str:
+    config = json.loads((bert(folder) / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text("raise SystemExit('it was run')")
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_models_that_are_none_are_told(tmp_path, name):
+    make, says = BAD[name]
+    write(tmp_path / "data", "jsonl", rows(30))
+    with pytest.raises(ValueError, match=says):
+        TextClassification(str(tmp_path / "data"), model=make(tmp_path / "bert"), held_out=0.2).model()
