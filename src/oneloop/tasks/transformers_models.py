@@ -80,7 +80,8 @@ def _judged(
         raise ValueError(f"{where}: the weights are of another model ({listed(wrong)}); name the model they are of")
     notes = []
     if new := sorted({name.rpartition(".")[0] for name in (*missing, *other)}):
-        notes.append(f"the last layer ({', '.join(new)}) is new: the weights have none, or one of other classes")
+        why = "are of other classes" if other else "have none"
+        notes.append(f"the last layer ({', '.join(new)}) is new: the weights {why}")
     if left := sorted({name.partition(".")[0] for name in strange}):
         notes.append(f"left out of the weights: {', '.join(left)}")
     return notes
