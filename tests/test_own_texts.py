@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from torch.nn import functional as F
 
 from oneloop.basics.seeds import key
+from oneloop.data.order import order_of
 from oneloop.tasks.readers import reader
 from oneloop.tasks.text_classification import TextClassification
 from oneloop.tasks.text_regression import TextRegression
@@ -192,3 +193,50 @@ def test_models_that_are_none_are_told(tmp_path, name):
     write(tmp_path / "data", "jsonl", rows(30))
     with pytest.raises(ValueError, match=says):
         TextClassification(str(tmp_path / "data"), model=make(tmp_path / "bert"), held_out=0.2).model()
+
+
+def test_the_losses_are_those_of_transformers_own_trainer(tmp_path):
+    write(tmp_path / "data", "jsonl", rows(240))
+    bert(tmp_path / "bert")
+    words = ["digits", "--task", "text_classification", "--task.data", "data", "--task.model", "bert", *COMMON]
+    words += ["--optimizer.lr", "5e-3", "--duration", "40", "--log.every", "1"]
+    words += ["--optimizer.clip", "0.5", "--optimizer.weight_decay", "0.01"]
+    words += ["--schedule.name", "constant", "--schedule.warmup", "0", "--log.noise_scale", "false"]
+    run(train, words, folder=tmp_path).ok()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    ours = [line["train/loss"] for line in lines if "train/loss" in line]
+
+    task = TextClassification(str(tmp_path / "data"), model=str(tmp_path / "bert"), held_out=0.2, length=12)
+    torch.manual_seed(key(0))
+    model = task.model()
+    train_set = task.train_set()
+    _, ids = order_of(train_set, seed=0, batch=8)[0:320]
+
+    class Ordered(torch.utils.data.Dataset):
+        def __len__(self):
+            return 320
+
+        def __getitem__(self, position):
+            return train_set[int(ids[position])]
+
+    theirs = []
+
+    class Noting(transformers.Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            theirs.append(loss.item())
+            return loss
+
+    def collate(samples):
+        batch = task.collate(samples)
+        return {**batch, "labels": batch.pop("label")}
+
+    how = {"per_device_train_batch_size": 8, "max_steps": 40, "learning_rate": 5e-3, "lr_scheduler_type": "constant"}
+    how |= {"weight_decay": 0.01, "max_grad_norm": 0.5, "report_to": [], "save_strategy": "no", "use_cpu": True}
+    how |= {"train_sampling_strategy": "sequential", "disable_tqdm": True, "remove_unused_columns": False}
+    arguments = transformers.TrainingArguments(str(tmp_path / "trainer"), **how)
+    Noting(model=model, args=arguments, train_dataset=Ordered(), data_collator=collate).train()
+    assert len(ours) == len(theirs) == 40 and ours[-1] < 0.9 * ours[0]
+    worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    print(f"largest difference {worst:.1e}, losses {ours[0]:.4f} to {ours[-1]:.4f}")
+    assert worst < 1e-4
