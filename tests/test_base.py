@@ -118,3 +118,48 @@ def test_others_get_a_folder_of_their_own(tmp_path):
     assert told == {"step-00000008": "base", "step-00000016": "base-2"}
     assert names(here / "base-2") == {f"model.{name}" for name in FROZEN[1:]}
     assert main(["verify", str(here)]) == 0
+
+
+@pytest.mark.parametrize(("config", "ranks"), SPLITS)
+def test_their_type_may_be_another(tmp_path, config, ranks):
+    (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
+    rules = {"embedding": {"freeze": True}, "inner": {"freeze": True}}
+    words = [*WORDS, "--optimizer.groups", json.dumps(rules), "--machine.base_dtype", "bfloat16"]
+    how = {"ranks": ranks, "config": config, "folder": tmp_path, "options": ("--mixed_precision", "bf16")}
+    run(train, words, **how).ok()
+    here = tmp_path / "run"
+    last = load_file(here / "final" / "model.safetensors")
+    halves = {name for name, tensor in last.items() if tensor.dtype is torch.bfloat16}
+    assert halves == {"embedding.weight", "inner.weight"}
+    unfinished(here)
+    run(train, words, **how).ok()
+    again = load_file(here / "final" / "model.safetensors")
+    assert all(torch.equal(last[name], again[name]) for name in last)
+    assert main(["verify", str(here)]) == 0
+    assert main(["export", str(here), "--to", str(tmp_path / "out")]) == 0
+    out = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(last[name], out[name]) and last[name].dtype is out[name].dtype for name in last)
+
+
+def test_another_type_needs_mixed_precision(tmp_path):
+    world = trained(tmp_path, "--machine.base_dtype", "bfloat16")
+    assert world.codes == [2] and "give accelerate --mixed_precision bf16" in world.output
+    world = trained(tmp_path, "--machine.base_dtype", "bfloat16", rules={"head": {"lr_factor": 2}})
+    assert world.codes == [2] and "and no parameter is frozen" in world.output
+
+
+def test_parts_of_other_weights_are_left_out(tmp_path):
+    other = {name: tensor + 1 for name, tensor in Normed().model().state_dict().items()}
+    other["head.weight"] = torch.zeros(3, 3)
+    save_file({name: tensor for name, tensor in other.items() if name != "head.bias"}, tmp_path / "other.safetensors")
+    words = ["--init.from", str(tmp_path / "other.safetensors"), "--init.leave_out"]
+    world = trained(tmp_path, *words, '["head"]')
+    world.ok()
+    assert "init.leave_out: 2 tensors begin as the task makes them" in world.output
+    last = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert all(torch.equal(last[name], other[name]) for name in FROZEN)
+    for given, says in (('["heads"]', "'heads' takes no parameter of the model"), ("[]", "is not of this model")):
+        world = trained(tmp_path, *words, given, "--run.dir", "none")
+        assert world.codes == [2] and says in world.output
+    world = trained(tmp_path, "--init.leave_out", '["head"]', "--run.dir", "none")
+    assert world.codes == [2] and "init.leave_out is given without init.from" in world.output

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import ViTConfig, ViTForImageClassification
 
-from oneloop.optim.groups import matches
+from oneloop.basics.names import matches
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.image_models import fitted, image_model
 from own_files import images

@@ -1,6 +1,8 @@
-"""What a parameter is called, whatever has been put around its module."""
+"""What a parameter is called, whatever has been put around its module, and which patterns take it."""
 
 from __future__ import annotations
+
+from fnmatch import fnmatchcase
 
 _INSERTED = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -11,3 +13,8 @@ def bare_name(name: str) -> str:
     for inserted in _INSERTED:
         name = name.replace(inserted, "")
     return name
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern takes the parameter of this name."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")

@@ -173,6 +173,7 @@ def load_tensors(
     *,
     extra: Mapping[str, Tensor] | None = None,
     weights: str = "raw",
+    cast: bool = False,
 ) -> None:
     """Reads model and optimizer in place, each rank what it holds of them, whatever world wrote the files.
 
@@ -182,6 +183,7 @@ def load_tensors(
         optimizer: over its parameters; what it keeps and the checkpoint does not is dropped.
         extra: more tensors by their names there; those that are not there are left alone.
         weights: ``raw``, or the name of an average to be read in the place of the parameters.
+        cast: into the model's own types, where the checkpoint has others.
 
     Raises:
         ValueError: the checkpoint is of another model, or has no such average.
@@ -196,7 +198,7 @@ def load_tensors(
         about: Any = saved[name]
         if tuple(about.size) != tuple(target.shape):
             raise ValueError(f"{folder}: {name} is {tuple(about.size)} there and {tuple(target.shape)} here")
-        if about.properties.dtype != target.dtype:
+        if about.properties.dtype != target.dtype and not cast:
             raise ValueError(
                 f"{folder}: {name} is of {about.properties.dtype} there and of {target.dtype} here; give the same"
                 " machine.dtype and model, or start another run from those weights with --init.from"

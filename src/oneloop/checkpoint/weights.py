@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from oneloop.basics.files import replacing
+from oneloop.basics.names import matches
 
 
 def tied_names(model: nn.Module) -> set[str]:
@@ -55,16 +57,20 @@ def bare(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def load_weights(model: nn.Module, source: str, weights: str = "raw") -> None:
+def load_weights(model: nn.Module, source: str, weights: str = "raw", *, leave_out: Sequence[str] = ()) -> list[str]:
     """Loads weights into a model that is not yet wrapped: from a run folder, a folder, or a .safetensors file.
 
     Args:
         model: to load into.
         source: where from.
         weights: ``raw``, or the name of an average (``ema``).
+        leave_out: patterns of names that stay as they are, as of :func:`oneloop.basics.names.matches`.
+
+    Returns:
+        The names that were left out.
 
     Raises:
-        ValueError: there are none, or they are not this model's.
+        ValueError: there are none, they are not this model's, or a pattern takes none of its names.
     """
     path, name = Path(source), "model.safetensors" if weights == "raw" else f"{weights}.safetensors"
     tried = [path] if path.suffix == ".safetensors" else [path / "final" / name, path / name]
@@ -76,7 +82,13 @@ def load_weights(model: nn.Module, source: str, weights: str = "raw") -> None:
     except (SafetensorError, OSError) as error:
         raise ValueError(f"init.from {source!r}: {file} cannot be read: {error}") from error
     own = model.state_dict()
-    missing = sorted(own.keys() - loaded.keys() - tied_names(model))
+    for pattern in leave_out:
+        if not any(matches(pattern, name) for name in own):
+            some = ", ".join([*own][:8])
+            raise ValueError(f"init.leave_out {pattern!r} takes no parameter of the model; it has {some}, …")
+    left = [name for name in own if any(matches(pattern, name) for pattern in leave_out)]
+    loaded = {name: tensor for name, tensor in loaded.items() if not any(matches(p, name) for p in leave_out)}
+    missing = sorted(own.keys() - loaded.keys() - tied_names(model) - set(left))
     unexpected = sorted(loaded.keys() - own.keys())
     shapes = [
         f"{name} {tuple(loaded[name].shape)} for {tuple(own[name].shape)}"
@@ -95,3 +107,4 @@ def load_weights(model: nn.Module, source: str, weights: str = "raw") -> None:
         )
     with torch.no_grad():
         model.load_state_dict(loaded, strict=False)
+    return left

@@ -7,21 +7,17 @@ A pattern is a parameter's dotted name or the beginning of one (``backbone``, ``
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
+
+from oneloop.basics.names import matches
 
 LR_FACTOR = "lr_factor"
 """the key of a parameter group under which stands what share of the learning rate it gets"""
 Groups = list[dict[str, Any]]
 Settings = Mapping[str, Mapping[str, Any]]
 """what is set for a parameter, or by a pattern: ``freeze``, ``lr_factor``, ``weight_decay``"""
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern takes the parameter of this name."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
 def chosen(model: nn.Module, rules: Settings) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:

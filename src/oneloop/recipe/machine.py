@@ -17,6 +17,8 @@ class MachineConfig:
     """on a GPU: batches wait in pinned host memory, and are copied while the device computes"""
     dtype: Literal["float32", "float64"] = "float32"
     """type of the weights; float64 is for proofs"""
+    base_dtype: Literal["bfloat16", "float16"] | None = None
+    """type of frozen matrices, with mixed precision (null: that of the others)"""
     deterministic: bool = False
     """use only deterministic algorithms, and fail where an operation has none"""
     sync_each_batch: bool = False
@@ -40,6 +42,8 @@ class MachineConfig:
     """float32 products: highest is IEEE; high is TF32 (quicker on GPUs; another split is then exact to 1e-3 only)"""
     cudnn_benchmark: bool = False
     """let cuDNN try its algorithms (quicker for one shape; a resume may choose others, and is then not exact)"""
+    in_turn: bool = False
+    """the processes of a host make their models one after another: one copy at a time in its memory, a slower start"""
     check_every: Duration = Duration(1000)
     """duration between two comparisons of weights and optimizer state over the processes (0: never)"""
     gc_every: Duration = Duration(1000)

@@ -23,6 +23,12 @@ class InitConfig:
     source: str | None = None
     weights: str = "raw"
     """which weights of that run: raw, or the name of an average (ema)"""
+    leave_out: list[str] = field(default_factory=list)
+    """patterns of parameters that are not taken from there: they begin as the task makes them (head, "*.bias")"""
+
+    def __post_init__(self) -> None:
+        if self.leave_out and not self.source:
+            raise BadInput("init.leave_out is given without init.from, which says where the rest is from")
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from oneloop.checkpoint.base import FILE, base_of
+from oneloop.checkpoint.headers import header
 from oneloop.checkpoint.state import load_tensors
 from oneloop.checkpoint.store import MANIFEST, Store, problems, read_manifest, vouch
 from oneloop.checkpoint.weights import bare, gathered_weights, write_weights
 from oneloop.ema import EMA, gamma, post_hoc
-from oneloop.run.model import in_dtype
 from oneloop.tasks.base import Task
 
 
@@ -76,15 +77,23 @@ def export_checkpoint(checkpoint: Path, folder: Path, task: Task, *, weights: st
         ValueError: it is of another model, or there is no such average.
     """
     model = task.model()
-    types = read_manifest(checkpoint).get("tensors", {})
-    here = {f"model.{name}": tensor.dtype for name, tensor in model.state_dict().items()}
-    if any(dtype is torch.float32 and types.get(name, [""])[0] == "F64" for name, dtype in here.items()):
-        in_dtype(model, torch.float64)  # a run with machine.dtype float64
+    _as_saved(model, checkpoint)
     if weights.startswith("power:"):
         _mix(checkpoint, model, weights)
     else:
         load_tensors(checkpoint, model, weights=weights)
     write_final(folder, model, task, about={"weights": weights, "checkpoint": checkpoint.name})
+
+
+def _as_saved(model: nn.Module, checkpoint: Path) -> None:
+    """Turns floating tensors into the types that they are kept in (machine.dtype, machine.base_dtype)."""
+    kinds = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    saved = {name: kind for name, (kind, _) in read_manifest(checkpoint).get("tensors", {}).items()}
+    if base := base_of(checkpoint):
+        saved |= {name: about["dtype"] for name, about in header(base[0] / FILE).items() if name != "__metadata__"}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and saved.get(f"model.{name}") in kinds:
+            tensor.data = tensor.data.to(kinds[saved[f"model.{name}"]])
 
 
 @torch.no_grad()

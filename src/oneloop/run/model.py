@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from oneloop.basics.memory import anonymous_memory
 from oneloop.basics.seeds import key
 from oneloop.checkpoint.state import unsavable
 from oneloop.checkpoint.weights import load_weights
 from oneloop.data.groups import Split
 from oneloop.machine.blocks import blocks, class_names
 from oneloop.machine.compile import compile_
+from oneloop.machine.in_turn import in_turn, local_processes
 from oneloop.machine.randomness import has_batch_statistics
 from oneloop.machine.recompute import parsed, recompute
 from oneloop.machine.switches import channels_last
@@ -24,6 +27,9 @@ from oneloop.optim.groups import LR_FACTOR, chosen, freeze, layer_decay
 from oneloop.recipe.schema import Recipe
 from oneloop.tasks.base import Task
 from oneloop.tasks.contract import named, theirs
+
+_MUCH = 1e9
+"""bytes of a host's memory"""
 
 
 @dataclass(frozen=True)
@@ -52,21 +58,37 @@ def build_model(recipe: Recipe, task: Task, split: Split, *, sharded: bool, devi
     Raises:
         ValueError: weights of another model, a layout that it cannot have, or what would not be exact with it.
     """
-    torch.manual_seed(key(recipe.seed))
-    model = theirs(task, "model", task.model)
+    model, notes = _made(recipe, task, sharded=sharded)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{named(task)}.model returned a {type(model).__name__}; a torch.nn.Module is needed")
     _refuse_unfit(model, task, sharded=sharded)
     structure = re.sub(r" at 0x[0-9a-f]+", "", repr(model))  # of functions it may name
     in_dtype(model, torch_dtype(recipe))
     if recipe.init.source:
-        load_weights(model, recipe.init.source, recipe.init.weights)
+        left = load_weights(model, recipe.init.source, recipe.init.weights, leave_out=recipe.init.leave_out)
+        notes += [f"init.leave_out: {len(left)} tensors begin as the task makes them"] if left else []
     parts = blocks(model, recipe.machine.blocks)
     settings, said = _parameters(model, recipe, parts)
     names = class_names(parts)
-    notes = said + _lay_out(model, recipe, names, sharded=sharded, device=device)
+    notes += said + _lay_out(model, recipe, names, sharded=sharded, device=device)
     _refuse_inexact(recipe, model, split)
     return BuiltModel(model, names, notes, structure, settings)
+
+
+def _made(recipe: Recipe, task: Task, *, sharded: bool) -> tuple[Any, list[str]]:
+    """What the task calls its model, and what there is to say of the host's memory."""
+
+    def make() -> Any:
+        torch.manual_seed(key(recipe.seed))
+        return theirs(task, "model", task.model)
+
+    before, processes = anonymous_memory(), local_processes()
+    model = in_turn(make) if recipe.machine.in_turn else make()
+    size = anonymous_memory() - before
+    if recipe.machine.in_turn or not sharded or size * processes < _MUCH:
+        return model, []
+    each = f"{processes} processes of this host made {size / 1e9:.1f} GB of weights each before they are sharded"
+    return model, [f"{each}; --machine.in_turn true has one copy at a time in memory"]
 
 
 def _parameters(
@@ -87,7 +109,9 @@ def _parameters(
         notes.append(f"{pattern}: {sum(sizes[name] for name in names):,} parameters in {len(names)} tensors: {what}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("optimizer.groups freezes all parameters of the model; leave some of them to be trained")
-    if frozen := [parameter for parameter in model.parameters() if not parameter.requires_grad]:
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    _hold_base(frozen, recipe.machine.base_dtype)
+    if frozen:
         size = sum(parameter.numel() * parameter.element_size() for parameter in frozen) / 1e6
         share = f"{sum(parameter.numel() for parameter in frozen):,} of {sum(sizes.values()):,} parameters"
         notes.append(f"frozen: {share}: in base/ once ({size:,.1f} MB), without optimizer state or average")
@@ -99,6 +123,22 @@ def _parameters(
         least = min(factors.values())
         notes.append(f"layer-wise decay over {len(parts)} blocks: learning-rate factors from {least:.3g} to 1")
     return settings, notes
+
+
+def _hold_base(frozen: Sequence[nn.Parameter], dtype: str | None) -> None:
+    """Turns frozen matrices into the type that the recipe wants them in; norms and biases stay."""
+    if dtype is None:
+        return
+    if not frozen:
+        raise ValueError(f"machine.base_dtype {dtype} is asked for, and no parameter is frozen; see optimizer.groups")
+    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no":
+        raise ValueError(
+            f"machine.base_dtype {dtype} is asked for without mixed precision, and products take one type;"
+            " give accelerate --mixed_precision bf16, or leave it out"
+        )
+    for parameter in frozen:
+        if parameter.dtype is torch.float32 and parameter.ndim >= 2:
+            parameter.data = parameter.data.to(getattr(torch, dtype))
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
@@ -120,10 +160,11 @@ def _refuse_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
             f"{named(task)}.model returned a model with {len(parameters)} parameters of which none is trained"
             " (requires_grad is False in all of them); leave some of them to be trained"
         )
-    kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters.values()})
+    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
     if sharded and (len(kinds) > 1 or kinds[0].startswith("complex")):
         raise ValueError(
-            f"{named(task)}.model has parameters of {' and '.join(kinds)}, and FSDP2 shards those of one real type"
+            f"{named(task)}.model trains parameters of {' and '.join(kinds)}, and FSDP2 shards those of one real type"
             " only; run it with ddp.yaml"
         )
     if wrong := unsavable(model):

@@ -87,11 +87,11 @@ def trained(run: Path, recipe: Recipe, *, checkpoint: str | None, weights: str, 
     if asked == FINAL and (wrong := problems_of_files(final)):
         raise ValueError(f"{final} is damaged: {'; '.join(wrong)}; choose a checkpoint with --checkpoint STEP")
     task = make_task(recipe)
-    plain = replace(recipe.machine, compile="none", recompute="none", offload=False)
+    plain = replace(recipe.machine, compile="none", recompute="none", offload=False, base_dtype=None)
     bare = replace(recipe, init=InitConfig(), machine=plain)
     built = build_model(bare, task, Split(1, 1), sharded=sharded, device=device)
     if asked == FINAL:
         load_weights(built.model, str(final), weights)
     else:
-        load_tensors(chosen, built.model, weights=weights)
+        load_tensors(chosen, built.model, weights=weights, cast=True)
     return Trained(recipe, task, built, f"{chosen.name} of {run}{'' if weights == 'raw' else f', {weights}'}")

@@ -1,0 +1,133 @@
+"""What a model takes of a host's memory while several processes of it start under FSDP2."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from own_files import anonymous
+from tiny import Ragged
+from worlds import run, train
+
+
+class Many(Ragged):
+    """A model large enough to be seen."""
+
+    def model(self):
+        model = super().model()
+        model.large = torch.nn.Linear(4096, int(os.environ["ROWS"]))
+        model.large.requires_grad_(False)
+        return model
+
+
+@pytest.mark.parametrize(("config", "ranks"), [("ddp", 3), ("fsdp2", 2)])
+def test_models_made_in_turn_are_the_same_to_the_bit(tmp_path, config, ranks):
+    (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
+    words = ["r.yaml", "--duration", "6", "--batch.size", "12", "--track", "none", "--eval.every", "0", "--run.dir"]
+    (tmp_path / "scratch").mkdir()
+    how = {"ranks": ranks, "config": config, "folder": tmp_path, "variables": {"TMPDIR": str(tmp_path / "scratch")}}
+    run(train, [*words, "together"], **how).ok()
+    run(train, [*words, "in_turn", "--machine.in_turn", "true"], **how).ok()
+    one, other = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("together", "in_turn"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not [path for path in (tmp_path / "scratch").iterdir() if path.is_dir() and "oneloop" in path.name]
+
+
+def watched(make) -> tuple[float, float, float]:
+    """Megabytes of anonymous memory above what there was: at the most, and when it was made; and when that most was."""
+    before, most, running = anonymous(), [0.0, 0.0], True
+
+    def look():
+        while running:
+            now = anonymous() - before
+            if now > most[0]:
+                most[:] = [now, time.time()]
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    kept = make()
+    after = anonymous() - before
+    running = False
+    thread.join()
+    del kept
+    return most[0], after, most[1]
+
+
+def bert(layers: int):
+    return transformers.BertConfig(
+        vocab_size=30000,
+        hidden_size=2048,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        intermediate_size=8192,
+        num_labels=3,
+    )
+
+
+def pretrained(folder: str) -> float:
+    from oneloop.run.processes import start
+    from oneloop.tasks.transformers_models import auto_model
+
+    world = start()
+
+    def make():
+        model, _ = auto_model("AutoModelForSequenceClassification", folder, list("abc"))
+        return world.prepare(model, blocks=["BertLayer"])
+
+    world.gathered(None)
+    return watched(make)[0]
+
+
+def from_scratch(turns: bool) -> tuple[float, float]:
+    from oneloop.machine.in_turn import in_turn
+    from oneloop.run.processes import start
+
+    world = start()
+
+    def make():
+        torch.manual_seed(0)
+        return transformers.BertForSequenceClassification(bert(2))
+
+    world.gathered(None)
+    most, after, _ = watched(lambda: in_turn(make) if turns else make())
+    return most, after
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_four_processes_need_little_more_than_one_copy_of_a_pretrained_model(tmp_path):
+    model = transformers.BertForSequenceClassification(bert(5))
+    copy = sum(parameter.numel() for parameter in model.parameters()) * 4 / 2**20
+    model.save_pretrained(tmp_path / "bert")
+    del model
+    peaks = run(pretrained, str(tmp_path / "bert"), ranks=4, config="fsdp2", timeout=600).ok()
+    print(f"a copy of {copy:.0f} MB; peaks {[round(peak) for peak in peaks]}, {sum(peaks) / copy:.3f} copies in all")
+    assert copy > 1000 and sum(peaks) < 1.3 * copy
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_models_made_in_turn_leave_nothing_of_them_in_memory():
+    together = run(from_scratch, False, ranks=3, config="fsdp2", timeout=600).ok()
+    turns = run(from_scratch, True, ranks=3, config="fsdp2", timeout=600).ok()
+    print(f"together: most, kept {together}; in turn {turns}")
+    assert min(after for _, after in together) > 500  # each keeps a whole copy
+    assert max(after for _, after in turns) < 50  # in turn, what was made is mapped: one copy at a time
+
+
+def test_what_many_processes_need_is_said(tmp_path):
+    (tmp_path / "r.yaml").write_text("task: test_host_memory.Many\n")
+    words = ["r.yaml", "--debug.dry_run", "true", "--batch.size", "8", "--track", "none", "--run.dir", "run"]
+    world = run(train, words, ranks=2, config="fsdp2", folder=tmp_path, variables={"ROWS": "32000"}, timeout=300)
+    world.ok()
+    assert "2 processes of this host made 0.5 GB of weights each before they are sharded" in world.output
+    assert "--machine.in_turn true has one copy at a time in memory" in world.output
+    assert Path(tmp_path / "run" / "base" / "frozen.safetensors").stat().st_size > 4 * 4096 * 32000
