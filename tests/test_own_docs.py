@@ -1,4 +1,4 @@
-"""The recipes of docs/own-data.md, as they stand there, on files like those they name."""
+"""The recipes and programs of docs/own-data.md and docs/own-models.md, as they stand there, on files as they name."""
 
 from __future__ import annotations
 
@@ -7,12 +7,26 @@ import json
 import re
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from own_files import images, rows, write
+from test_after import apply
+from test_nothing_silent import here
+from test_own_models import vit
+from test_own_texts import bert
 from worlds import ROOT, run, train
 
-PAGE = (ROOT / "docs" / "own-data.md").read_text()
-RECIPES = dict(re.findall(r"```yaml\n# (\S+\.yaml)\n(.*?)```", PAGE, re.DOTALL))
+
+def blocks(page: str, kind: str) -> dict[str, str]:
+    """What stands on a page, by the name in its first line."""
+    text = (ROOT / "docs" / page).read_text()
+    return dict(re.findall(rf"```{kind}\n# (\S+\.\w+)\n(.*?)```", text, re.DOTALL))
+
+
+RECIPES = blocks("own-data.md", "yaml")
+MODELS = blocks("own-models.md", "yaml")
+PROGRAMS = blocks("own-models.md", "python")
 SPLITS = {
     "reviews.yaml": ("ddp", 2),
     "scores.yaml": ("fsdp2", 2),
@@ -45,7 +59,8 @@ def folder(tmp_path):
 
 
 def test_every_recipe_of_the_page_is_run():
-    assert RECIPES.keys() == SPLITS.keys()
+    assert RECIPES.keys() == SPLITS.keys() and MODELS.keys() == OF_MODELS.keys()
+    assert PROGRAMS.keys() == {"distil.py", "digits_as_files.py"}
 
 
 @pytest.mark.parametrize("recipe", SPLITS)
@@ -57,3 +72,48 @@ def test_a_recipe_of_the_page_trains(folder, recipe):
     assert ended["exit_code"] == 0
     figure = {"scores.yaml": "spearman", "mixture.yaml": "loss/chat"}.get(recipe, "macro_f1")
     assert any(name == f"eval/{figure}" for name in ended), ended
+
+
+OF_MODELS = {"fine-tune.yaml": ("fsdp2", 2, "eval/accuracy"), "reviews.yaml": ("ddp", 2, "eval/macro_f1")}
+
+
+@pytest.mark.parametrize("recipe", OF_MODELS)
+def test_a_recipe_of_models_trains_and_predicts(tmp_path, recipe):
+    config, ranks, figure = OF_MODELS[recipe]
+    (tmp_path / recipe).write_text(MODELS[recipe])
+    images(tmp_path / "photos", "folders", each=30)
+    vit(tmp_path / "vit", 5)
+    bert(tmp_path / "bert")
+    lines = [json.dumps({"body": row["text"], "stars": row["label"]}) + "\n" for row in rows(120)]
+    (tmp_path / "reviews.jsonl").write_text("".join(lines))
+    run(train, [recipe, "--run.dir", "run", "--track", "none"], ranks=ranks, config=config, folder=tmp_path).ok()
+    assert figure in json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (tmp_path / "run" / "base" / "frozen.safetensors").is_file()
+    new = "photos" if recipe == "fine-tune.yaml" else "reviews.jsonl"
+    words = ["predict", "run", "--data", new, "--to", "said.jsonl"]
+    run(apply, words, ranks=ranks, config=config, folder=tmp_path).ok()
+    assert len((tmp_path / "said.jsonl").read_text().splitlines()) == (90 if new == "photos" else 120)
+
+
+@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_the_student_learns_from_its_teacher(tmp_path, config, ranks):
+    (tmp_path / "distil.py").write_text(PROGRAMS["distil.py"])
+    common = ["--track", "none", "--eval.every", "0"]
+    run(train, ["digits", "--duration", "3ep", "--run.dir", "runs/teacher", *common], folder=tmp_path).ok()
+    teacher = tmp_path / "runs" / "teacher" / "final" / "model.safetensors"
+    words = ["digits", "--task", "distil.Distilled", "--task.teacher", str(teacher), "--duration", "3ep", *common]
+    run(here, [*words, "--run.dir", "run"], ranks=ranks, config=config, folder=tmp_path).ok()
+    last = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    told = load_file(teacher)
+    assert all(torch.equal(last[f"teacher.{name}"], tensor) for name, tensor in told.items())
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["eval/accuracy"] > 0.7
+    student = load_file(tmp_path / "run" / "final" / "student.safetensors")
+    assert all(torch.equal(last[f"student.{name}"], tensor) for name, tensor in student.items())
+    size = (tmp_path / "run" / "base" / "frozen.safetensors").stat().st_size
+    assert size > sum(tensor.numel() * 4 for tensor in told.values())
+
+
+def test_digits_become_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(PROGRAMS["digits_as_files.py"], {})
+    assert len(list((tmp_path / "images").rglob("*.png"))) == 1797
