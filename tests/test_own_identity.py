@@ -188,7 +188,12 @@ def test_a_set_of_the_hub_is_its_commit(tmp_path):
         pinned = [*words[:-4], "--task.data", f"hf:someone/texts@{first}", "--run.dir", "run"]
         code, output = typed(pinned, tmp_path, hub)
         assert code == 0 and "going on from run/checkpoints/step-00000008" in output, output
-        missing = [*words[:-4], "--task.data", "hf:someone/nothing", "--run.dir", "none"]
-        code, output = typed(missing, tmp_path, hub)
-        assert code == 2 and "data set 'someone/nothing' cannot be loaded" in output, output
-        assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+def test_a_set_that_the_hub_has_not_is_told(tmp_path):
+    with Hub(tmp_path / "hub", "someone/texts") as hub:
+        hub.commit({"train.parquet": rows(60)})
+        code, output = typed([*TEXTS, "--task.data", "hf:someone/nothing", "--run.dir", "none"], tmp_path, hub)
+    assert code == 2 and "data set 'someone/nothing' cannot be loaded" in output, output
+    assert not (tmp_path / "none").exists()

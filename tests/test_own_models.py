@@ -82,8 +82,16 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize(("config", "ranks"), SPLITS)
-@pytest.mark.parametrize("name", FROZEN)
+BOTH = [
+    (name, *split)
+    if (name, split[0]) not in {("timm", "single"), ("timm", "fsdp2"), ("torchvision", "ddp"), ("torchvision", "fsdp2")}
+    else pytest.param(name, *split, marks=pytest.mark.slow)
+    for name in FROZEN
+    for split in SPLITS
+]
+
+
+@pytest.mark.parametrize(("name", "config", "ranks"), BOTH)
 def test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_from(tmp_path, name, config, ranks):
     groups, decay, load = FROZEN[name]
     images(tmp_path / "data", "folders", each=20)

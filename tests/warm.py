@@ -10,14 +10,17 @@ import datasets
 import pyarrow.compute
 import pyarrow.parquet
 import sklearn.datasets
+import timm
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.utils.tensorboard
 import torchmetrics.classification
-import torchvision
+import torchvision.transforms.v2
 import transformers.integrations.sdpa_attention
+from transformers import AutoTokenizer, BertForSequenceClassification, ViTForImageClassification
 
+import oneloop.apply
 import oneloop.tasks.causal_lm
 import oneloop.tasks.image_classification
 import oneloop.tasks.text_classification
