@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn import functional as F
 
 from oneloop.basics.seeds import key
 from oneloop.data.order import order_of
+from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.readers import reader
 from oneloop.tasks.text_classification import TextClassification
 from oneloop.tasks.text_regression import TextRegression
@@ -118,6 +120,88 @@ def test_a_language_model_is_fine_tuned_gone_on_with_and_loaded_by_transformers(
                 total += F.cross_entropy(said, torch.tensor([model.config.label2id[row["label"]]])).item()
             weight += 1
     assert total / weight == pytest.approx(printed["eval/loss"], abs=1e-5)
+
+
+def gpt(folder: Path) -> Path:
+    """A small GPT-2 with a byte-level tokenizer."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet)
+    made.train_from_iterator([row["text"] for row in rows(120)], trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>").save_pretrained(folder)
+    torch.manual_seed(1)
+    config = transformers.GPT2Config(
+        vocab_size=300, n_positions=32, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("config", "ranks"), SPLITS)
+def test_a_language_model_goes_on_learning(tmp_path, config, ranks):
+    write(tmp_path / "data", "jsonl", rows(120))
+    gpt(tmp_path / "gpt")
+    words = ["digits", "--task", "causal_lm", "--task.data", "data", "--task.model", "gpt", "--task.block", "16"]
+    words += [
+        "--task.held_out",
+        "0.2",
+        "--duration",
+        "6",
+        "--batch.size",
+        "8",
+        "--save.every",
+        "3",
+        "--eval.every",
+        "0",
+    ]
+    words += ["--optimizer.groups", '{"transformer.wte": {"freeze": true}}', "--track", "none", "--run.dir", "run"]
+    run(train, words, ranks=ranks, config=config, folder=tmp_path).ok()
+    final = tmp_path / "run" / "final"
+    last, first = load_file(final / "model.safetensors"), load_file(tmp_path / "gpt" / "model.safetensors")
+    tied = next(name for name in first if name.endswith("wte.weight"))
+    assert torch.equal(first[tied], last[tied]) and "lm_head.weight" not in last
+    printed = json.loads((tmp_path / "run" / "summary.json").read_text())
+    unfinished(tmp_path / "run", 3)
+    run(train, words, ranks=ranks, config=config, folder=tmp_path).ok()
+    again = load_file(final / "model.safetensors")
+    assert all(torch.equal(last[name], again[name]) for name in last)
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(final).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(final)
+    task = CausalLM(str(tmp_path / "data"), model=str(tmp_path / "gpt"), block=16, held_out=0.2)
+    total = count = size = 0.0
+    with torch.no_grad():
+        held_out = task.eval_sets()["validation"]
+        for index in range(len(held_out)):
+            tokens = held_out[index][None]
+            loss = F.cross_entropy(model(tokens[:, :-1]).logits[0], tokens[0, 1:], reduction="sum")
+            total, count = total + loss.item(), count + tokens.shape[1] - 1
+            texts = tokenizer.decode(tokens[0, 1:], skip_special_tokens=True)
+            size += len(texts.encode())
+    assert total / count == pytest.approx(printed["eval/loss"], abs=1e-5)
+    assert total / math.log(2) / size == pytest.approx(printed["eval/bits_per_byte"], rel=1e-5)
+
+
+def test_a_language_model_that_does_not_fit_is_told(tmp_path):
+    write(tmp_path / "data", "jsonl", rows(60))
+    own = {"data": str(tmp_path / "data"), "held_out": 0.2}
+    with pytest.raises(ValueError, match="task.block 64 is longer than the 32 positions"):
+        CausalLM(**own, model=str(gpt(tmp_path / "gpt")), block=64).model()
+    with pytest.raises(ValueError, match="'gpt2' is neither a folder that transformers saved, nor hf:ID"):
+        CausalLM(**own, model="gpt2")
+    with pytest.raises(ValueError, match="its tokenizer has no end token"):
+        CausalLM(**own, model=str(bert(tmp_path / "bert")))
+    bert(tmp_path / "gpt")
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1)).save_pretrained(
+        tmp_path / "gpt"
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "gpt")
+    tokenizer.eos_token = "[SEP]"
+    tokenizer.save_pretrained(tmp_path / "gpt")
+    with pytest.raises(ValueError, match="its tokenizer has .* entries, and the model 9"):
+        CausalLM(**own, model=str(tmp_path / "gpt")).model()
 
 
 def test_pairs_are_read_as_the_tokenizer_reads_them(tmp_path):

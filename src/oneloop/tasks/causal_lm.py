@@ -1,4 +1,5 @@
-"""Causal language modelling: GPT-2 and Llama shapes from scratch, on bytes or on a BPE trained on the spot."""
+"""Causal language modelling: GPT-2 and Llama shapes from scratch, on bytes or on a BPE trained on the spot; or a model
+that transformers knows, with its own tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from oneloop.tasks.base import Task
 from oneloop.tasks.fused_loss import fuse_loss
 from oneloop.tasks.metrics import TextSums
 from oneloop.tasks.texts import Texts, all_texts, texts_of
-from oneloop.tasks.tokens import BPE, Blocks, Bytes
+from oneloop.tasks.tokens import BPE, Blocks, Bytes, Vocabulary
+from oneloop.tasks.transformers_models import auto_model, is_transformers
 
 _IGNORE = -100
 _WRITTEN, _TEMPERATURE = 48, 0.8
@@ -30,6 +32,10 @@ class CausalLM(Task):
         column: where the text stands in rows.
         held_out: share of the rows for validation, and as much for test, where the data has no such parts.
         window: megabytes of parquet rows that a process may hold while it makes tokens of them.
+        model: a folder that transformers saved, or hf:ID[@REVISION], with its tokenizer (null: one from scratch, as the
+            next keys say).
+        pretrained: with its weights; false: only its shape.
+        trust_remote_code: run Python that lies beside those weights (only of people you trust).
         architecture: gpt2 or llama, built from scratch.
         layers: transformer blocks.
         heads: attention heads.
@@ -51,6 +57,9 @@ class CausalLM(Task):
         column: str = "text",
         held_out: float = 0.05,
         window: int = 256,
+        model: str | None = None,
+        pretrained: bool = True,
+        trust_remote_code: bool = False,
         architecture: Literal["gpt2", "llama"] = "gpt2",
         layers: int = 4,
         heads: int = 4,
@@ -66,6 +75,10 @@ class CausalLM(Task):
             raise ValueError(f"task.width {width} cannot be divided by task.heads {heads}")
         self.architecture, self.layers, self.heads, self.width = architecture, layers, heads, width
         self.block, self.dropout, self.fused_loss = block, dropout, fused_loss
+        self.name, self.weights = model, {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
+        self.notes: list[str] = []
+        if model is not None and not is_transformers(model):
+            raise ValueError(f"task.model {model!r} is neither a folder that transformers saved, nor hf:ID")
         self.column, self.window, self.pack = column, window, pack
         sources = named_sources(data, {"column": column})
         texts = [texts_of(source, share=held_out, window=window) for source in sources]
@@ -73,10 +86,14 @@ class CausalLM(Task):
         told = [part.fingerprint() for part in trained]
         kept = None if None in told else told
         whole = (text for part in trained for text in part)
-        self.tokenizer = Bytes() if tokenizer == "bytes" else BPE(whole, vocab, kept=kept)
+        self.tokenizer: Any
+        if model is not None:
+            self.tokenizer = Vocabulary(model, trust_remote_code=trust_remote_code)
+            self._made_by = [self.tokenizer.content]
+        else:
+            self.tokenizer = Bytes() if tokenizer == "bytes" else BPE(whole, vocab, kept=kept)
+            self._made_by = [tokenizer, *([] if tokenizer == "bytes" else [vocab, kept])]
         self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes)
-        self._made_by = [tokenizer, *([] if tokenizer == "bytes" else [vocab, kept])]
-
         each = [{name: self._blocks(part, name) for name, part in parts.items()} for parts in texts]
         self._sets = combined(sources, each)
         self.sample_weight = float(block) if pack else None
@@ -86,6 +103,8 @@ class CausalLM(Task):
         return Blocks(tokens, self.block, pack=self.pack, whole=name == "train", content=part.fingerprint())
 
     def model(self) -> nn.Module:
+        if self.name is not None:
+            return self._known(self.name)
         import transformers
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -126,6 +145,19 @@ class CausalLM(Task):
             fuse_loss(model, ignore=_IGNORE)
         return model
 
+    def _known(self, name: str) -> nn.Module:
+        model, self.notes = auto_model("AutoModelForCausalLM", name, None, **self.weights)
+        config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        longest = getattr(config, "max_position_embeddings", None)
+        if longest and self.block > longest:
+            raise ValueError(f"task.block {self.block} is longer than the {longest} positions of {name}; lower it")
+        entries = len(self.token_bytes)
+        if entries > config.vocab_size:
+            raise ValueError(f"{name}: its tokenizer has {entries:,} entries, and the model {config.vocab_size:,}")
+        if self.fused_loss:
+            fuse_loss(model, ignore=_IGNORE)
+        return model
+
     def train_set(self) -> Any:
         return self._sets["train"]
 
@@ -155,7 +187,7 @@ class CausalLM(Task):
         return each.sum(), {"loss": each.detach().view_as(batch["target"])}
 
     def metrics(self) -> TextSums:
-        return TextSums()
+        return TextSums(by_bytes=bool(self.token_bytes.any()))
 
     def update(self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
         target = batch["target"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -96,11 +96,14 @@ class ClassCounts:
 
 
 class TextSums:
-    """Perplexity per token, and bits per byte of text."""
+    """Perplexity per token, and bits per byte of text.
 
-    higher_is_better: ClassVar[Mapping[str, bool]] = {"perplexity": False, "bits_per_byte": False}
+    Args:
+        by_bytes: whether it is known how many bytes each token is of.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_bytes: bool = True) -> None:
+        self.higher_is_better = {"perplexity": False} | ({"bits_per_byte": False} if by_bytes else {})
         self._sums = torch.zeros(3, dtype=torch.float64)
         """nats, tokens, bytes"""
 
@@ -117,8 +120,10 @@ class TextSums:
 
     def compute(self) -> dict[str, float]:
         nats, tokens, text = self._sums.tolist()
-        bits = nats / math.log(2) / text if text else math.nan
-        return {"perplexity": math.exp(min(nats / tokens, 700.0)), "bits_per_byte": bits}
+        figures = {"perplexity": math.exp(min(nats / tokens, 700.0))}
+        if "bits_per_byte" in self.higher_is_better:
+            figures["bits_per_byte"] = nats / math.log(2) / text if text else math.nan
+        return figures
 
 
 # --- torchmetrics -----------------------------------------------------------------------------------------------------

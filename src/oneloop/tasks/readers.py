@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from oneloop.tasks.encoder import ByteEncoder, Encoder, as_bytes, padded
-from oneloop.tasks.transformers_models import auto_model, is_transformers, place_of
+from oneloop.tasks.transformers_models import auto_model, is_transformers, tokenizer_of
 
 _BETWEEN = "\n\0\n"
 """between the two texts of a pair"""
@@ -109,26 +108,17 @@ class TokenReader:
         trust_remote_code: run code that lies beside them.
 
     Raises:
-        ValueError: it has no tokenizer, or none that tells which token is of which word.
+        ValueError: it has no tokenizer, or none of the fast ones, which tell which token is of which word.
     """
 
     def __init__(self, name: str, *, length: int, pretrained: bool = True, trust_remote_code: bool = False) -> None:
-        from transformers import AutoTokenizer
-
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # which would warn of every worker
         self.name, self.length, self.notes = name, length, list[str]()
         self._options = {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
-        where, revision = place_of(name)
-        try:
-            made = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, ImportError, KeyError) as error:
-            raise ValueError(f"task.model {name!r}: no tokenizer: {' '.join(str(error).split())}") from error
-        if len(made) <= len(made.all_special_tokens):  # made of nothing, where no file of it lies there
-            raise ValueError(f"task.model {name!r}: no tokenizer: its vocabulary is empty; save it beside the weights")
+        made = tokenizer_of(name, trust_remote_code=trust_remote_code)
         if made.pad_token_id is None:
             made.pad_token = made.eos_token
-        if made.pad_token_id is None or not made.is_fast:
-            raise ValueError(f"task.model {name!r}: its tokenizer has no padding token, or is none of the fast ones")
+        if made.pad_token_id is None:
+            raise ValueError(f"task.model {name!r}: its tokenizer has neither a padding nor an end token")
         self.tokenizer = made
 
     def encode(self, text: str, second: str | None = None) -> dict[str, list[int]]:

@@ -15,6 +15,7 @@ from oneloop.basics.files import replacing
 from oneloop.basics.progress import Working
 from oneloop.data.rows.cache import alone, key_of
 from oneloop.data.rows.ragged import Ragged
+from oneloop.tasks.transformers_models import tokenizer_of
 
 
 class Bytes:
@@ -83,6 +84,40 @@ class BPE:
 
     def save(self, folder: Path) -> None:
         self.model.save(str(folder / "tokenizer.json"))
+
+
+class Vocabulary:
+    """The tokenizer of a model that transformers knows, with its own special tokens; each text ends with its end token.
+
+    Args:
+        name: a folder, or ``hf:ID[@REVISION]``.
+        trust_remote_code: run code that lies beside it.
+
+    Raises:
+        ValueError: there is none, or it has no end token.
+    """
+
+    def __init__(self, name: str, *, trust_remote_code: bool = False) -> None:
+        self.model = tokenizer_of(name, trust_remote_code=trust_remote_code)
+        if self.model.eos_token_id is None:
+            raise ValueError(f"task.model {name!r}: its tokenizer has no end token, which parts one text from the next")
+        self.separator: int = self.model.eos_token_id
+        self.content = key_of(self.model.backend_tokenizer.to_str())
+        tokens = self.model.convert_ids_to_tokens(range(len(self.model)))
+        special = set(self.model.all_special_ids)
+        by_bytes = "ByteLevel" in type(self.model.backend_tokenizer.decoder).__name__
+        lengths = [len(token) if by_bytes and at not in special else 0 for at, token in enumerate(tokens)]
+        self.token_bytes = np.array(lengths, dtype=np.int64)  # byte-level tokens hold a letter per byte
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        tokens = self.model(text, verbose=False)["input_ids"]
+        return np.array([*tokens, *([] if tokens[-1:] == [self.separator] else [self.separator])], dtype=np.int32)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.model.decode(list(tokens)))
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
 
 
 class Blocks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,14 @@ def place_of(name: str) -> tuple[str, str | None]:
 
 
 def auto_model(
-    kind: str, name: str, classes: Sequence[str], *, pretrained: bool = True, trust_remote_code: bool = False
+    kind: str, name: str, classes: Sequence[str] | None, *, pretrained: bool = True, trust_remote_code: bool = False
 ) -> tuple[nn.Module, list[str]]:
     """A model of transformers, and what a person should know of it.
 
     Args:
         kind: the Auto class (``AutoModelForSequenceClassification``).
         name: a folder, or ``hf:ID[@REVISION]``.
-        classes: names of its outputs.
+        classes: names of its outputs; None: it has none (a language model).
         pretrained: with its weights; else only its shape is taken.
         trust_remote_code: run code that lies beside the weights.
 
@@ -47,7 +48,9 @@ def auto_model(
     made = getattr(transformers, kind)
     where, revision = place_of(name)
     known: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    labels = {"id2label": dict(enumerate(classes)), "label2id": {label: i for i, label in enumerate(classes)}}
+    labels: dict[str, Any] = {}
+    if classes is not None:
+        labels = {"id2label": dict(enumerate(classes)), "label2id": {label: i for i, label in enumerate(classes)}}
     try:
         config = transformers.AutoConfig.from_pretrained(where, **known, **labels)
         if not pretrained:
@@ -59,6 +62,31 @@ def auto_model(
         raise ValueError(f"task.model {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
     other = {entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]}
     return model.train(), _judged(model, info["missing_keys"], info["unexpected_keys"], other, where)
+
+
+def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer that lies with a model.
+
+    Args:
+        name: a folder, or ``hf:ID[@REVISION]``.
+        trust_remote_code: run code that lies beside it.
+
+    Raises:
+        ValueError: there is none, or it is none of the fast ones.
+    """
+    from transformers import AutoTokenizer
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # which would warn of every worker
+    where, revision = place_of(name)
+    try:
+        made = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ValueError(f"task.model {name!r}: no tokenizer: {' '.join(str(error).split())}") from error
+    if len(made) <= len(made.all_special_tokens):  # made of nothing, where no file of it lies there
+        raise ValueError(f"task.model {name!r}: no tokenizer: its vocabulary is empty; save it beside the weights")
+    if not made.is_fast:
+        raise ValueError(f"task.model {name!r}: its tokenizer is none of the fast ones (tokenizer.json)")
+    return made
 
 
 def _judged(
