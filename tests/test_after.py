@@ -11,6 +11,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
+from oneloop.checkpoint.store import vouch
 from oneloop.cli import main
 from own_files import images, rows, write
 from silent_cases import unfinished
@@ -189,3 +190,58 @@ def test_through_the_launcher_as_typed(pictures, tmp_path, capfd):
         assert "rows of final of run are in" in capfd.readouterr().out
     finally:
         os.chdir(before)
+
+
+def odd(to: str) -> int:
+    """Writes columns whose types change as they go on."""
+    from oneloop.predict import write
+    from oneloop.run.processes import start
+
+    world = start()
+    each = 9 // world.ranks
+    said = (
+        {"row": [x], "maybe": [None if x < 4 else f"{x}"], "many": [[0.5] * (x % 3)]}
+        for x in range(world.rank * each, (world.rank + 1) * each)
+    )
+    return write(Path(to), said, accelerator=world.accelerator)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_types_are_those_of_all_rows(tmp_path, ranks):
+    run(odd, str(tmp_path / "said.parquet"), ranks=ranks).ok()
+    rows = parquet.read_table(tmp_path / "said.parquet").to_pylist()
+    assert [row["maybe"] for row in rows] == [None if x < 4 else str(x) for x in range(9)]
+    assert [row["many"] for row in rows] == [[0.5] * (x % 3) for x in range(9)]
+
+
+def test_an_image_that_cannot_be_read_ends_all_ranks_with_its_name(pictures, tmp_path):
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for number, file in enumerate(sorted((pictures / "data").rglob("*.png"))[:8]):
+        shutil.copy(file, flat / f"{number}.png")
+    (flat / "7.png").write_bytes(b"no image")
+    words = ["predict", "run", "--data", str(flat), "--to", str(tmp_path / "said.csv"), "--micro", "2"]
+    world = after(pictures, *words, ranks=2, config="ddp")
+    assert world.codes == [2, 2] and "7.png cannot be read as an image" in world.output
+    assert "Traceback" not in world.output and sorted(path.name for path in tmp_path.iterdir()) == ["flat"]
+
+
+def test_other_data_than_it_was_trained_with_is_refused(pictures, tmp_path):
+    for place in ("run", "data"):
+        shutil.copytree(pictures / place, tmp_path / place)
+    (tmp_path / "data" / "alpha").rename(tmp_path / "data" / "zeta")
+    words = ["predict", "run", "--to", "said.csv"]
+    world = after(tmp_path, *words)
+    assert world.codes == [2] and "run was trained with other data" in world.output, world.output
+    assert not (tmp_path / "said.csv").exists()
+    after(tmp_path, *words, "--accept_changes").ok()
+
+
+def test_a_run_that_went_on_is_not_taken_for_its_older_end(pictures, tmp_path):
+    for place in ("run", "data"):
+        shutil.copytree(pictures / place, tmp_path / place)
+    manifest = json.loads((tmp_path / "run" / "final" / "MANIFEST.json").read_text())
+    assert manifest["about"]["end"] == 6
+    assert "final of run" in after(tmp_path, "evaluate", "run").output
+    vouch(tmp_path / "run" / "final", {"weights": "last", "step": 3, "end": 3}, manifest["files"])
+    assert "step-00000006 of run" in after(tmp_path, "evaluate", "run").output

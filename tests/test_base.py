@@ -163,3 +163,27 @@ def test_parts_of_other_weights_are_left_out(tmp_path):
         assert world.codes == [2] and says in world.output
     world = trained(tmp_path, "--init.leave_out", '["head"]', "--run.dir", "none")
     assert world.codes == [2] and "init.leave_out is given without init.from" in world.output
+
+
+def test_a_mixed_average_leaves_frozen_parameters_alone(tmp_path):
+    trained(tmp_path, "--ema.half_life", "[]", "--ema.power", "[0.1]", "--save.keep", "10").ok()
+    words = ["export", str(tmp_path / "run"), "--to", str(tmp_path / "out"), "--weights", "power:0.15"]
+    assert main(words) == 0
+    mixed, last = (load_file(tmp_path / place / "model.safetensors") for place in ("out", "run/final"))
+    assert all(torch.equal(mixed[name], last[name]) for name in FROZEN)
+    assert not torch.equal(mixed["head.weight"], last["head.weight"])
+
+
+@pytest.mark.parametrize(("config", "ranks"), SPLITS)
+def test_the_average_of_what_was_frozen_begins_with_its_weights(tmp_path, config, ranks):
+    slow = ["--ema.half_life", "1000000", "--ema.ramp", "0", "--optimizer.lr", "1e-6"]
+    one = torch.ones(())
+    moved = {name: tensor + one.to(tensor.dtype) for name, tensor in Normed().model().state_dict().items()}
+    save_file(moved, tmp_path / "mine.safetensors")
+    trained(tmp_path, *slow, "--init.from", str(tmp_path / "mine.safetensors"), config=config, ranks=ranks).ok()
+    unfinished(tmp_path / "run")
+    rules = {"norm": {"freeze": True}}
+    more = [*slow, "--run.accept_changes", "true"]
+    trained(tmp_path, *more, rules=rules, config=config, ranks=ranks).ok()
+    last, average = (load_file(tmp_path / "run" / "final" / name) for name in ("model.safetensors", "ema.safetensors"))
+    assert all((last[name] - average[name]).abs().max() < 1e-3 for name in ("embedding.weight", "inner.weight"))

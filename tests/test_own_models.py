@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.nn import functional as F
 from transformers import ViTConfig, ViTForImageClassification
 
@@ -179,3 +180,61 @@ def test_pixels_are_as_the_model_wants_them(tmp_path):
     wanted = ImageClassification(**own, model=str(vit(tmp_path / "vit", 3))).train_set()[0][0]
     said = ImageClassification(**own, mean=[0.0] * 3, std=[1.0] * 3).train_set()[0][0]
     assert torch.allclose(plain, said * 2 - 1) and torch.allclose(wanted, (said - 0.4) / 0.3, atol=1e-6)
+
+
+class HeadFirst(nn.Module):
+    """Its head comes first, and its last layer is as wide as there are classes."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.head = nn.Linear(3, num_classes)
+        self.body = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+        self.scale = nn.Parameter(torch.ones(num_classes))
+
+
+def test_the_head_is_what_differs_and_nothing_else_may():
+    model = HeadFirst(3)
+    weights = {name: tensor + 1 for name, tensor in HeadFirst(5).state_dict().items() if name != "scale"}
+    weights["scale"] = torch.zeros(3)
+    assert fitted(model, weights, 3) == ["the last layer (head) is new: the weights are of other classes"]
+    assert torch.equal(model.body[1].weight, weights["body.1.weight"])
+    for wrong in ("body.1.weight", "scale"):
+        with pytest.raises(ValueError, match=f"missing: {wrong}"):
+            fitted(model, {name: tensor for name, tensor in weights.items() if name != wrong}, 3)
+    with pytest.raises(ValueError, match="of another shape: scale"):
+        fitted(model, {**weights, "scale": torch.zeros(5)}, 3)
+
+
+def test_several_heads_and_tied_weights_are_known():
+    for name in ("timm:deit_tiny_distilled_patch16_224", "googlenet"):
+        model, _ = image_model(name, list("abc"))
+        other, _ = image_model(name, list("abcde"))
+        (note,) = fitted(model, other.state_dict(), 3)
+        assert note.count(",") == (1 if name.startswith("timm") else 2), note
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 3))
+    model[1].weight = model[0].weight
+    weights = {name: tensor + 1 for name, tensor in model.state_dict().items() if name != "1.weight"}
+    assert fitted(model, weights, 3) == [] and torch.equal(model[1].weight, weights["0.weight"])
+
+
+def test_a_layer_of_the_base_is_no_head_whatever_the_base_is_called(tmp_path):
+    from transformers import SiglipConfig, SiglipForImageClassification
+
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = SiglipConfig(vision_config={**shape, "image_size": 16, "patch_size": 8}, num_labels=3)
+    SiglipForImageClassification(config).save_pretrained(tmp_path / "siglip")
+    weights = load_file(tmp_path / "siglip" / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if "layers.1." not in name}
+    save_file(kept, tmp_path / "siglip" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="the weights are of another model"):
+        image_model(str(tmp_path / "siglip"), list("abc"))
+
+
+def test_weights_for_the_small_network_and_odd_statistics_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="cnn has no such weights"):
+        ImageClassification(pretrained="weights.safetensors").model()
+    images(tmp_path / "data", "folders", each=8)
+    with pytest.raises(ValueError, match="are not of 3 channels each, or of one"):
+        ImageClassification(str(tmp_path / "data"), mean=[0.5], held_out=0.2)
+    with pytest.raises(ValueError, match="no folder that transformers saved: there is no ./nothere/config.json"):
+        image_model("./nothere", list("abc"))

@@ -218,7 +218,7 @@ def test_pairs_are_read_as_the_tokenizer_reads_them(tmp_path):
 def test_a_shape_alone_is_drawn_from_the_seed(tmp_path):
     write(tmp_path / "data", "jsonl", rows(30))
     task = TextClassification(
-        str(tmp_path / "data"), model=str(bert(tmp_path / "bert")), pretrained=False, held_out=0.2
+        str(tmp_path / "data"), model=str(bert(tmp_path / "bert")), pretrained=False, held_out=0.2, length=16
     )
     torch.manual_seed(key(0))
     model = task.model()
@@ -276,7 +276,21 @@ def test_models_that_are_none_are_told(tmp_path, name):
     make, says = BAD[name]
     write(tmp_path / "data", "jsonl", rows(30))
     with pytest.raises(ValueError, match=says):
-        TextClassification(str(tmp_path / "data"), model=make(tmp_path / "bert"), held_out=0.2).model()
+        TextClassification(str(tmp_path / "data"), model=make(tmp_path / "bert"), held_out=0.2, length=16).model()
+
+
+def test_texts_that_do_not_fit_are_told(tmp_path):
+    own = str(bert(tmp_path / "bert"))
+    with pytest.raises(ValueError, match="task.length 17 is more than the 16 positions"):
+        reader(own, {"length": 17}).model(["a", "b"])
+    with pytest.raises(ValueError, match="task.length 2 leaves no room beside the special tokens"):
+        reader(own, {"length": 2}).encode("alpha 1", "beta 2")
+    words = reader(own, {"length": 12})
+    assert len(words.encode_words(["alpha", "beta"])[1]) == 2
+    with pytest.raises(ValueError, match="word 1 .* gives the tokenizer nothing"):
+        words.encode_words(["alpha", " ", "beta"])
+    with pytest.raises(ValueError, match="the text gives the tokenizer nothing"):
+        reader(str(gpt(tmp_path / "gpt")), {"length": 12}).encode("")
 
 
 def test_the_losses_are_those_of_transformers_own_trainer(tmp_path):

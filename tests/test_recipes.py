@@ -127,7 +127,7 @@ def test_the_schedule_is_the_same_on_two_ranks_and_with_accumulation(tmp_path):
 
 
 def test_the_packaged_recipes_read_and_print(capsys):
-    assert packaged() == ["digits", "gpt", "snippets"]
+    assert packaged() == ["digits", "gpt", "images", "snippets"]
     for name in packaged():
         assert read([name]).name == name
     with pytest.raises(SystemExit) as end:

@@ -22,7 +22,8 @@ from oneloop.run.processes import Run, start
 from oneloop.run.trained import Trained, recipe_of, trained
 from oneloop.tasks.base import check_sets
 
-_COMMON = {"--data": None, "--checkpoint": None, "--weights": "raw", "--micro": None}
+_COMMON: dict[str, str | bool | None] = {"--data": None, "--checkpoint": None, "--weights": "raw", "--micro": None}
+_COMMON |= {"--accept_changes": False}
 _OPTIONS: dict[str, dict[str, str | bool | None]] = {
     "evaluate": {**_COMMON, "--json": False},
     "predict": {**_COMMON, "--to": None, "--raw": False},
@@ -39,6 +40,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         run = start(deterministic=recipe.machine.deterministic)
         float32_products(recipe.machine.matmul, benchmark=recipe.machine.cudnn_benchmark)
         about: dict[str, Any] = {"checkpoint": given["--checkpoint"], "weights": given["--weights"]}
+        about |= {"accept_changes": given["--accept_changes"]}
         with run.setting_up():
             of = trained(Path(given["RUN"]), recipe, **about, sharded=run.sharded, device=run.device.type)
             sets = _sets(of, given["--data"], labelled=command == "evaluate")

@@ -29,7 +29,7 @@ _USAGE = """usage: oneloop launch [accelerate launch's options] RECIPE [--key va
        oneloop report RUN [RUN …] [--to FILE]
        oneloop watch RUN [RUN …] [--once] [--every SECONDS] [--figures NAME,NAME]
        oneloop worth RECIPE [--key value …] [--only NAME,NAME] [--rounds N] [--seconds S] [--to DIR]
-       oneloop evaluate RUN [--data PLACE] [--checkpoint final|STEP|best|newest] [--weights raw|ema] [--json]
+       oneloop evaluate RUN [--data PLACE] [--checkpoint final|STEP|best|newest] [--weights raw|ema] [--json] …
        oneloop predict RUN --data PLACE --to FILE.parquet|jsonl|csv [--checkpoint …] [--weights …] [--raw]
        oneloop export RUN --to DIR [--checkpoint STEP|best|newest]
                       [--weights raw|ema|power:SIGMA]
@@ -52,7 +52,8 @@ evaluate
         own validation and test sets, or on all rows of another place.
 predict Writes what the model says of each row of a place (or of the run's own validation set) to a file, in order: its
         number, the file of an image, and columns of the task's own; with --raw the model's outputs too.
-        Both take --micro N (samples at once) and run on many processes through launch, to the same file:
+        Both take --micro N (samples at once), refuse data that is not what the run was trained with (--accept_changes:
+        take it; its classes may then be others), and run on many processes through launch, to the same file:
           oneloop launch --config_file accelerate_configs/ddp.yaml predict runs/digits --data new/ --to said.csv
 export  Writes a checkpoint's weights as plain safetensors, with what the task adds (config, tokenizer): raw, an average
         by its name, or the power-function average of any width (when trained with --ema.power)."""

@@ -12,7 +12,7 @@ differently). Buffers are not averaged: an average is evaluated and exported wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -80,6 +80,7 @@ class EMA:
         pairs = [(local(self._shadow[name]), local(p)) for name, p in self._parameters.items()]
         pairs = [(mine, theirs.detach()) for mine, theirs in pairs if mine.numel()]  # uneven shards may be empty
         self._mine, self._theirs = [mine for mine, _ in pairs], [theirs for _, theirs in pairs]
+        self._held = [name for name in self._parameters if local(self._shadow[name]).numel()]
         self._alike = all(mine.dtype == theirs.dtype for mine, theirs in pairs)
         self._away = (
             _Copies(self._mine, self._theirs, optimizer)
@@ -94,6 +95,13 @@ class EMA:
         for mine, theirs in zip(self._mine, self._theirs, strict=True):
             mine.copy_(theirs)
         self.seen, self._due, self._updates = 0.0, 0.0, 0
+
+    @torch.no_grad()
+    def begin(self, names: Collection[str]) -> None:
+        """Of these tensors, as :meth:`tensors` names them, the average becomes the model's weights of now."""
+        for name, mine, theirs in zip(self._held, self._mine, self._theirs, strict=True):
+            if f"ema.{self.name}.{name}" in names:
+                mine.copy_(theirs)
 
     @torch.no_grad()
     def update(self, amount: float) -> None:

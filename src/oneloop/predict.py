@@ -7,14 +7,16 @@
 from __future__ import annotations
 
 import csv
+import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from oneloop.basics.buffers import share_buffers
@@ -105,13 +107,21 @@ def write(file: Path, said: Iterable[Columns], *, accelerator: Accelerator) -> i
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
     accelerator.wait_for_everyone()
+    trouble = None
     try:
-        _write_part(parts / f"{rank:05d}.arrow", said, flat=file.suffix == ".csv")
-        accelerator.wait_for_everyone()
+        try:
+            _write_part(parts / f"{rank:05d}.jsonl", said, flat=file.suffix == ".csv")
+        except ValueError as error:
+            if accelerator.is_fsdp2:
+                raise  # the others wait for this rank inside the model
+            trouble = str(error)
+        troubles: list[str | None] = gather_object([trouble])  # type: ignore[no-untyped-call]
+        if wrong := [one for one in troubles if one]:
+            raise ValueError(wrong[0])
         rows = 0
         if rank == 0:
             with replacing(file) as draft:
-                rows = _SINKS[file.suffix](draft, _tables(sorted(parts.glob("*.arrow"))))
+                rows = _SINKS[file.suffix](draft, sorted(parts.glob("*.jsonl")))
     finally:
         if rank == 0:
             shutil.rmtree(parts, ignore_errors=True)
@@ -119,74 +129,64 @@ def write(file: Path, said: Iterable[Columns], *, accelerator: Accelerator) -> i
 
 
 def _write_part(part: Path, said: Iterable[Columns], *, flat: bool) -> None:
-    """This rank's rows as an arrow file; none where it has none."""
-    import pyarrow
-    from pyarrow import ipc
-
-    with ExitStack() as closing:
-        sink: Any = None
-        schema: Any = None
+    """This rank's rows, a line of JSON for each (NaN as Python writes it)."""
+    with part.open("w", encoding="utf-8") as stream:
         for columns in said:
-            table = pyarrow.table(columns, schema=schema)
-            lists = [name for name in columns if pyarrow.types.is_list(table.schema.field(name).type)]
-            if flat and lists:
-                raise ValueError(
-                    f"{', '.join(lists)} hold a list for each sample, and csv has none; write parquet or jsonl"
-                )
-            if sink is None:
-                sink = closing.enter_context(ipc.new_stream(str(part), table.schema))
-                schema = table.schema
-            sink.write_table(table)
+            for row in zip(*columns.values(), strict=True):
+                if flat and (
+                    lists := [name for name, value in zip(columns, row, strict=True) if isinstance(value, list)]
+                ):
+                    named = ", ".join(lists)
+                    raise ValueError(f"{named} hold a list for each sample, and csv has none; write parquet or jsonl")
+                stream.write(json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=False) + "\n")
 
 
-def _tables(parts: Iterable[Path]) -> Iterator[Any]:
-    """All rows in tables of one length, whatever parts they are from."""
-    from pyarrow import Table, concat_tables, ipc
-
-    held: list[Any] = []
+def _rows(parts: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    """All rows, in order."""
     for part in parts:
-        with ipc.open_stream(str(part)) as batches:
-            for batch in batches:
-                held.append(Table.from_batches([batch]))
-                while sum(map(len, held)) >= _GROUP:
-                    whole = concat_tables(held).combine_chunks()
-                    yield whole.slice(0, _GROUP)
-                    held = [whole.slice(_GROUP)]
-    if any(map(len, held)):
-        yield concat_tables(held).combine_chunks()
+        with part.open(encoding="utf-8") as stream:
+            yield from map(json.loads, stream)
 
 
-def _to_parquet(draft: Path, tables: Iterator[Any]) -> int:
+def _to_parquet(draft: Path, parts: Sequence[Path]) -> int:
+    """In groups of one length, whatever parts they are from; the types are those of all rows."""
+    from pyarrow import Table, unify_schemas
     from pyarrow.parquet import ParquetWriter
 
-    first = next(tables)
-    rows = len(first)
-    with ParquetWriter(str(draft), first.schema) as sink:
-        sink.write_table(first)
-        for table in tables:
-            sink.write_table(table)
-            rows += len(table)
+    schema, rows = None, 0
+    for chunk in _chunks(parts):
+        own = Table.from_pylist(chunk).schema
+        schema = own if schema is None else unify_schemas([schema, own], promote_options="permissive")
+    with ParquetWriter(str(draft), schema) as sink:
+        for chunk in _chunks(parts):
+            sink.write_table(Table.from_pylist(chunk, schema=schema))
+            rows += len(chunk)
     return rows
 
 
-def _to_lines(draft: Path, tables: Iterator[Any]) -> int:
+def _chunks(parts: Sequence[Path]) -> Iterator[list[dict[str, Any]]]:
+    rows = _rows(parts)
+    while chunk := list(islice(rows, _GROUP)):
+        yield chunk
+
+
+def _to_lines(draft: Path, parts: Sequence[Path]) -> int:
     rows = 0
     with draft.open("w", encoding="utf-8") as stream:
-        for table in tables:
-            stream.writelines(dumps(row, ensure_ascii=False) + "\n" for row in table.to_pylist())
-            rows += len(table)
+        for row in _rows(parts):
+            stream.write(dumps(row, ensure_ascii=False) + "\n")
+            rows += 1
     return rows
 
 
-def _to_csv(draft: Path, tables: Iterator[Any]) -> int:
-    rows = 0
+def _to_csv(draft: Path, parts: Sequence[Path]) -> int:
+    rows, names = 0, dict.fromkeys(name for row in _rows(parts) for name in row)
     with draft.open("w", encoding="utf-8", newline="") as stream:
-        sink: Any = csv.writer(stream, lineterminator="\n")
-        for table in tables:
-            if not rows:
-                sink.writerow(table.column_names)
-            sink.writerows(row.values() for row in table.to_pylist())
-            rows += len(table)
+        sink = csv.DictWriter(stream, [*names], lineterminator="\n")
+        sink.writeheader()
+        for row in _rows(parts):
+            sink.writerow(row)
+            rows += 1
     return rows
 
 

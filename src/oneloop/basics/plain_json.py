@@ -27,9 +27,9 @@ def vouched(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def intact(content: Mapping[str, Any]) -> bool:
-    """Whether what :func:`vouched` was given is unchanged; True too where there is no checksum."""
+    """Whether what :func:`vouched` was given is unchanged; without a checksum it is not."""
     rest = {name: value for name, value in content.items() if name != "checksum"}
-    return bool(content.get("checksum", _checksum(rest)) == _checksum(rest))
+    return bool(content.get("checksum") == _checksum(rest))
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

@@ -25,6 +25,8 @@ def checkpoint_of(run: Path, asked: str) -> Path:
             step = read_manifest(names[newest])["about"]["step"]
         except ValueError as error:
             raise BadInput(f"{names[newest]}: {error}; name a step instead of best") from error
+        if step not in names:
+            raise BadInput("--checkpoint best: no checkpoint of an evaluation is there; name a step, or newest")
     else:
         step = newest if asked == "newest" else int(asked) if asked.isdigit() else -1
     if step not in names:

@@ -135,6 +135,8 @@ class Base:
         if told is None or not wrong:
             return
         folder, entry = told
+        if not own:
+            raise ValueError(f"{folder}, with the frozen parameters of {checkpoint}, is damaged ({wrong}); restore it")
         again = folder.with_name(f".{folder.name}.again")
         made = self._written(again, frozen_tensors(model))
         same = all(entry[key] == made[key] for key in made)

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.state import load_tensors, model_tensors
-from oneloop.checkpoint.store import Keep, name_of
+from oneloop.checkpoint.store import Keep, name_of, read_manifest
 
 
 class Average(Protocol):
@@ -24,6 +24,9 @@ class Average(Protocol):
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by their names in a checkpoint."""
+
+    def begin(self, names: Collection[str]) -> None:
+        """Of these tensors it becomes the weights of now."""
 
 
 class RunState:
@@ -112,6 +115,9 @@ class RunState:
         saved = checkpoints.load(path, self.model, self.optimizer, extra=self._extra(), check=self._check)
         if not own:
             saved = {name: value for name, value in saved.items() if name not in self._own}
+        there = read_manifest(path).get("tensors") or self._extra()  # the first format does not tell
+        for average in self.averages:
+            average.begin(average.tensors().keys() - there.keys())  # of what was not trained before
         for name, part in self.parts.items():
             if name in saved and hasattr(part, "load_state_dict"):
                 part.load_state_dict(saved[name])

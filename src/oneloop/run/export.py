@@ -123,11 +123,13 @@ def _mix(checkpoint: Path, model: nn.Module, wanted: str) -> None:
         name: torch.zeros_like(parameter, dtype=wide[parameter.is_complex()])
         for name, parameter in model.named_parameters()
     }
+    averaged = set.intersection(*({*read_manifest(folder)["tensors"]} for folder, *_ in saved))
+    held = {name for name in total if all(f"ema.{average}.{name}" in averaged for _, average, *_ in saved)}
     for (folder, average, _, _), factor in zip(saved, factors, strict=True):
         load_tensors(folder, model, weights=average)
         for name, parameter in model.named_parameters():
             total[name] += factor * parameter
     load_tensors(checkpoint, model)  # buffers, and what was not trained
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+        if name in held:
             parameter.copy_(total[name])

@@ -66,7 +66,7 @@ class Identity:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What two identities differ in, one sentence for each."""
-    found = _of_data(before, now)
+    found = data_differences(before, now)
     if before["model"] != now["model"]:
         pairs = zip(before["model"].splitlines(), now["model"].splitlines(), strict=False)
         one = next((f"{a.strip()!r} -> {b.strip()!r}" for a, b in pairs if a != b), "it has more or fewer parts")
@@ -77,7 +77,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _of_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What the data differs in; what several sets have in common is told once."""
     told: dict[str, list[str]] = {}
     found, compared = [], True
@@ -113,7 +113,7 @@ def identity(job: Job, run: Run, optimizer: Optimizer) -> dict[str, Any]:
     trained = [name for name, parameter in named if parameter.requires_grad]
     structure = job.built.structure
     return {
-        "data": {name: _of_set(job, name, dataset) for name, dataset in job.sets.items()},
+        "data": data_of(job.task, job.sets, seed=job.recipe.seed),
         "model": structure if len(structure) < 1 << 15 else _digest(structure),
         "trained": f"{len(trained)} of {len(named)}, {_digest(' '.join(trained))}",
         "precision": f"{run.accelerator.mixed_precision}, weights in {job.recipe.machine.dtype}",
@@ -127,8 +127,13 @@ def _digest(text: str) -> str:
     return xxh3_64_hexdigest(text.encode())
 
 
-def _of_set(job: Job, name: str, dataset: Any) -> dict[str, Any]:
-    keyed, number = Keyed(dataset, seed=job.recipe.seed), len(dataset)
+def data_of(task: Any, sets: Mapping[str, Any], *, seed: int) -> dict[str, Any]:
+    """What the data sets are, by name, as far as their content or 16 samples tell."""
+    return {name: _of_set(task, name, dataset, seed) for name, dataset in sets.items()}
+
+
+def _of_set(task: Any, name: str, dataset: Any, seed: int) -> dict[str, Any]:
+    keyed, number = Keyed(dataset, seed=seed), len(dataset)
     member = "train_set()" if name == "train" else "eval_sets()"
     places = sorted({place * number // SAMPLES for place in range(SAMPLES)})
 
@@ -137,9 +142,9 @@ def _of_set(job: Job, name: str, dataset: Any) -> dict[str, Any]:
         whole = checksum(keyed[0, index] for index in places)
         return whole if checksum([keyed[0, places[0]]]) == first else None
 
-    if content := theirs(job.task, member, lambda: fingerprint_of(dataset)):
+    if content := theirs(task, member, lambda: fingerprint_of(dataset)):
         return {"length": number, "content": content}
-    return {"length": number, "checksum": theirs(job.task, member, load)}
+    return {"length": number, "checksum": theirs(task, member, load)}
 
 
 def checksum(values: Any) -> str:

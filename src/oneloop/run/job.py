@@ -131,10 +131,10 @@ class Job:
         """Puts the weights of the best evaluation in place, where the recipe asks for them; says which are there. Every
         rank must get here, and no save may be under way."""
         if self.recipe.save.final == "last" or not best.step:
-            return {"weights": "last", "step": step}
+            return {"weights": "last", "step": step, "end": step}
         if best.step != step:
             state.take(checkpoints, best.step)
-        return {"weights": "best", "step": best.step, "metric": self.recipe.eval.best, "value": best.value}
+        return {"weights": "best", "step": best.step, "end": step, "metric": self.recipe.eval.best, "value": best.value}
 
     # --- what the loop is made of ---
 

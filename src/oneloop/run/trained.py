@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -14,14 +15,15 @@ from oneloop.basics.errors import BadInput
 from oneloop.basics.text import printable
 from oneloop.checkpoint.chosen import checkpoint_of
 from oneloop.checkpoint.state import load_tensors
-from oneloop.checkpoint.store import MANIFEST, problems_of_files
+from oneloop.checkpoint.store import MANIFEST, Store, problems_of_files, read_manifest, step_of
 from oneloop.checkpoint.weights import load_weights
 from oneloop.data.groups import Split
 from oneloop.recipe.mathematics import InitConfig
-from oneloop.recipe.names import source
+from oneloop.recipe.names import CHOICES, source
 from oneloop.recipe.parse import read_again, task_name
 from oneloop.recipe.schema import Recipe
 from oneloop.run.build import make_task
+from oneloop.run.identity import data_differences, data_of
 from oneloop.run.model import BuiltModel, build_model, torch_dtype
 from oneloop.tasks.base import Task
 
@@ -67,31 +69,77 @@ def recipe_of(run: Path, *, command: str) -> Recipe:
     return read_again(file)
 
 
-def trained(run: Path, recipe: Recipe, *, checkpoint: str | None, weights: str, sharded: bool, device: str) -> Trained:
+def trained(
+    run: Path,
+    recipe: Recipe,
+    *,
+    checkpoint: str | None,
+    weights: str,
+    sharded: bool,
+    device: str,
+    accept_changes: bool = False,
+) -> Trained:
     """Task and model of a run, the model not yet on its processes.
 
     Args:
         run: its folder.
         recipe: its recipe.
-        checkpoint: ``final``, ``newest``, ``best`` or a step; None: ``final/`` where it is there, else the newest.
+        checkpoint: ``final``, ``newest``, ``best`` or a step; None: ``final/`` where the run has ended, else newest.
         weights: ``raw``, or the name of an average.
         sharded: whether FSDP2 shards it.
         device: type of the device.
+        accept_changes: take other data than it was trained with.
 
     Raises:
-        ValueError: there are no such weights, they are damaged, or the task cannot be made.
+        ValueError: there are no such weights, they are damaged, the task cannot be made, or its data is another.
     """
+    if weights.startswith("power:"):
+        raise ValueError(f"--weights {weights} is mixed by oneloop export alone; give raw, or the name of an average")
+    asked = checkpoint or _default(run)
     final = run / FINAL
-    asked = checkpoint or (FINAL if (final / MANIFEST).exists() else "newest")
     chosen = final if asked == FINAL else checkpoint_of(run, asked)
     if asked == FINAL and (wrong := problems_of_files(final)):
         raise ValueError(f"{final} is damaged: {'; '.join(wrong)}; choose a checkpoint with --checkpoint STEP")
-    task = make_task(recipe)
     plain = replace(recipe.machine, compile="none", recompute="none", offload=False, base_dtype=None)
-    bare = replace(recipe, init=InitConfig(), machine=plain)
+    options = recipe.task.options
+    if recipe.task.name in CHOICES["task"] and options.get("pretrained") not in (None, False):
+        options = {**options, "pretrained": False}  # the weights are the run's own
+    bare = replace(recipe, init=InitConfig(), machine=plain, task=replace(recipe.task, options=options))
+    task = make_task(bare)
+    if not accept_changes:
+        _compare(run, recipe, task)
     built = build_model(bare, task, Split(1, 1), sharded=sharded, device=device)
     if asked == FINAL:
         load_weights(built.model, str(final), weights)
     else:
         load_tensors(chosen, built.model, weights=weights, cast=True)
     return Trained(recipe, task, built, f"{chosen.name} of {run}{'' if weights == 'raw' else f', {weights}'}")
+
+
+def _default(run: Path) -> str:
+    """``final``, or ``newest`` where the run has gone on since, or has no ``final/``."""
+    sealed = Store(run / "checkpoints").sealed()
+    try:
+        about = read_manifest(run / FINAL)["about"]
+    except ValueError:
+        return FINAL if (run / FINAL / MANIFEST).exists() else "newest"  # which says what is wrong
+    end = about.get("end", about.get("step", 0))
+    return "newest" if sealed and step_of(sealed[-1]) > end else FINAL
+
+
+def _compare(run: Path, recipe: Recipe, task: Task) -> None:
+    """Refuses data that is not what the run was trained with: its classes and held-out rows might be others."""
+    sealed = Store(run / "checkpoints").sealed()
+    try:
+        there = json.loads((sealed[-1] / "state.json").read_text())["identity"] if sealed else {}
+    except (OSError, ValueError, KeyError):
+        return  # of an older oneloop, or damaged, which is told elsewhere
+    if not there:
+        return
+    sets = {"train": task.train_set(), **task.eval_sets()}
+    now = {"data": data_of(task, sets, seed=recipe.seed), "recipe": there["recipe"]}
+    if changed := data_differences(there, now):
+        raise ValueError(
+            f"{run} was trained with other data: {'; '.join(changed)}; its classes and held-out rows may be others;"
+            " give it what it had, or --accept_changes"
+        )

@@ -144,6 +144,8 @@ class ImageClassification(Task):
 
     def model(self) -> nn.Module:
         if self.architecture == "cnn":
+            if asked := self.weights["pretrained"]:
+                raise ValueError(f"task.pretrained {asked} is given, and cnn has no such weights; see --init.from")
             return CNN(self.shape[0], len(self.classes), width=self.width, dropout=self.dropout)
         model, notes = image_model(self.architecture, self.classes, **self.weights)
         self.notes = [*self._of_data, *notes]

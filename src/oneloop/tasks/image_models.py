@@ -44,6 +44,8 @@ def image_model(
         return auto_model("AutoModelForImageClassification", name, classes, **how)
     if name.startswith(_TIMM):
         model = _of_timm(name.removeprefix(_TIMM), len(classes))
+    elif "/" in name:
+        raise ValueError(f"task.model {name!r} is no folder that transformers saved: there is no {name}/config.json")
     elif "." in name:
         model = _own(name, len(classes))
     else:
@@ -141,36 +143,42 @@ def fitted(
     """
     own = model.state_dict()
     other = {name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape}
-    notes = _judged(model, own.keys() - weights.keys(), weights.keys() - own.keys(), other, classes, source)
-    with torch.no_grad():
-        for name in (own.keys() & weights.keys()) - other:
-            own[name].copy_(weights[name])
-    return notes
-
-
-def _judged(
-    model: nn.Module, missing: Iterable[str], strange: Iterable[str], other: Iterable[str], classes: int, source: str
-) -> list[str]:
-    """Refuses weights that differ in more than the last layer."""
-    head = _head(model, classes)
-    new = {name for name in (*missing, *other) if name.rpartition(".")[0] == head}
+    missing = own.keys() - weights.keys() - _tied(model, weights)
+    heads = _heads(model, other, classes)
+    new = {name for name in (*missing, *other) if name.rpartition(".")[0] in heads}
     wrong = {
-        "missing": sorted(set(missing) - new),
-        "unexpected": sorted(set(strange)),
-        "of another shape": sorted(set(other) - new),
+        "missing": sorted(missing - new),
+        "unexpected": sorted(weights.keys() - own.keys()),
+        "of another shape": sorted(other - new),
     }
     if any(wrong.values()):
         raise ValueError(f"{source}: the weights are of another model ({listed(wrong)}); name the model they are of")
-    return [f"the last layer ({head}) is new: the weights are of other classes"] if new else []
+    with torch.no_grad():
+        for name in (own.keys() & weights.keys()) - other:
+            own[name].copy_(weights[name])
+    heads = {name.rpartition(".")[0] for name in new}
+    return [f"the last layer ({', '.join(sorted(heads))}) is new: the weights are of other classes"] if new else []
 
 
-def _head(model: nn.Module, classes: int) -> str:
-    """The name of the last layer with an output for each class."""
-    found = ""
-    for name, module in model.named_modules():
-        if getattr(module, "out_features", getattr(module, "out_channels", None)) == classes:
-            found = name
-    return found
+def _tied(model: nn.Module, weights: Mapping[str, Tensor]) -> set[str]:
+    """Names that a file need not have: it has another one of the same tensor."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return {name for several in names.values() if any(name in weights for name in several) for name in several}
+
+
+def _heads(model: nn.Module, other: Iterable[str], classes: int) -> set[str]:
+    """Layers with an output for each class: those that timm names so, else those that are of another shape."""
+    about = getattr(model, "pretrained_cfg", None) or {}
+    told = about.get("classifier") or ()
+    found = {name.rpartition(".")[0] for name in other} | ({told} if isinstance(told, str) else set(told))
+    modules = dict(model.named_modules())
+    outputs = {
+        name: getattr(modules.get(name), "out_features", getattr(modules.get(name), "out_channels", 0))
+        for name in found
+    }
+    return {name for name, number in outputs.items() if name and number == classes}
 
 
 def _weights_of(name: str, model: nn.Module, pretrained: bool | str | None) -> dict[str, Tensor]:

@@ -58,6 +58,8 @@ def prepared(
         how: of training images.
     """
     how = how or Augmentation()
+    if len(mean) != len(std) or len(mean) not in (1, 3):
+        raise ValueError(f"task.mean {list(mean)} and task.std {list(std)} are not of 3 channels each, or of one")
 
     def make(image: Any) -> Tensor:
         if not isinstance(image, Tensor) or how.of_pixels or size not in (None, image.shape[-1]):

@@ -26,7 +26,11 @@ class Reader(Protocol):
         """A text or a pair of them, cut to the longest length."""
 
     def encode_words(self, words: Sequence[str]) -> tuple[Any, list[int], int]:
-        """Words, where each one that is not cut begins, and the length of it all."""
+        """Words, where each one that is not cut begins, and the length of it all.
+
+        Raises:
+            ValueError: nothing of a word is left, so that no place is its own.
+        """
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         """One batch, padded to its longest sample."""
@@ -130,10 +134,18 @@ class TokenReader:
         for place, word in enumerate(of_word):
             if word is not None:
                 at.setdefault(word, place)
+        gaps = [word for word, found in enumerate(at) if word != found]
+        if gaps:
+            gap = gaps[0]
+            raise ValueError(f"word {gap} ({words[gap]!r}) gives the tokenizer nothing; leave it out")
         return sample, [*at.values()], len(of_word)
 
     def _encoded(self, *texts: Any, **how: Any) -> tuple[dict[str, list[int]], list[int | None]]:
         made = self.tokenizer(*texts, truncation=True, max_length=self.length, return_attention_mask=False, **how)
+        if not made["input_ids"]:
+            raise ValueError("the text gives the tokenizer nothing; leave the row out")
+        if len(made["input_ids"]) > self.length:
+            raise ValueError(f"task.length {self.length} leaves no room beside the special tokens; raise it")
         return {key: list(values) for key, values in made.items()}, made.word_ids()
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
@@ -150,6 +162,10 @@ class TokenReader:
         kind = f"AutoModelFor{'Token' if words else 'Sequence'}Classification"
         model, self.notes = auto_model(kind, self.name, classes, **self._options)
         config: Any = model.config
+        longest = getattr(config.get_text_config(), "max_position_embeddings", None) or self.length
+        longest = min(longest, self.tokenizer.model_max_length)
+        if self.length > longest:
+            raise ValueError(f"task.length {self.length} is more than the {longest} positions of {self.name}; lower it")
         if config.get_text_config().pad_token_id is None:
             config.pad_token_id = config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
         return model

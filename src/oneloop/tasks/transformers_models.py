@@ -95,6 +95,9 @@ def _judged(
     """Refuses weights in which more is missing than a head (and a pooler, which some are saved without), or that hold
     more than one of another task."""
     base = f"{getattr(model, 'base_model_prefix', '')}."
+    if not any(name.startswith(base) for name, _ in model.named_parameters()):  # then its largest part is
+        sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
+        base = f"{max(sizes, key=lambda name: sizes[name])}."
 
     def of_a_head(name: str) -> bool:
         return not name.startswith(base) or name.startswith(f"{base}pooler.")
