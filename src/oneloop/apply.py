@@ -11,6 +11,7 @@ from torch import nn
 
 from oneloop.basics import errors
 from oneloop.basics.errors import BadInput
+from oneloop.basics.orphans import die_with_launcher
 from oneloop.basics.plain_json import dumps
 from oneloop.basics.words import parsed
 from oneloop.evaluate import evaluate_all
@@ -32,8 +33,10 @@ _OPTIONS: dict[str, dict[str, str | bool | None]] = {
 
 def main(argv: Sequence[str]) -> NoReturn:
     """Does what the words say, and ends the process with oneloop's exit code."""
-    command, *words = argv
     try:
+        command, *words = argv or [""]
+        if command not in _OPTIONS:
+            raise BadInput(f"oneloop.apply: {command!r} is none of {', '.join(_OPTIONS)}")
         given = parsed(command, words, _OPTIONS[command])
         _check(command, given)
         recipe = recipe_of(Path(given["RUN"]), command=command)
@@ -123,9 +126,13 @@ def _predicted(
     """Writes the file; what it holds."""
     ((_, dataset),) = sets.items()
     said = predictions(of.task, model, dataset, accelerator=run.accelerator, raw=raw, **options)
-    rows = write(to, said, accelerator=run.accelerator)
+    try:
+        rows = write(to, said, accelerator=run.accelerator)
+    except OSError as error:
+        raise ValueError(f"--to {to} cannot be written: {error.strerror}") from error
     return f"{rows:,} rows of {of.about} are in {to}"
 
 
 if __name__ == "__main__":
+    die_with_launcher()
     main(sys.argv[1:])
