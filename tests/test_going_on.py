@@ -301,8 +301,8 @@ def test_final_holds_what_it_says(tmp_path, ranks, config):
     run(here, words, ranks=ranks, config=config, folder=tmp_path).ok()
     run(here, [*words, "--run.dir", "best", "--save.final", "best"], ranks=ranks, config=config, folder=tmp_path).ok()
     last, best = (json.loads((tmp_path / name / "final" / MANIFEST).read_text())["about"] for name in ("run", "best"))
-    assert last == {"weights": "last", "step": 12}
-    assert best["weights"] == "best" and best["step"] < 12 and best["metric"] == "eval/loss"
+    assert last == {"weights": "last", "step": 12, "end": 12}
+    assert best["weights"] == "best" and best["step"] < 12 == best["end"] and best["metric"] == "eval/loss"
     ended = json.loads((tmp_path / "best" / "summary.json").read_text())
     assert ended["final"] == best and ended["best"]["step"] == best["step"] and ended["step"] == 12
     out = str(tmp_path / "out")

@@ -83,7 +83,7 @@ def test_a_recipe_of_models_trains_and_predicts(tmp_path, recipe):
     (tmp_path / recipe).write_text(MODELS[recipe])
     images(tmp_path / "photos", "folders", each=30)
     vit(tmp_path / "vit", 5)
-    bert(tmp_path / "bert")
+    bert(tmp_path / "bert", positions=64)
     lines = [json.dumps({"body": row["text"], "stars": row["label"]}) + "\n" for row in rows(120)]
     (tmp_path / "reviews.jsonl").write_text("".join(lines))
     run(train, [recipe, "--run.dir", "run", "--track", "none"], ranks=ranks, config=config, folder=tmp_path).ok()

@@ -30,7 +30,7 @@ GROUPS = {"bert.embeddings": {"freeze": True}, "bert.encoder.layer.0": {"freeze"
 SPLITS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
 
 
-def bert(folder: Path) -> Path:
+def bert(folder: Path, *, positions: int = 16) -> Path:
     """A small language model with its tokenizer, as transformers saves them."""
     made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -48,7 +48,7 @@ def bert(folder: Path) -> Path:
         num_hidden_layers=3,
         num_attention_heads=2,
         intermediate_size=32,
-        max_position_embeddings=16,
+        max_position_embeddings=positions,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
