@@ -148,6 +148,7 @@ def test_models_made_in_turn_leave_nothing_of_them_in_memory():
     assert at_once([seen for seen, _ in together]) > 2 * copy and at_once([seen for seen, _ in turns]) < 1.3 * copy
 
 
+@pytest.mark.slow
 def test_what_many_processes_need_is_said(tmp_path):
     (tmp_path / "r.yaml").write_text("task: test_host_memory.Many\n")
     words = ["r.yaml", "--debug.dry_run", "true", "--batch.size", "8", "--track", "none", "--run.dir", "run"]
