@@ -12,6 +12,7 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,9 +58,17 @@ def theirs(task: Any, member: str, call: Callable[[], Any]) -> Any:
     except Exception as error:
         if "DefaultCPUAllocator" in str(error):
             raise
+        if isinstance(error, ValueError) and _by_oneloop(task, error):
+            raise BadInput(str(error)) from error  # said for the user by a task of oneloop
         raise BadInput(
             f"{named(task)}.{member} failed: {type(error).__name__}: {error} ({_place(task, error)})"
         ) from error
+
+
+def _by_oneloop(task: Any, error: Exception) -> bool:
+    """Whether a packaged task itself raised it."""
+    raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return type(task).__module__.startswith("oneloop.") and raised.is_relative_to(Path(__file__).parents[1])
 
 
 def _place(task: Any, error: Exception) -> str:
