@@ -235,6 +235,11 @@ def test_other_data_than_it_was_trained_with_is_refused(pictures, tmp_path):
     assert world.codes == [2] and "run was trained with other data" in world.output, world.output
     assert not (tmp_path / "said.csv").exists()
     after(tmp_path, *words, "--accept_changes").ok()
+    (tmp_path / "said.csv").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    world = after(tmp_path, *words, ranks=2, config="ddp")
+    world.ok()
+    assert world.output.count("its newest checkpoint is gone: its data is not compared") == 1
 
 
 def test_a_run_that_went_on_is_not_taken_for_its_older_end(pictures, tmp_path):

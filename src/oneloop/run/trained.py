@@ -23,6 +23,7 @@ from oneloop.recipe.names import CHOICES, source
 from oneloop.recipe.parse import read_again, task_name
 from oneloop.recipe.schema import Recipe
 from oneloop.run.build import make_task
+from oneloop.run.early import is_main
 from oneloop.run.identity import data_differences, data_of
 from oneloop.run.model import BuiltModel, build_model, torch_dtype
 from oneloop.tasks.base import Task
@@ -64,7 +65,7 @@ def recipe_of(run: Path, *, command: str) -> Recipe:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a task in the current folder, as `python -m oneloop.train` finds it
     name = task_name(file)
-    if place := source("task", name):
+    if is_main() and (place := source("task", name)):
         print(printable(f"oneloop {command}: task.name {name} of {file} is taken from {place}"), file=sys.stderr)
     return read_again(file)
 
@@ -131,10 +132,13 @@ def _compare(run: Path, recipe: Recipe, task: Task) -> None:
     """Refuses data that is not what the run was trained with: its classes and held-out rows might be others."""
     sealed = Store(run / "checkpoints").sealed()
     try:
-        there = json.loads((sealed[-1] / "state.json").read_text())["identity"] if sealed else {}
+        there = json.loads((sealed[-1] / "state.json").read_text())["identity"] if sealed else None
     except (OSError, ValueError, KeyError):
-        return  # of an older oneloop, or damaged, which is told elsewhere
+        there = None
     if not there:
+        if is_main():
+            why = "cannot be read, or is of an older oneloop" if sealed else "is gone"
+            print(printable(f"{run}: its newest checkpoint {why}: its data is not compared"), file=sys.stderr)
         return
     sets = {"train": task.train_set(), **task.eval_sets()}
     now = {"data": data_of(task, sets, seed=recipe.seed), "recipe": there["recipe"]}
