@@ -1,6 +1,23 @@
 """oneloop: one training loop on one page, the same model on a laptop, on one GPU or on a cluster.
 
-Every part is imported by its own file and works alone: ``from oneloop.data.order import Order``.
+``from oneloop import fit`` trains from Python. Every part is imported by its own file and works alone:
+``from oneloop.data.order import Order``.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oneloop.api import fit
+
 __version__ = "0.1.0"
+__all__ = ["fit"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "fit":  # torch and accelerate are imported with it
+        from oneloop.api import fit
+
+        return fit
+    raise AttributeError(f"module 'oneloop' has no attribute {name!r}")

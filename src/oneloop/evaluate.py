@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -79,8 +79,8 @@ def evaluate(
     totals, weights = torch.zeros(len(sources), dtype=wide, device=device), [0.0] * len(sources)
     loaded = loader(keyed, collate, share.places, workers=workers, device=device)
     share_buffers(model)
-    with evaluating(model):
-        batches = tracked(_weighed(loaded, device), "evaluating", total=len(share.places))
+    with evaluating(model), closing(_weighed(loaded, device)) as weighed:
+        batches = tracked(weighed, "evaluating", total=len(share.places))
         for source, (batch, weight) in zip(share.sources, batches, strict=True):
             if interrupted():
                 return None
@@ -116,7 +116,7 @@ def _losses(
     return figures
 
 
-def _weighed(loaded: Iterable[tuple[Batch, float]], device: torch.device) -> Iterator[tuple[Batch, float]]:
+def _weighed(loaded: Iterable[tuple[Batch, float]], device: torch.device) -> Generator[tuple[Batch, float]]:
     """The batches on the device, each with its weight; one may be on its way while another is used."""
     weights: deque[float] = deque()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 def printable(text: object) -> str:
     """The text with control characters written out (``\\x1b``), so that it moves no cursor; line ends stay."""
@@ -11,3 +13,8 @@ def printable(text: object) -> str:
     return "".join(
         one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in shown
     )
+
+
+def one_line(error: object) -> str:
+    """A message of several lines on one."""
+    return re.sub(r"\s*\n\s*", " ", str(error)).strip()

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from oneloop.checkpoint import writer
 
+_PATIENCE = 15.0
+"""seconds that it has for the save under way, when it is told to end"""
+
 
 class WritingProcess:
     """A process that runs ``module``, and the memory it shares with this one: ``size`` bytes, pinned for a GPU."""
@@ -81,4 +84,8 @@ class WritingProcess:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:  # its storage hangs, or it waits for a rank that has gone
+            self._process.kill()
+            self._process.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -163,6 +164,13 @@ def loader(
         prefetch_factor=max(2, math.ceil(ahead / workers)) if workers else None,
         generator=torch.Generator(),
     )
+
+
+def end_workers(error: BaseException) -> None:
+    """Ends the worker processes that an exception of theirs would keep: its traceback holds what reads from them."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == torch.utils.data.dataloader.__file__:
+            frame.clear()
 
 
 def _as_it_is(batch: Any) -> Any:

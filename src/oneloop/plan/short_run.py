@@ -127,7 +127,7 @@ def _trained(typed: list[str], warm: int) -> dict[str, Any]:
 
     run.steps = timed  # type: ignore[method-assign,assignment]
     folder = Folder(recipe.folder)
-    run.command = typed
+    run.command = ["oneloop.train", *typed]
     with run.display, run.closing:
         train(job, run, folder)
     lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]

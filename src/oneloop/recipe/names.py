@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from oneloop.basics.errors import BadInput
@@ -34,45 +36,121 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
         BadInput: there is no such thing.
     """
     known = CHOICES[group]
-    path = known.get(name, name)
-    module, _, attribute = path.rpartition(".")
-    if not module:
-        raise BadInput(
-            f"{group}.name {name!r} is none of {', '.join(known)}, nor the path of one of your own"
-            f" (module.Name){suggestion(name, known)}"
-        )
-    if module.partition(".")[0] in sys.stdlib_module_names:
-        raise BadInput(f"{group}.name {name!r} is of Python's standard library, where {_WANTED[group]} cannot be")
+    place, attribute = _divided(group, name)
     try:
-        chosen = getattr(import_module(module), attribute)
+        module = module_of(Path(place)) if ":" in name else _imported(place)
+        chosen = getattr(module, attribute)
     except ModuleNotFoundError as error:
         raise BadInput(
             f"{group}.name {name!r} needs the module {error.name!r}, which is not installed and not found from this"
             f" folder; install it or correct the path{_extra(error.name)}"
         ) from error
     except AttributeError:
-        raise BadInput(f"{group}.name {name!r}: the module {module!r} has no {attribute!r}") from None
-    except BadInput:
-        raise
+        raise BadInput(f"{group}.name {name!r}: {place!r} has no {attribute!r}{_has(module)}") from None
+    except BadInput as error:
+        raise BadInput(f"{group}.name {name!r}: {error}" if ":" in name else str(error)) from error
     except Exception as error:
-        raise BadInput(
-            f"{group}.name {name!r}: importing {module!r} failed: {type(error).__name__}: {error}"
-        ) from error
+        raise BadInput(f"{group}.name {name!r}: importing {place!r} failed: {type(error).__name__}: {error}") from error
     if wrong := "" if name in known else _FITS[group](chosen):
         raise BadInput(f"{group}.name {name!r} {wrong}; {_WANTED[group]} is needed")
     return chosen  # type: ignore[no-any-return]
 
 
+def _divided(group: str, name: str) -> tuple[str, str]:
+    """File or module of what ``name`` stands for, and its name in there.
+
+    Raises:
+        BadInput: it has no such form, or is of Python's standard library.
+    """
+    known = CHOICES[group]
+    if ":" in name or name.endswith(".py"):
+        file, _, attribute = name.rpartition(":") if ":" in name else (name, "", "")
+        if not attribute.isidentifier() or not file.endswith(".py"):
+            raise BadInput(f"{group}.name {name!r}: name the file and what is meant in it: {file or 'my_file.py'}:Name")
+        return file, attribute
+    module, _, attribute = known.get(name, name).rpartition(".")
+    if not module:
+        raise BadInput(
+            f"{group}.name {name!r} is none of {', '.join(known)}, nor the path of one of your own"
+            f" (my_file.py:Name or module.Name){suggestion(name, known)}"
+        )
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        raise BadInput(f"{group}.name {name!r} is of Python's standard library, where {_WANTED[group]} cannot be")
+    return module, attribute
+
+
 def source(group: str, name: str) -> Path | None:
-    """The file or folder that the module of ``name`` would be imported from; None for a short name. Imports nothing."""
+    """The file or folder that what ``name`` stands for would be imported from; None for a short name, and for a class
+    of a notebook. Imports nothing."""
     if name in CHOICES[group]:
         return None
+    if ":" in name:
+        return Path(name.rpartition(":")[0]).expanduser().resolve()
     top = name.partition(".")[0]
+    _look_here()
     try:
         found = find_spec(top)
     except (ImportError, ValueError):
         found = None
     return Path(found.origin) if found is not None and found.origin else None
+
+
+def path_of(chosen: Any) -> str:
+    """The name by which :func:`resolve` finds a class or function: ``file.py:Name`` where it is of the script that
+    runs, ``__main__.Name`` of a notebook, else ``module.Name``.
+
+    Raises:
+        BadInput: it has none.
+    """
+    name, module = getattr(chosen, "__qualname__", ""), getattr(chosen, "__module__", "")
+    if not module or not name.isidentifier():
+        raise BadInput(
+            f"{chosen!r} cannot be found by its name again; give a class or function that is defined outside of any"
+            " function or class"
+        )
+    file = getattr(sys.modules["__main__"], "__file__", None) if module == "__main__" else None
+    return f"{file}:{name}" if file else f"{module}.{name}"
+
+
+def module_of(file: Path) -> ModuleType:
+    """The module that a file holds, imported as by a script beside it.
+
+    Raises:
+        BadInput: there is no such file, or its name is that of another module.
+    """
+    file = file.expanduser().resolve()
+    if not file.is_file():
+        raise BadInput(f"there is no file {file}")
+    for name in ("__main__", file.stem):
+        there = getattr(sys.modules.get(name), "__file__", None)
+        if there and Path(there).resolve() == file:
+            return sys.modules[name]
+    name = file.stem
+    taken = name in sys.stdlib_module_names or "." in name
+    found = None if taken else find_spec(name)
+    if taken or (found is not None and found.origin and Path(found.origin).resolve() != file):
+        raise BadInput(
+            f"the module {name!r} is {found.origin if found else 'of Python itself'}; give {file.name} another name"
+        )
+    sys.path.insert(0, str(file.parent))
+    return import_module(name)
+
+
+def _imported(module: str) -> ModuleType:
+    _look_here()
+    return import_module(module)
+
+
+def _look_here() -> None:
+    """A module of the current folder is found, as ``python -m`` finds it."""
+    if os.getcwd() not in sys.path and not getattr(sys.flags, "safe_path", False):
+        sys.path.append(os.getcwd())
+
+
+def _has(module: ModuleType) -> str:
+    """The classes and functions that a module defines itself."""
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    return f"; it has {', '.join(own[:8])}" if own else ""
 
 
 def _task_like(chosen: Any) -> str:

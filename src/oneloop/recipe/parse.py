@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,15 @@ from jsonargparse.typing import register_type
 
 from oneloop.basics.duration import Duration
 from oneloop.basics.errors import BadInput
-from oneloop.basics.mappings import flattened
+from oneloop.basics.text import one_line
 from oneloop.recipe.kinds import documented, wanted
 from oneloop.recipe.mathematics import OptimizerConfig, ScheduleConfig, TaskConfig
-from oneloop.recipe.names import CHOICES, resolve, suggestion
+from oneloop.recipe.names import resolve, suggestion
 from oneloop.recipe.schema import GROUPS, Recipe
+from oneloop.recipe.sources import begun, flat, from_python, load, long, packaged
 
 register_type(Duration, serializer=lambda duration: duration.text, deserializer=Duration)
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
-
-RECIPES = resources.files("oneloop") / "recipe" / "packaged"
 
 _NOT_OPTIONS = {
     "task": frozenset[str](),
@@ -87,11 +85,6 @@ def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:
     return made
 
 
-def packaged() -> list[str]:
-    """Names of the packaged recipes."""
-    return sorted(file.name.removesuffix(".yaml") for file in RECIPES.iterdir() if file.name.endswith(".yaml"))
-
-
 def read(argv: Sequence[str]) -> Recipe:
     """Reads the recipe that a command line names, with its overrides.
 
@@ -100,8 +93,33 @@ def read(argv: Sequence[str]) -> Recipe:
         SystemExit: after ``--help`` and ``--print_config``.
     """
     source, typed, flags = _split(argv)
-    name, written = _load(source, allow_none="help" in flags)
-    return _made(name, written, typed, flags)
+    if source is None and "help" in flags and "task.name" not in typed:
+        return _made("recipe", {}, typed, flags)
+    return _made(*begun(source, typed), typed, flags)
+
+
+def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any) -> Recipe:
+    """A recipe from Python: ``recipe("digits", batch={"size": 128}, duration="5ep")``.
+
+    Args:
+        source: a packaged name, the path of a YAML file, ``my_file.py:MyTask``, another recipe, or its keys by group;
+            None: the defaults, for a ``task`` of one's own.
+        groups: keys by group, or ``seed``, ``duration`` and ``track``. A ``task`` may be a class, or
+            ``{"name": MyTask, "width": 32}``.
+
+    Raises:
+        BadInput: no such recipe, key or class, a value of the wrong type.
+    """
+    given = from_python(groups)
+    if isinstance(source, Recipe):
+        again = _made(source.name, flat(source.resolved), {}, set())
+        if again != source:
+            raise BadInput("this recipe was changed after it was read; use recipe(old, batch={…}) for another one")
+        return _made(source.name, flat(source.resolved), given, set())
+    if isinstance(source, Mapping):
+        given = from_python(source) | given
+        source = None
+    return _made(*begun(source, given), given, set())
 
 
 def read_again(recipe: Path) -> Recipe:
@@ -111,7 +129,7 @@ def read_again(recipe: Path) -> Recipe:
     Raises:
         BadInput: it cannot be read, or is no recipe.
     """
-    name, written = _load(str(recipe), allow_none=False)
+    name, written = load(str(recipe))
     kept = {key: value for key, value in written.items() if not key.startswith(("optimizer.", "schedule."))}
     return _made(name, kept, {}, set())
 
@@ -145,7 +163,7 @@ def task_name(recipe: Path) -> str:
     Raises:
         BadInput: it cannot be read, or is no recipe.
     """
-    _, written = _load(str(recipe), allow_none=False)
+    _, written = load(str(recipe))
     name = written.get("task.name", TaskConfig().name)
     if not isinstance(name, str):
         raise BadInput(f"{recipe}: task.name must be a name or a class path, found {name!r}")
@@ -165,51 +183,14 @@ def _split(argv: Sequence[str]) -> tuple[str | None, dict[str, Any], set[str]]:
         elif word.startswith("--"):
             key, equals, value = word[2:].partition("=")
             if equals:
-                typed[_long(key)] = value
+                typed[long(key)] = value
             else:
-                typed[_long(key)] = words.pop(0) if words and not words[0].startswith("--") else None
+                typed[long(key)] = words.pop(0) if words and not words[0].startswith("--") else None
         elif source is None:
             source = word
         else:
             raise BadInput(f"two recipes given, {source!r} and {word!r}; give one (values follow a --key)")
     return source, typed, flags
-
-
-def _long(key: str) -> str:
-    return f"{key}.name" if key in CHOICES else key
-
-
-def _load(source: str | None, *, allow_none: bool) -> tuple[str, dict[str, Any]]:
-    """Name of the recipe and its YAML, flattened to {"group.key": value}."""
-    if source is None:
-        if allow_none:
-            return "recipe", {}
-        raise BadInput(f"no recipe given; packaged ones: {', '.join(packaged())}, or give the path of a YAML file")
-    if source in packaged():
-        name, text = source, (RECIPES / f"{source}.yaml").read_text()
-    else:
-        path = Path(source)
-        if path.suffix not in (".yaml", ".yml"):
-            raise BadInput(
-                f"recipe {source!r} is none of the packaged ones ({', '.join(packaged())}), nor the path of"
-                f" a .yaml file{suggestion(source, packaged())}"
-            )
-        try:
-            name, text = path.stem, path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise BadInput(f"recipe {source!r} cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise BadInput(f"recipe {source!r} is no text: {error}") from error
-    try:
-        content = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise BadInput(f"recipe {source!r} is not valid YAML: {_one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise BadInput(f"recipe {source!r} must hold keys and values (batch: {{size: 64}}), found {content!r}")
-    flat: dict[str, Any] = {}
-    for key, value in content.items():
-        flat |= flattened({key: value}) if isinstance(value, dict) and key in GROUPS else {_long(str(key)): value}
-    return name, flat
 
 
 def _choose(typed: Mapping[str, Any], written: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
@@ -268,15 +249,14 @@ def _reworded(error: Exception, given: Mapping[str, Any], made: ArgumentParser) 
     key = match[1] if match else ""
     takes = wanted(_types(made).get(key))
     if key not in given or not takes:
-        return _one_line(error)
+        return _worded(error)
     value = given[key]
     return f"{key} takes {takes}; it was given {value if isinstance(value, str) else json.dumps(value, default=str)}"
 
 
-def _one_line(error: Exception) -> str:
+def _worded(error: Exception) -> str:
     text = re.sub(r'Parser key "([^"]+)":', r"\1:", str(error))
-    text = re.sub(r"<class '([^']+)'>", r"\1", text)
-    return re.sub(r"\s*\n\s*", " ", text).strip()
+    return one_line(re.sub(r"<class '([^']+)'>", r"\1", text))
 
 
 def _build(name: str, namespace: Namespace, resolved: dict[str, Any]) -> Recipe:

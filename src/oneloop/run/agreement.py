@@ -7,7 +7,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -49,7 +49,7 @@ class Agreement:
 
     # --- at every step ---
 
-    def agreed(self, groups: Callable[[], Iterable[Group]], saves: Saves, told: Callable[[], bool]) -> Iterator[Group]:
+    def agreed(self, groups: Callable[[], Iterable[Group]], saves: Saves, told: Callable[[], bool]) -> Generator[Group]:
         """The groups, each with the ``total`` weight of its global batch and the ``stop`` that any rank was told.
 
         One small sum a step, on its way while the step before trains. Where a rank has trouble with a save, all of them

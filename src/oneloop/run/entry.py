@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from oneloop.basics import errors
 from oneloop.basics.errors import BadInput, Diverged
 from oneloop.basics.plain_json import dumps, vouched
 from oneloop.basics.text import printable
+from oneloop.data.groups import end_workers
 from oneloop.machine.micro_batch import is_out_of_memory
 from oneloop.machine.switches import float32_products
 from oneloop.measure.profiling import memory_snapshot
@@ -26,52 +28,99 @@ from oneloop.show.display import Display
 from oneloop.show.report.page import report
 from oneloop.show.tracking import check_trackers
 
+Train = Callable[[Job, Run, Folder], dict[str, Any]]
+"""the loop: :func:`oneloop.train.train`"""
 
-def main(train: Callable[[Job, Run, Folder], dict[str, Any]], argv: Sequence[str]) -> NoReturn:
+
+def main(train: Train, argv: Sequence[str]) -> NoReturn:
     """Reads the recipe, trains it, writes summary.json, and ends the process with oneloop's exit code."""
-    main = is_main()
-    job: Job | None = None
-    folder: Folder | None = None
     try:
         recipe = read_once(tuple(argv))
-        check_trackers(recipe.track)
-        run = start(
-            sync_each_batch=recipe.machine.sync_each_batch,
-            find_unused_parameters=recipe.machine.find_unused_parameters,
-            deterministic=recipe.machine.deterministic,
-            track=recipe.track,
-            folder=recipe.folder,
-        )
-        run.command = argv
+        run = begun(recipe, command=["oneloop.train", *argv])
         run.stopping.listen()
-        run.display = Display(shown=run.main, quiet=recipe.watch.quiet, as_json=recipe.watch.json)
-        folder = Folder(recipe.folder, say=run.display.say)
+        summary, _ = conduct(train, recipe, run, tell=True)
+    except BadInput as error:
+        refuse(error)
+    except Exception:  # before there was a run
+        traceback.print_exc()
+        leave(errors.ERROR, main=is_main())
+    run.end(summary["exit_code"])
+
+
+def begun(recipe: Recipe, *, command: Sequence[str]) -> Run:
+    """The processes of a recipe's run, as the launcher asks for them.
+
+    Raises:
+        BadInput: what it asks for cannot be done.
+    """
+    check_trackers(recipe.track)
+    run = start(
+        sync_each_batch=recipe.machine.sync_each_batch,
+        find_unused_parameters=recipe.machine.find_unused_parameters,
+        deterministic=recipe.machine.deterministic,
+        track=recipe.track,
+        folder=recipe.folder,
+    )
+    run.command = command
+    run.display = Display(shown=run.main, quiet=recipe.watch.quiet, as_json=recipe.watch.json)
+    return run
+
+
+def conduct(train: Train, recipe: Recipe, run: Run, *, tell: bool = False) -> tuple[dict[str, Any], Exception | None]:
+    """Trains a recipe on the processes of a run, and writes down how it ended.
+
+    Args:
+        train: the loop.
+        recipe: as read.
+        run: its processes.
+        tell: print the traceback of an error.
+
+    Returns:
+        The summary, and what ended the run, where that is an error. A run that had finished before gives its summary.
+
+    Raises:
+        BadInput: what was asked cannot be done; nothing was written.
+        Exception: what went wrong before there was a run.
+    """
+    job: Job | None = None
+    fault: Exception | None = None
+    folder = Folder(recipe.folder, say=run.display.say)
+    try:
         with run.display, run.closing:
             job = _prepared(recipe, run, folder)
-            if job is not None:
-                summary = train(job, run, folder)
-        if job is None:
-            leave(errors.DONE, main=main)
-    except BadInput as error:
-        if folder is not None and main:
-            folder.abandon()
-        refuse(error)
+            if job is None:
+                return json.loads((folder.path / "summary.json").read_text()), None
+            summary = train(job, run, folder)
+    except BadInput:
+        folder.abandon()
+        raise
     except Diverged as error:
-        summary = {"exit_reason": f"diverged: {error}", "exit_code": errors.DIVERGED}
+        fault, summary = error, {"exit_reason": f"diverged: {error}", "exit_code": errors.DIVERGED}
     except Exception as error:
-        traceback.print_exc()
-        summary = {"exit_reason": f"error: {type(error).__name__}: {error}", "exit_code": errors.ERROR}
-        if job is None or folder is None:  # before there was a run
-            leave(errors.ERROR, main=main)
-        if is_out_of_memory(error):
-            if run.device.type == "cuda" and folder.path.is_dir():  # begun, by rank 0
-                snapshot = memory_snapshot(folder.path / "profile" / f"out-of-memory-{run.rank}.pickle")
-                print(f"oneloop: {snapshot} shows what holds the memory (pytorch.org/memory_viz)", file=sys.stderr)
-            summary["exit_reason"] = f"error: {explained(job, run)}"
-            print(f"oneloop: {summary['exit_reason']}", file=sys.stderr)
-    if main and folder is not None:
+        if job is None:
+            raise
+        fault, summary = error, _failed(error, job, run, folder, tell=tell)
+    except BaseException:  # a second interrupt
+        folder.let_go()
+        raise
+    if run.main:
         _end(run, folder, summary, as_json=recipe.watch.json)
-    run.end(summary["exit_code"])
+    return summary, fault
+
+
+def _failed(error: Exception, job: Job, run: Run, folder: Folder, *, tell: bool) -> dict[str, Any]:
+    """The summary of a run that an error has ended; of a lack of memory, what to do."""
+    if tell:
+        traceback.print_exc()
+    end_workers(error)
+    reason = f"error: {type(error).__name__}: {error}"
+    if is_out_of_memory(error):
+        if run.device.type == "cuda" and folder.path.is_dir():  # begun, by rank 0
+            snapshot = memory_snapshot(folder.path / "profile" / f"out-of-memory-{run.rank}.pickle")
+            print(f"oneloop: {snapshot} shows what holds the memory (pytorch.org/memory_viz)", file=sys.stderr)
+        reason = f"error: {explained(job, run)}"
+        print(f"oneloop: {reason}", file=sys.stderr)
+    return {"exit_reason": reason, "exit_code": errors.ERROR}
 
 
 def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) -> None:

@@ -223,6 +223,11 @@ class Folder:
             path.rename(path.with_name(f"bad-{name}-{time.time_ns()}"))
         path.unlink(missing_ok=True)
 
+    def let_go(self) -> None:
+        """Others may have it, where this run held it."""
+        if self._lock.is_locked:
+            self.close()
+
     def close(self) -> None:
         (self.path / "owner.json").unlink(missing_ok=True)
         self._lock.release()

@@ -122,9 +122,8 @@ class Job:
         """Writes down what is known before the first step, on rank 0. Every rank must get here."""
         with run.setting_up():
             if run.main:
-                command = ["oneloop.train", *run.command]
                 data = {name: told for name, part in self.sets.items() if (told := fingerprint_of(part))}
-                about = environment(command=command, device=str(run.device), processes=run.ranks, data=data)
+                about = environment(command=[*run.command], device=str(run.device), processes=run.ranks, data=data)
                 folder.begin(self.recipe.yaml(), about)
 
     def final(self, state: RunState, checkpoints: Checkpoints, step: int, best: Best) -> dict[str, Any]:
@@ -202,13 +201,11 @@ class Job:
     def checkpoints(self, folder: Path, run: Run) -> Checkpoints:
         """The checkpoints of the run in ``folder``."""
         save = self.recipe.save
-        return Checkpoints(
-            folder / "checkpoints",
-            run.accelerator,
-            sync=save.sync,
-            max_failures=save.max_failures,
-            say=run.display.say,
-        )
+        how: dict[str, Any] = {"sync": save.sync, "max_failures": save.max_failures, "say": run.display.say}
+        checkpoints = Checkpoints(folder / "checkpoints", run.accelerator, **how)
+        if run.ranks == 1:  # of several, one that fails ends at once: its part will never come
+            run.closing.callback(checkpoints.close)
+        return checkpoints
 
     def tracking(
         self, folder: Path, run: Run, *, resumed: Mapping[str, Any] | None, step: int, graph: Any = None

@@ -44,14 +44,16 @@ class Run(Agreement):
         self.cores = max(1, len(os.sched_getaffinity(0)) // self.local_ranks)
         self.stopping = Stopping(looks=self.main)
         self.display = Display(shown=self.main)
-        self.command: Sequence[str] = sys.argv[1:]
-        """as typed: the recipe and its keys"""
+        self.command: Sequence[str] = sys.argv
+        """what was started: a module, the recipe and its keys"""
         self.closing = ExitStack()
         """what has to be ended however the run ends"""
 
     def steps(self, groups: Callable[[], Iterable[Group]], saves: Saves) -> Iterator[Group]:
         """The groups of this rank, as :meth:`agreed` tells of them."""
-        return self.agreed(groups, saves, self.stopping.told)
+        steps = self.agreed(groups, saves, self.stopping.told)
+        self.closing.callback(steps.close)
+        return steps
 
     def stop_wanted(self) -> bool:
         """Whether any rank was told to stop. Every rank must get here."""

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Stopping:
@@ -22,12 +27,28 @@ class Stopping:
         self._looks, self._looked = looks, 0.0
         self._file: Path | None = None
         self._deadline = float("inf")
-        self._interrupts = 0
+        self._heard: list[signal.Signals] = []
 
     def listen(self) -> None:
         """From now on SIGTERM, SIGINT and SIGUSR1 ask for a stop after the step; a second SIGINT ends at once."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._on_signal)
+        for number in _SIGNALS:
+            signal.signal(number, self._end_at_twice)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """:meth:`listen` in here alone: what was heard is passed on afterwards to who had the signal before. A second
+        SIGINT is a KeyboardInterrupt at once. Only the main thread can listen; another one goes without."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._raise_at_twice) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            for number in dict.fromkeys(self._heard):
+                signal.raise_signal(number)
 
     def also(self, *, file: Path, after: float) -> None:
         """Also stop when ``file`` appears, and ``after`` seconds from now."""
@@ -44,11 +65,19 @@ class Stopping:
                 self.by = "a STOP file"
         return self.by is not None
 
-    def _on_signal(self, number: int, frame: Any) -> None:
+    def _note(self, number: int) -> bool:
+        """Whether it is an interrupt that was heard before."""
+        again = number == signal.SIGINT and number in self._heard
         self.by = signal.Signals(number).name
-        if number == signal.SIGINT:
-            self._interrupts += 1
-            if self._interrupts > 1:
-                if os.isatty(1):
-                    os.write(1, b"\x1b[?25h")  # a bar has hidden the cursor
-                os._exit(128 + signal.SIGINT)
+        self._heard.append(signal.Signals(number))
+        return again
+
+    def _end_at_twice(self, number: int, frame: Any) -> None:
+        if self._note(number):
+            if os.isatty(1):
+                os.write(1, b"\x1b[?25h")  # a bar has hidden the cursor
+            os._exit(128 + signal.SIGINT)
+
+    def _raise_at_twice(self, number: int, frame: Any) -> None:
+        if self._note(number):
+            raise KeyboardInterrupt

@@ -1,0 +1,65 @@
+"""oneloop from Python: ``from oneloop import fit``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from oneloop.basics.orphans import die_with_launcher
+from oneloop.recipe.parse import recipe as recipe_of
+from oneloop.recipe.schema import Recipe
+from oneloop.run.entry import begun, conduct
+from oneloop.run.interpreter import borrowed
+from oneloop.train import train
+
+
+def fit(
+    recipe: str | Recipe | Mapping[str, Any] | type | None = None, *, mixed_precision: str | None = None, **groups: Any
+) -> dict[str, Any]:
+    """Trains a recipe on the processes that this one was started with, and returns: in a script, a notebook, or a
+    function that accelerate's ``notebook_launcher`` starts.
+
+    >>> summary = fit("digits", batch={"size": 128}, run={"dir": "runs/larger"})
+    >>> summary = fit(MyTask, duration="5ep", task={"width": 32})
+
+    All that lands on disk is what the command line leaves, and the same call goes on where a run was stopped. The
+    interpreter stays as it was: no handlers, no process group, no shared state of accelerate is left behind, and the
+    random generators are where they were.
+
+    Args:
+        recipe: a packaged name, the path of a YAML file, ``my_file.py:MyTask``, a task class, a
+            :class:`oneloop.recipe.schema.Recipe`, or its keys by group; None: the defaults, for a ``task`` in
+            ``groups``.
+        mixed_precision: ``no``, ``bf16``, ``fp16`` or ``fp8``; None: as the launcher says.
+        groups: keys of the recipe by group (``batch={"size": 128}``), or ``seed``, ``duration`` and ``track``.
+
+    Returns:
+        The summary, as in summary.json, on every rank. Its ``exit_code`` is 0, or 75 where ``stop.after`` or a STOP
+        file ended the run, and of a run that had finished before, what it was.
+
+    Raises:
+        BadInput: what was asked cannot be done; nothing was written. (Exit code 2.)
+        Diverged: a loss or gradient was not finite, and the policy is to stop. (3.)
+        KeyboardInterrupt: a Ctrl-C, after saving; a second one at once. Other signals that the command line listens to
+            (SIGTERM, SIGUSR1) are passed on in the same way, after saving, to whoever had them before.
+        Exception: what else ends a run (1): of the task's own code as it was raised.
+    """
+    die_with_launcher()
+    if isinstance(recipe, type):
+        given = groups.get("task", {})
+        recipe, groups["task"] = None, {"name": recipe, **given}
+    chosen = recipe_of(recipe, **groups)
+    words = [f"--{key}={value}" for key, value in sorted(_words(groups).items())]
+    with borrowed(mixed_precision):
+        run = begun(chosen, command=["oneloop.fit", chosen.name, *words])
+        with run.stopping.listening():
+            summary, fault = conduct(train, chosen, run)
+        if fault is not None:
+            raise fault
+    return summary
+
+
+def _words(groups: Mapping[str, Any]) -> dict[str, Any]:
+    from oneloop.recipe.sources import from_python
+
+    return from_python(groups)

@@ -1,0 +1,121 @@
+"""Where a recipe comes from: a packaged name, a YAML file, a task alone, or keys given in Python."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from oneloop.basics.duration import Duration
+from oneloop.basics.errors import BadInput
+from oneloop.basics.mappings import flattened
+from oneloop.basics.text import one_line
+from oneloop.recipe.names import CHOICES, path_of, suggestion
+from oneloop.recipe.schema import GROUPS
+
+RECIPES = resources.files("oneloop") / "recipe" / "packaged"
+
+
+def packaged() -> list[str]:
+    """Names of the packaged recipes."""
+    return sorted(file.name.removesuffix(".yaml") for file in RECIPES.iterdir() if file.name.endswith(".yaml"))
+
+
+def begun(source: str | None, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Name of the recipe that a run begins from, and what is written in it.
+
+    Args:
+        source: a packaged name, the path of a YAML file, a task's ``file.py:Name``; None: the defaults for the task
+            that is ``given``.
+        given: what overrides it; a task that ``source`` names is added to it.
+
+    Raises:
+        BadInput: there is no such thing, or none is named.
+    """
+    if source is not None and re.search(r"\.py(:\w*)?$", source):
+        if given.setdefault("task.name", source) != source:
+            raise BadInput(f"two tasks given, {source!r} and {given['task.name']!r}; give one")
+        source = None
+    if source is not None:
+        return load(source)
+    if given.get("task.name"):
+        return name_after(given["task.name"]), {}
+    raise BadInput(
+        f"no recipe given; packaged ones: {', '.join(packaged())}, or give the path of a YAML file, or a task of your"
+        " own (my_task.py:MyTask)"
+    )
+
+
+def name_after(task: Any) -> str:
+    """``my_task`` for ``my_task.py:MyTask`` and ``my_task.MyTask``; a class of a notebook gives its own name."""
+    file, colon, _ = str(task).rpartition(":")
+    if colon:
+        return Path(file).stem
+    module, _, name = str(task).rpartition(".")
+    return name if module in ("", "__main__") else module.rpartition(".")[2]
+
+
+def load(source: str) -> tuple[str, dict[str, Any]]:
+    """Name of the recipe and its YAML, flattened to {"group.key": value}."""
+    if source in packaged():
+        name, text = source, (RECIPES / f"{source}.yaml").read_text()
+    else:
+        path = Path(source)
+        if path.suffix not in (".yaml", ".yml"):
+            raise BadInput(
+                f"recipe {source!r} is none of the packaged ones ({', '.join(packaged())}), nor the path of"
+                f" a .yaml file{suggestion(source, packaged())}"
+            )
+        try:
+            name, text = path.stem, path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise BadInput(f"recipe {source!r} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise BadInput(f"recipe {source!r} is no text: {error}") from error
+    try:
+        content = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise BadInput(f"recipe {source!r} is not valid YAML: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise BadInput(f"recipe {source!r} must hold keys and values (batch: {{size: 64}}), found {content!r}")
+    return name, flat(content)
+
+
+def flat(content: Mapping[Any, Any]) -> dict[str, Any]:
+    """A recipe's keys by group as {"group.key": value}."""
+    made: dict[str, Any] = {}
+    for key, value in content.items():
+        made |= flattened({key: value}) if isinstance(value, Mapping) and key in GROUPS else {long(str(key)): value}
+    return made
+
+
+def long(key: str) -> str:
+    """``task`` is short for ``task.name``, and so are optimizer and schedule."""
+    return f"{key}.name" if key in CHOICES else key
+
+
+def from_python(groups: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys by group as they are given in Python, flattened, as plain data.
+
+    Raises:
+        BadInput: a class that cannot be found by its name, or a group that is none.
+    """
+    for key, value in groups.items():
+        if key in GROUPS and not isinstance(value, Mapping) and key not in CHOICES:
+            raise BadInput(f"{key} is a group of keys: give it a dict ({key}={{…}}), not {value!r}")
+    return {key: _plain(value) for key, value in flat(groups).items()}
+
+
+def _plain(value: Any) -> Any:
+    """Classes by their path, durations and paths as text."""
+    if isinstance(value, type) or callable(value):
+        return path_of(value)
+    if isinstance(value, Duration | Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inside) for key, inside in value.items()}
+    return [_plain(inside) for inside in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,93 @@
+"""A run inside somebody's interpreter: what it changes of the process is put back.
+
+>>> with borrowed(mixed_precision="bf16"):
+...     run = start()
+...     ...
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from oneloop.basics.errors import BadInput
+
+_PRECISIONS = ("no", "bf16", "fp16", "fp8")
+
+
+@contextmanager
+def borrowed(mixed_precision: str | None = None) -> Iterator[None]:
+    """In here there is no Accelerator yet, and accelerate is set to this precision (None: to the launcher's).
+
+    Afterwards accelerate's shared state, the environment, torch's switches and the random generators are as they were,
+    and no process group is left that was not there before.
+
+    Raises:
+        BadInput: there is no such precision.
+    """
+    states = (PartialState, AcceleratorState, GradientState)
+    before = [dict(state._shared_state) for state in states]
+    environment, group = dict(os.environ), dist.is_initialized()
+    _clear(states)
+    try:
+        with _switches(), _random():
+            os.environ["ACCELERATE_MIXED_PRECISION"] = _precision(mixed_precision)
+            yield
+        if dist.is_initialized() and not group:
+            dist.destroy_process_group()  # after an error the other ranks may never come to that
+    finally:
+        _clear(states)
+        for state, held in zip(states, before, strict=True):
+            state._shared_state.update(held)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _clear(states: tuple[type, ...]) -> None:
+    for state in states:
+        state._shared_state.clear()  # type: ignore[attr-defined]
+
+
+def _precision(asked: str | None) -> str:
+    # notebook_launcher says its own under another name, which accelerate does not read.
+    said = os.environ.get("ACCELERATE_MIXED_PRECISION") or os.environ.get("MIXED_PRECISION") or "no"
+    if asked is not None and asked not in _PRECISIONS:
+        raise BadInput(f"mixed_precision {asked!r} is none of {', '.join(_PRECISIONS)}")
+    return asked or said
+
+
+@contextmanager
+def _switches() -> Iterator[None]:
+    """torch's, as they were."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    products, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    cudnn = torch.backends.cudnn
+    convolutions = cudnn.benchmark, cudnn.allow_tf32
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        torch.set_float32_matmul_precision(products)
+        torch.set_num_threads(threads)
+        cudnn.benchmark, cudnn.allow_tf32 = convolutions
+
+
+@contextmanager
+def _random() -> Iterator[None]:
+    """The random generators of Python, numpy and torch, as they were."""
+    python, arrays = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
