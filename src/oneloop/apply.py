@@ -24,7 +24,7 @@ from oneloop.run.trained import Trained, recipe_of, trained
 from oneloop.tasks.base import check_sets
 
 _COMMON: dict[str, str | bool | None] = {"--data": None, "--checkpoint": None, "--weights": "raw", "--micro": None}
-_COMMON |= {"--accept_changes": False}
+_COMMON |= {"--accept_changes": False, "--task": None}
 _OPTIONS: dict[str, dict[str, str | bool | None]] = {
     "evaluate": {**_COMMON, "--json": False},
     "predict": {**_COMMON, "--to": None, "--raw": False},
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> NoReturn:
             raise BadInput(f"oneloop.apply: {command!r} is none of {', '.join(_OPTIONS)}")
         given = parsed(command, words, _OPTIONS[command])
         _check(command, given)
-        recipe = recipe_of(Path(given["RUN"]), command=command)
+        recipe = recipe_of(Path(given["RUN"]), command=command, task=given["--task"])
         run = start(deterministic=recipe.machine.deterministic)
         float32_products(recipe.machine.matmul, benchmark=recipe.machine.cudnn_benchmark)
         about: dict[str, Any] = {"checkpoint": given["--checkpoint"], "weights": given["--weights"]}

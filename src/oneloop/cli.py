@@ -1,30 +1,27 @@
-"""The ``oneloop`` command: launch, verify, report, watch, worth, evaluate, predict, export."""
+"""The ``oneloop`` command: new, launch, verify, report, watch, worth, evaluate, predict, export."""
 
 from __future__ import annotations
 
-import os
+import re
 import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import yaml
-
 from oneloop.basics.errors import BAD_INPUT, ERROR, BadInput
-from oneloop.basics.orphans import die_with
 from oneloop.basics.text import printable
 from oneloop.basics.words import parsed
 from oneloop.checkpoint.base import base_problems
 from oneloop.checkpoint.chosen import checkpoint_of
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
+from oneloop.machine.configs import config_files
 
 AFTER = ("evaluate", "predict")
 """commands that run on many processes too, through launch"""
-_USAGE = """usage: oneloop launch [accelerate launch's options] RECIPE [--key value …]
+_USAGE = """usage: oneloop new FILE.py | --configs [DIR]
+       oneloop launch [accelerate launch's options] RECIPE [--key value …]
        oneloop verify RUN
        oneloop report RUN [RUN …] [--to FILE]
        oneloop watch RUN [RUN …] [--once] [--every SECONDS] [--figures NAME,NAME]
@@ -34,10 +31,14 @@ _USAGE = """usage: oneloop launch [accelerate launch's options] RECIPE [--key va
        oneloop export RUN --to DIR [--checkpoint STEP|best|newest]
                       [--weights raw|ema|power:SIGMA]
 
+new     Writes a task to start from, which runs as it stands (then: oneloop launch --config_file single FILE.py:MyTask),
+        or the accelerate config files that oneloop brings along, to be edited.
 launch  Starts the training processes as `accelerate launch … -m oneloop.train RECIPE …` does, and exits with oneloop's
         own code: 0 done, 1 error, 2 bad input, 3 diverged, 75 stopped (start again to go on).
-          oneloop launch --config_file accelerate_configs/ddp.yaml digits --batch.size 128
-        `accelerate launch --help` lists its options, `python -m oneloop.train --help` the keys of a recipe.
+          oneloop launch --config_file ddp digits --batch.size 128
+        A recipe is a packaged name, a YAML file or a task (my_task.py:MyTask). --config_file takes a file of
+        accelerate's, or CONFIGS. `accelerate launch --help` lists its options, `python -m oneloop.train --help` the keys
+        of a recipe.
 verify  Reads every checkpoint of a run and lists what is wrong; exits with 1 where anything is.
 report  Writes one HTML page about a run (by default its report.html), or about several laid over one another (by
         default ./report.html); nothing in it is fetched from a network.
@@ -54,7 +55,7 @@ predict Writes what the model says of each row of a place (or of the run's own v
         number, the file of an image, and columns of the task's own; with --raw the model's outputs too.
         Both take --micro N (samples at once), refuse data that is not what the run was trained with (--accept_changes:
         take it; its classes may then be others), and run on many processes through launch, to the same file:
-          oneloop launch --config_file accelerate_configs/ddp.yaml predict runs/digits --data new/ --to said.csv
+          oneloop launch --config_file ddp predict runs/digits --data new/ --to said.csv
 export  Writes a checkpoint's weights as plain safetensors, with what the task adds (config, tokenizer): raw, an average
         by its name, or the power-function average of any width (when trained with --ema.power)."""
 
@@ -63,10 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the ``oneloop`` command; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or "-h" in words[:2] or "--help" in words[:2]:
-        print(_USAGE)
+        print(_usage())
         return 0 if words else BAD_INPUT
     commands: dict[str, Callable[[Sequence[str]], int]] = {
-        "launch": launch,
+        "new": new,
+        "launch": launch_processes,
         "verify": verify,
         "export": export,
         "report": report,
@@ -82,6 +84,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadInput as error:
         print(printable(f"oneloop: {error}"), file=sys.stderr)
         return BAD_INPUT
+
+
+def _usage() -> str:
+    return _USAGE.replace("CONFIGS", ", ".join(config_files()))
+
+
+def new(words: Sequence[str]) -> int:
+    """Writes a task to start from, or the config files."""
+    configs = "--configs" in words
+    places = [Path(word) for word in words if word != "--configs"]
+    if len(places) > 1 or (not places and not configs) or str(*places).startswith("-"):
+        raise BadInput("oneloop new takes the file to write (oneloop new my_task.py), or --configs and a folder")
+    if configs:
+        folder = places[0] if places else Path("accelerate_configs")
+        texts = {folder / path.name: path.read_text() for path in config_files().values()}
+    else:
+        file = places[0]
+        if file.suffix != ".py" or not file.stem.isidentifier() or file.stem in sys.stdlib_module_names:
+            raise BadInput(f"oneloop new: {file} cannot be a module of yours; name it like my_task.py")
+        template = Path(__file__).parent / "tasks" / "template.py"
+        texts = {
+            file: re.sub(
+                r"\bmy_task(\.py)?\b", lambda found: str(file) if found[1] else file.stem, template.read_text()
+            )
+        }
+    if there := [str(path) for path in texts if path.exists()]:
+        raise BadInput(f"oneloop new: {', '.join(there)} is there already; name another, or remove it")
+    try:
+        for path, text in texts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    except OSError as error:
+        raise BadInput(f"oneloop new: {error.filename} cannot be written: {error.strerror}") from error
+    print(printable("\n".join(map(str, texts))))
+    if not configs:
+        print(printable(f"train it with: oneloop launch --config_file single {file}:MyTask"))
+    return 0
+
+
+def launch_processes(words: Sequence[str]) -> int:
+    """Starts the processes of a run, or of a command on many processes."""
+    from oneloop.run.launch import launch
+
+    if words and words[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    return launch(words, after=AFTER)
 
 
 def verify(words: Sequence[str]) -> int:
@@ -157,12 +206,12 @@ def worth(words: Sequence[str]) -> int:
 
 def export(words: Sequence[str]) -> int:
     """Writes the weights of one checkpoint."""
-    given = parsed("export", words, {"--to": None, "--checkpoint": "newest", "--weights": "raw"})
+    given = parsed("export", words, {"--to": None, "--checkpoint": "newest", "--weights": "raw", "--task": None})
     if given["--to"] is None:
         raise BadInput("export needs a folder to write to: --to DIR")
     folder = checkpoint_of(Path(given["RUN"]), given["--checkpoint"])
     try:
-        _export(Path(given["RUN"]), folder, Path(given["--to"]), given["--weights"])
+        _export(Path(given["RUN"]), folder, Path(given["--to"]), given["--weights"], given["--task"])
     except BadInput:
         raise
     except (ValueError, OSError) as error:
@@ -171,10 +220,10 @@ def export(words: Sequence[str]) -> int:
     return 0
 
 
-def _export(run: Path, checkpoint: Path, to: Path, weights: str) -> None:
+def _export(run: Path, checkpoint: Path, to: Path, weights: str, task: str | None) -> None:
     from oneloop.run.trained import recipe_of
 
-    recipe = recipe_of(run, command="export")
+    recipe = recipe_of(run, command="export", task=task)
     from oneloop.run.build import make_task
     from oneloop.run.export import export_checkpoint
 
@@ -186,65 +235,6 @@ def _store(run: str) -> Store:
     if not store.sealed():
         raise BadInput(f"{run} holds no checkpoint (looked for {store.root}/step-…)")
     return store
-
-
-def launch(words: Sequence[str]) -> int:
-    """Runs ``accelerate launch`` and returns what oneloop.train meant to exit with."""
-    if words and words[0] in ("-h", "--help"):
-        print(_USAGE)
-        return 0
-    options, training = _divided(words)
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.accelerate_cli",
-        "launch",
-        *options,
-        "-m",
-        "oneloop.apply" if training and training[0] in AFTER else "oneloop.train",
-        *training,
-    ]
-    with tempfile.TemporaryDirectory(prefix="oneloop-") as folder:
-        told = Path(folder) / "exit_code"
-        process = subprocess.Popen(
-            command, env={**os.environ, "ONELOOP_EXIT_FILE": str(told)}, preexec_fn=partial(die_with, os.getpid())
-        )
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda number, _: process.send_signal(number))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the trainers too
-        code = process.wait()
-        if told.exists():
-            return int(told.read_text())
-    return code if code in (0, BAD_INPUT) else ERROR
-
-
-def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """accelerate's options, and from the recipe on the trainer's: accelerate's own parser says where they part.
-
-    Raises:
-        BadInput: what accelerate would answer with a traceback.
-    """
-    from accelerate.commands.launch import launch_command_parser
-    from accelerate.utils import is_fp8_available
-
-    if not words:
-        raise BadInput(
-            "no recipe given; for example: oneloop launch --config_file accelerate_configs/single.yaml digits"
-        )
-    parsed = launch_command_parser().parse_args([*words])
-    precision = parsed.mixed_precision
-    if parsed.config_file is not None:
-        try:
-            config = yaml.safe_load(Path(parsed.config_file).read_text())
-            precision = precision or config.get("mixed_precision")
-        except OSError as error:
-            raise BadInput(f"--config_file {parsed.config_file} cannot be read: {error.strerror}") from error
-        except (yaml.YAMLError, AttributeError) as error:
-            raise BadInput(f"--config_file {parsed.config_file} is not an accelerate config file") from error
-    if precision == "fp8" and not is_fp8_available():
-        raise BadInput("mixed_precision fp8 needs torchao or transformer-engine, and neither is installed; use bf16")
-    training = [parsed.training_script, *parsed.training_script_args]
-    return list(words[: len(words) - len(training)]), training
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     meter = job.meter(run, parameters, flops=seen.flops, figures=seen.figures)
     same = Identity(run.from_main(known), accept_changes=recipe.run.accept_changes, say=say)
     parts: dict[str, Any] = {"counters": count, "best": best, "meter": meter, "results": results, "noise": noise}
-    parts |= {"guard": guard, "identity": same}
+    parts |= {"guard": guard, "identity": same, **job.task_state}
     parts |= {ema.name: ema for ema in emas} | ({"scaler": accelerator.scaler} if accelerator.scaler else {})
     state = RunState(model, optimizer, averages=emas, parts=parts, own=["tracking"], check=same.check)
     checkpoints = job.checkpoints(folder.path, run)

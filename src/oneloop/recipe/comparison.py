@@ -7,12 +7,14 @@ from typing import Any
 
 from oneloop.basics.duration import Duration
 from oneloop.basics.mappings import flattened
+from oneloop.recipe.names import CHOICES, same_thing
 
 _MATHEMATICS = ("task", "seed", "duration", "init", "optimizer", "schedule", "ema", "guard")
 """groups of keys"""
 _MORE_MATHEMATICS = ("batch.size", "debug.overfit")
 _NOT_MATHEMATICS = ("ema.device",)
 _PLACE = "task.data"
+_NAMES = tuple(f"{group}.name" for group in CHOICES)
 
 
 def mathematics(resolved: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,6 +38,8 @@ def _same(key: str, old: Any, new: Any) -> bool:
     """Whether two values of a key are the same; durations are, however they are written (2ep, 2epochs)."""
     if key == _PLACE:
         return bool(_without_places(old) == _without_places(new))
+    if key in _NAMES:
+        return same_thing(str(old), str(new))
     if old == new or key.startswith("task."):
         return bool(old == new)
     if isinstance(old, list) and isinstance(new, list):

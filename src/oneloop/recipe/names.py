@@ -46,6 +46,11 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
             f" folder; install it or correct the path{_extra(error.name)}"
         ) from error
     except AttributeError:
+        if place == "__main__":
+            raise BadInput(
+                f"{group}.name {name!r} was defined in a notebook, and is not there now; put it into a file, and name"
+                f" that: my_file.py:{attribute}"
+            ) from None
         raise BadInput(f"{group}.name {name!r}: {place!r} has no {attribute!r}{_has(module)}") from None
     except BadInput as error:
         raise BadInput(f"{group}.name {name!r}: {error}" if ":" in name else str(error)) from error
@@ -110,6 +115,32 @@ def path_of(chosen: Any) -> str:
         )
     file = getattr(sys.modules["__main__"], "__file__", None) if module == "__main__" else None
     return f"{file}:{name}" if file else f"{module}.{name}"
+
+
+def same_thing(old: str, new: str) -> bool:
+    """Whether two names stand for the same class or function, as far as names tell: ``my_task.py:T`` from whatever
+    folder, and ``my_task.T``."""
+    if ":" not in f"{old}{new}":
+        return old == new
+    return _last_two(old) == _last_two(new)
+
+
+def _last_two(name: str) -> list[str]:
+    """Module and name."""
+    file, _, attribute = name.rpartition(":")
+    return [Path(file).stem, attribute] if file else name.split(".")[-2:]
+
+
+def from_there(name: str, recorded: Path) -> str:
+    """The name by which :func:`resolve` finds what stood in the file ``recorded``, where that is still there."""
+    if not recorded.is_file():
+        return name
+    if ":" in name:
+        return f"{recorded}:{name.rpartition(':')[2]}"
+    root = str(recorded.parent.parent if recorded.name == "__init__.py" else recorded.parent)
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    return name
 
 
 def module_of(file: Path) -> ModuleType:

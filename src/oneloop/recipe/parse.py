@@ -122,16 +122,16 @@ def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any
     return _made(*begun(source, given), given, set())
 
 
-def read_again(recipe: Path) -> Recipe:
+def read_again(recipe: Path, *, task: str) -> Recipe:
     """The resolved recipe of a run, for what comes after training: optimizer and schedule, whose code may be anyone's,
-    are not looked at.
+    are not looked at. The task is found by the name that is given.
 
     Raises:
         BadInput: it cannot be read, or is no recipe.
     """
     name, written = load(str(recipe))
     kept = {key: value for key, value in written.items() if not key.startswith(("optimizer.", "schedule."))}
-    return _made(name, kept, {}, set())
+    return _made(name, kept | {"task.name": task}, {}, set())
 
 
 def _made(name: str, written: dict[str, Any], typed: dict[str, Any], flags: set[str]) -> Recipe:

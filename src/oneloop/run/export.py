@@ -20,6 +20,9 @@ from oneloop.checkpoint.weights import bare, gathered_weights, write_weights
 from oneloop.ema import EMA, gamma, post_hoc
 from oneloop.tasks.base import Task
 
+TASK = "task"
+"""what a task's own state is called in a checkpoint, and (task.json) in ``final/``"""
+
 
 def write_final(
     folder: Path,
@@ -47,6 +50,8 @@ def write_final(
         with ema.swapped():
             write_weights(folder / f"{ema.name}.safetensors", gathered_weights(model))
     if weights:
+        if hasattr(task, "state_dict"):
+            (folder / f"{TASK}.json").write_text(json.dumps(task.state_dict()))
         if hasattr(task, "save"):
             task.save(_whole(model, task, weights), folder)
         vouch(folder, about)
@@ -76,6 +81,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, task: Task, *, weights: st
     Raises:
         ValueError: it is of another model, or there is no such average.
     """
+    load_task_state(task, checkpoint)
     model = task.model()
     _as_saved(model, checkpoint)
     if weights.startswith("power:"):
@@ -83,6 +89,17 @@ def export_checkpoint(checkpoint: Path, folder: Path, task: Task, *, weights: st
     else:
         load_tensors(checkpoint, model, weights=weights)
     write_final(folder, model, task, about={"weights": weights, "checkpoint": checkpoint.name})
+
+
+def load_task_state(task: Task, folder: Path) -> None:
+    """Gives a task back what it had saved of itself in a checkpoint, or in ``final/``."""
+    if not hasattr(task, "load_state_dict"):
+        return
+    file = folder / f"{TASK}.json"
+    if file.is_file():
+        task.load_state_dict(json.loads(file.read_text()))
+    elif (folder / "state.json").is_file() and TASK in (state := json.loads((folder / "state.json").read_text())):
+        task.load_state_dict(state[TASK])
 
 
 def _as_saved(model: nn.Module, checkpoint: Path) -> None:

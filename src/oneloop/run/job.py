@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.run_state import RunState
-from oneloop.checkpoint.store import Store
+from oneloop.checkpoint.store import Store, name_of
 from oneloop.data.groups import Group, Split, Weighed, groups, workers_here
 from oneloop.data.order import Ordered
 from oneloop.data.rows.changes import fingerprint_of
@@ -25,12 +25,13 @@ from oneloop.measure.profiling import Profiling
 from oneloop.optim.build import build
 from oneloop.optim.policy import Policy
 from oneloop.optim.schedule import LearningRate
-from oneloop.recipe.names import resolve
+from oneloop.recipe.names import resolve, source
 from oneloop.recipe.schema import Recipe
 from oneloop.run.agreement import where
 from oneloop.run.book import Book
 from oneloop.run.counters import Best
 from oneloop.run.environment import environment
+from oneloop.run.export import TASK, load_task_state
 from oneloop.run.folder import Folder
 from oneloop.run.model import BuiltModel, torch_dtype
 from oneloop.run.processes import Run
@@ -85,6 +86,11 @@ class Job:
         return getattr(self.task, "unit", "samples")
 
     @property
+    def task_state(self) -> dict[str, Any]:
+        """The task, where it has a state to be saved."""
+        return {TASK: self.task} if hasattr(self.task, "state_dict") else {}
+
+    @property
     def model(self) -> nn.Module:
         return self.built.model
 
@@ -123,8 +129,10 @@ class Job:
         with run.setting_up():
             if run.main:
                 data = {name: told for name, part in self.sets.items() if (told := fingerprint_of(part))}
-                about = environment(command=[*run.command], device=str(run.device), processes=run.ranks, data=data)
-                folder.begin(self.recipe.yaml(), about)
+                about: dict[str, Any] = {"device": str(run.device), "processes": run.ranks, "data": data}
+                if place := source("task", self.recipe.task.name):
+                    about["task"] = str(place)
+                folder.begin(self.recipe.yaml(), environment(command=[*run.command], **about))
 
     def final(self, state: RunState, checkpoints: Checkpoints, step: int, best: Best) -> dict[str, Any]:
         """Puts the weights of the best evaluation in place, where the recipe asks for them; says which are there. Every
@@ -133,6 +141,7 @@ class Job:
             return {"weights": "last", "step": step, "end": step}
         if best.step != step:
             state.take(checkpoints, best.step)
+            load_task_state(self.task, checkpoints.store.root / name_of(best.step))
         return {"weights": "best", "step": best.step, "end": step, "metric": self.recipe.eval.best, "value": best.value}
 
     # --- what the loop is made of ---

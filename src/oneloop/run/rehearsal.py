@@ -74,7 +74,7 @@ def rehearse(job: Job, run: Run, model: nn.Module) -> Rehearsal:
         "train_set()",
         lambda: [keyed[place] for place in zip(epochs.tolist(), indices.tolist(), strict=True)],
     )
-    with _undone(model, run.device), _uncompiled():
+    with _undone(model, run.device), _kept(contract), _uncompiled():
         graph = _evaluated(contract, job, run, model, samples)
         return _trained(contract, job, run, model, samples, graph)
 
@@ -176,6 +176,19 @@ def _tolerance(job: Job, run: Run, model: nn.Module) -> float:
     if narrow or run.accelerator.mixed_precision != "no" or job.recipe.machine.matmul != "highest":
         return 3e-2
     return 1e-9 if job.dtype is torch.float64 else 1e-4
+
+
+@contextmanager
+def _kept(contract: Contract) -> Iterator[None]:
+    """Puts back the state that a task has of its own."""
+    if not hasattr(contract.task, "state_dict"):
+        yield
+        return
+    before = contract.state()
+    yield
+    theirs(contract.task, "load_state_dict", lambda: contract.task.load_state_dict(before))
+    if contract.state() != before:
+        raise contract.wrong("load_state_dict", "did not put back what state_dict() gave", "set all of it")
 
 
 def _uncompiled() -> Any:

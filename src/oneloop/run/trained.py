@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,11 +18,12 @@ from oneloop.checkpoint.store import MANIFEST, Store, problems_of_files, read_ma
 from oneloop.checkpoint.weights import load_weights
 from oneloop.data.groups import Split
 from oneloop.recipe.mathematics import InitConfig
-from oneloop.recipe.names import CHOICES, source
+from oneloop.recipe.names import CHOICES, from_there, source
 from oneloop.recipe.parse import read_again, task_name
 from oneloop.recipe.schema import Recipe
 from oneloop.run.build import make_task
 from oneloop.run.early import is_main
+from oneloop.run.export import load_task_state
 from oneloop.run.identity import data_differences, data_of
 from oneloop.run.model import BuiltModel, build_model, torch_dtype
 from oneloop.tasks.base import Task
@@ -53,8 +53,14 @@ class Trained:
         return {"micro": recipe.eval.micro or own, "dtype": torch_dtype(recipe), "seed": recipe.seed}
 
 
-def recipe_of(run: Path, *, command: str) -> Recipe:
-    """The recipe of a run, whose task may be the user's own code: from where it is taken is said before.
+def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:
+    """The recipe of a run, whose task may be the user's own code: from where it is taken is said before. That is the
+    file that the run was trained with, where it is still there, else what its name leads to from here.
+
+    Args:
+        run: its folder.
+        command: the command's name, for a person.
+        task: where its task is now.
 
     Raises:
         BadInput: there is none.
@@ -62,12 +68,18 @@ def recipe_of(run: Path, *, command: str) -> Recipe:
     file = run / "recipe.yaml"
     if not file.is_file():
         raise BadInput(f"{run} holds no run (no recipe.yaml)")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a task in the current folder, as `python -m oneloop.train` finds it
-    name = task_name(file)
+    name = task or from_there(task_name(file), _recorded(run))
     if is_main() and (place := source("task", name)):
         print(printable(f"oneloop {command}: task.name {name} of {file} is taken from {place}"), file=sys.stderr)
-    return read_again(file)
+    return read_again(file, task=name)
+
+
+def _recorded(run: Path) -> Path:
+    """The file that held the task's class when the run began."""
+    try:
+        return Path(str(json.loads((run / "environment.json").read_text())["task"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return Path("unknown")
 
 
 def trained(
@@ -114,6 +126,7 @@ def trained(
         load_weights(built.model, str(final), weights)
     else:
         load_tensors(chosen, built.model, weights=weights, cast=True)
+    load_task_state(task, chosen)
     return Trained(recipe, task, built, f"{chosen.name} of {run}{'' if weights == 'raw' else f', {weights}'}")
 
 

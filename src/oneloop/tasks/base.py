@@ -50,6 +50,9 @@ class Task(Objective, Protocol):
         (labelled) and ``predict`` (not: any label will do).
         ``predicted(batch, outputs) -> dict[str, list]``: columns of what ``predict`` writes, an entry for each sample.
         Without it the outputs themselves are written.
+        ``state_dict() -> dict`` with ``load_state_dict(state) -> None``: what the task keeps from step to step beside
+        the model's weights and buffers, in plain numbers, texts, lists and dicts; it goes into checkpoints and
+        ``final/``. It must be the same on every process; what ``collate`` keeps is not (it runs ahead, elsewhere).
         ``classes: list[str]``: names of the rows and columns of a confusion matrix among ``metrics``.
     """
 
@@ -75,6 +78,8 @@ def check(task: Any) -> None:
     missing = [name for name in _NEEDED if not callable(getattr(task, name, None)) or _is_stub(task, name)]
     if hasattr(task, "metrics") and not callable(getattr(task, "update", None)):
         missing.append("update (since it has metrics)")
+    if hasattr(task, "state_dict") != hasattr(task, "load_state_dict"):
+        missing.append("load_state_dict" if hasattr(task, "state_dict") else "state_dict")
     if missing:
         raise ValueError(
             f"task.name {type(task).__name__} is not a task: it lacks {', '.join(missing)}"

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,8 @@ _TAKES: dict[str, tuple[str, ...]] = {
     "save": ("model", "folder"),
     "show": ("sample", "outputs"),
     "generate": ("model", "batch"),
+    "state_dict": (),
+    "load_state_dict": ("state",),
 }
 """what each member is called with"""
 
@@ -126,6 +129,20 @@ class Contract:
     def wrong(self, member: str, returned: str, fix: str) -> BadInput:
         """The error that says so."""
         return BadInput(f"{named(self.task)}.{member} {returned}; {fix}")
+
+    def state(self) -> Any:
+        """What the task keeps of itself, as it comes back from a checkpoint: plain values."""
+        state = theirs(self.task, "state_dict", self.task.state_dict)
+        try:
+            if not isinstance(state, dict):
+                raise TypeError(f"{_kind(state)} is no dict")
+            return json.loads(json.dumps(state))
+        except (TypeError, ValueError) as error:
+            raise self.wrong(
+                "state_dict",
+                f"cannot be saved as it is ({error})",
+                "return a dict of numbers, texts, lists and dicts; tensors belong into buffers of the model",
+            ) from None
 
     def collated(self, samples: Sequence[Any]) -> dict[str, Any]:
         """A batch: a dict, with the same keys each time."""
