@@ -134,6 +134,17 @@ CONTRACT = {
     "an __init__ that fails": Case(
         ("__init__ failed: TypeError", "mine.py:35"), "    def __init__(self):\n        raise TypeError('not so')"
     ),
+    "a state of tensors": Case(
+        ("Mine.state_dict cannot be saved as it is", "buffers of the model"),
+        "    def state_dict(self):\n        return {'mean': torch.zeros(1)}\n    def load_state_dict(self, state):\n"
+        "        pass",
+    ),
+    "a state that does not come back": Case(
+        ("load_state_dict did not put back",),
+        "    n = 0\n    def state_dict(self):\n        self.n += 1\n        return {'n': self.n}\n"
+        "    def load_state_dict(self, state):\n        pass",
+    ),
+    "a state that nothing loads": Case(("it lacks load_state_dict",), "    def state_dict(self):\n        return {}"),
     "eval_sets in a list": Case(
         ("eval_sets() returned a list",), "    def eval_sets(self):\n        return [self.train_set()]"
     ),

@@ -97,4 +97,4 @@ def test_the_command_says_what_it_knows(capsys):
     assert main(["--help"]) == 0 and main(["verify", "--help"]) == 0
     assert "oneloop export RUN --to DIR" in capsys.readouterr().out
     assert main([]) == 2 and main(["lunch"]) == 2
-    assert "unknown command 'lunch'; known: launch, verify, export" in capsys.readouterr().err
+    assert "unknown command 'lunch'; known: new, launch, verify, export" in capsys.readouterr().err

@@ -24,6 +24,7 @@ ALLOWED = {
     "run": {"basics", "evaluate", *LEAVES},
     "apply": {"basics", "evaluate", "machine", "predict", "run", "tasks"},
     "train": {"basics", "evaluate", "run", *LEAVES},
+    "api": {"basics", "recipe", "run", "train"},
     "plan": {"basics", "evaluate", "run", "train", *LEAVES},
     "cli": {"apply", "basics", "evaluate", "plan", "run", "train", *LEAVES},
 }

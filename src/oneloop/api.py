@@ -8,6 +8,7 @@ from typing import Any
 from oneloop.basics.orphans import die_with_launcher
 from oneloop.recipe.parse import recipe as recipe_of
 from oneloop.recipe.schema import Recipe
+from oneloop.recipe.sources import from_python
 from oneloop.run.entry import begun, conduct
 from oneloop.run.interpreter import borrowed
 from oneloop.train import train
@@ -49,7 +50,7 @@ def fit(
         given = groups.get("task", {})
         recipe, groups["task"] = None, {"name": recipe, **given}
     chosen = recipe_of(recipe, **groups)
-    words = [f"--{key}={value}" for key, value in sorted(_words(groups).items())]
+    words = [f"--{key}={value}" for key, value in sorted(from_python(groups).items())]
     with borrowed(mixed_precision):
         run = begun(chosen, command=["oneloop.fit", chosen.name, *words])
         with run.stopping.listening():
@@ -57,9 +58,3 @@ def fit(
         if fault is not None:
             raise fault
     return summary
-
-
-def _words(groups: Mapping[str, Any]) -> dict[str, Any]:
-    from oneloop.recipe.sources import from_python
-
-    return from_python(groups)

@@ -37,8 +37,8 @@ launch  Starts the training processes as `accelerate launch … -m oneloop.train
         own code: 0 done, 1 error, 2 bad input, 3 diverged, 75 stopped (start again to go on).
           oneloop launch --config_file ddp digits --batch.size 128
         A recipe is a packaged name, a YAML file or a task (my_task.py:MyTask). --config_file takes a file of
-        accelerate's, or CONFIGS. `accelerate launch --help` lists its options, `python -m oneloop.train --help` the keys
-        of a recipe.
+        accelerate's, or CONFIGS. `accelerate launch --help` lists its options, `python -m oneloop.train --help` the
+        keys of a recipe.
 verify  Reads every checkpoint of a run and lists what is wrong; exits with 1 where anything is.
 report  Writes one HTML page about a run (by default its report.html), or about several laid over one another (by
         default ./report.html); nothing in it is fetched from a network.
@@ -103,12 +103,8 @@ def new(words: Sequence[str]) -> int:
         file = places[0]
         if file.suffix != ".py" or not file.stem.isidentifier() or file.stem in sys.stdlib_module_names:
             raise BadInput(f"oneloop new: {file} cannot be a module of yours; name it like my_task.py")
-        template = Path(__file__).parent / "tasks" / "template.py"
-        texts = {
-            file: re.sub(
-                r"\bmy_task(\.py)?\b", lambda found: str(file) if found[1] else file.stem, template.read_text()
-            )
-        }
+        template = (Path(__file__).parent / "tasks" / "template.py").read_text()
+        texts = {file: re.sub(r"\bmy_task(\.py)?\b", lambda found: str(file) if found[1] else file.stem, template)}
     if there := [str(path) for path in texts if path.exists()]:
         raise BadInput(f"oneloop new: {', '.join(there)} is there already; name another, or remove it")
     try:

@@ -222,10 +222,13 @@ def groups(
 
     moved = transferred(stream(), device, pinned=pinned)
     ahead = 2 if device.type == "cuda" else 1  # so that what is copied ahead is there, and is not waited for
-    while True:
-        while len(weights) < ahead:
-            load()
-        yield Group(islice(moved, split.accumulate), weights.popleft())
+    try:
+        while True:
+            while len(weights) < ahead:
+                load()
+            yield Group(islice(moved, split.accumulate), weights.popleft())
+    finally:
+        batches = iter(())  # ends the workers, whoever still holds a group
 
 
 def transferred(batches: Iterator[Batch], device: torch.device, *, pinned: bool = True) -> Iterator[Batch]:

@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
+from importlib import import_module, reload
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +27,10 @@ CHOICES: dict[str, dict[str, str]] = {
     "schedule": {name: f"oneloop.optim.schedule.{name}" for name in ("constant", "linear", "cosine", "wsd", "plateau")},
 }
 """what stands behind ``task.name``, ``optimizer.name`` and ``schedule.name``, by group"""
+
+
+_READ: dict[Path, tuple[int, int]] = {}
+"""time and size of the files that were imported"""
 
 
 def resolve(group: str, name: str) -> Callable[..., Any]:
@@ -155,7 +159,7 @@ def module_of(file: Path) -> ModuleType:
     for name in ("__main__", file.stem):
         there = getattr(sys.modules.get(name), "__file__", None)
         if there and Path(there).resolve() == file:
-            return sys.modules[name]
+            return _as_it_is_now(sys.modules[name], file)
     name = file.stem
     taken = name in sys.stdlib_module_names or "." in name
     found = None if taken else find_spec(name)
@@ -164,7 +168,17 @@ def module_of(file: Path) -> ModuleType:
             f"the module {name!r} is {found.origin if found else 'of Python itself'}; give {file.name} another name"
         )
     sys.path.insert(0, str(file.parent))
+    _READ[file] = file.stat().st_mtime_ns, file.stat().st_size
     return import_module(name)
+
+
+def _as_it_is_now(module: ModuleType, file: Path) -> ModuleType:
+    """The module, read again where its file has changed since: in a notebook files are edited between two runs."""
+    now = file.stat().st_mtime_ns, file.stat().st_size
+    if _READ.setdefault(file, now) != now and module.__name__ != "__main__":
+        _READ[file] = now
+        return reload(module)
+    return module
 
 
 def _imported(module: str) -> ModuleType:

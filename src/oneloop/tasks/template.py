@@ -27,7 +27,7 @@ class Spirals(Dataset[dict[str, Tensor]]):
         drawn = torch.Generator().manual_seed(seed)
         self.label = torch.arange(points) % 2
         along = torch.rand(points, generator=drawn).sqrt()
-        angle = 3 * math.pi * along + math.pi * self.label
+        angle = 2 * math.pi * along + math.pi * self.label
         place = torch.stack([along * angle.cos(), along * angle.sin()], dim=1)
         self.point = place + noise * torch.randn(points, 2, generator=drawn)
 
