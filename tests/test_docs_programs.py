@@ -1,0 +1,145 @@
+"""The programs of the docs, as they stand there: the parts alone, and both sides of each page about moving over."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from own_files import rows
+from test_own_docs import blocks
+from test_own_texts import bert
+from worlds import ROOT, run, train
+
+PARTS = blocks("parts.md", "python")
+
+
+def program(name: str, *wanted: str) -> tuple:
+    """Runs a program of the current folder; what some of its variables hold at the end."""
+    left = runpy.run_path(name, run_name="__main__")
+    return tuple(left[one] for one in wanted)
+
+
+def on_two(folder: Path, name: str, *wanted: str):
+    (folder / name).write_text(PARTS[name])
+    return run(program, name, *wanted, ranks=2, folder=folder)
+
+
+def test_all_programs_of_the_parts_are_run():
+    assert PARTS.keys() == {"order.py", "checkpoints.py", "guard.py", "noise.py", "memory.py", "evaluation.py"}
+
+
+def test_order_and_groups(tmp_path):
+    world = on_two(tmp_path, "order.py")
+    world.ok()
+    assert "y = 2.00 x + 1.00" in world.output
+
+
+def test_average_and_checkpoints_are_saved_and_resumed(tmp_path):
+    """Stopped at step 20 and gone on with: as a run that was not."""
+    first, second = on_two(tmp_path, "checkpoints.py", "averaged"), on_two(tmp_path, "checkpoints.py", "averaged")
+    first.ok()
+    (stopped,), _ = second.ok()
+    assert "going on from plain-run/checkpoints" not in first.output and "step 40" in second.output
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    text = PARTS["checkpoints.py"].replace("stop = 20 if count.step == 0 else 40", "stop = 40")
+    (whole / "checkpoints.py").write_text(text)
+    (at_once,), _ = run(program, "checkpoints.py", "averaged", ranks=2, folder=whole).ok()
+    assert stopped.tolist() == at_once.tolist()
+
+
+def test_guard(tmp_path):
+    (left_out,), other = on_two(tmp_path, "guard.py", "left_out").ok()
+    assert left_out == [4] and other == (left_out,)
+
+
+def test_noise_scale(tmp_path):
+    """tr(S) / |G|^2 of the linear regression that it measures, of which S is not constant: within a quarter."""
+    world = on_two(tmp_path, "noise.py", "noise", "parts")
+    (noise, parts), _ = world.ok()
+    # S = E[xx' e^2] with e of variance |d|^2 + 1, d the distance of the weights from 2: tr(S) = 4 ((30 + 2) |d|^2 + 30)
+    assert parts == 8 and 20 < noise.value < 50, noise.value
+
+
+def test_recompute(tmp_path):
+    assert on_two(tmp_path, "memory.py", "same").ok() == [(True,), (True,)]
+
+
+def test_evaluation(tmp_path):
+    (found,), other = on_two(tmp_path, "evaluation.py", "found").ok()
+    assert found == {"loss": 11.0, "largest": 25.0} and other == (found,)
+
+
+def _connected(cpu: bool) -> int:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=cpu).num_processes
+
+
+def test_what_a_plain_script_needs_without_a_gpu(tmp_path):
+    """As the page says; accelerate may mend it one day, and the page then says too much."""
+    import torch
+
+    if torch.accelerator.is_available():
+        pytest.skip("needs a machine without a GPU")
+    assert run(_connected, True, ranks=2).ok() == [2, 2]
+    assert run(_connected, False, ranks=2).ok() == [1, 1]
+
+
+MOVING = {
+    "from-pytorch.md": ("single", 1, ["--init.from", "start.safetensors"]),
+    "from-accelerate.md": ("ddp", 2, ["--init.from", "start.safetensors"]),
+    "from-trainer.md": ("single", 1, ["--task.model", "start"]),
+}
+
+
+def reviews(folder: Path) -> None:
+    """What the page about Trainer names: a small BERT and reviews."""
+    bert(folder / "bert", positions=64)
+    (folder / "reviews").mkdir()
+    made = [{"body": row["text"], "stars": row["label"]} for row in rows(240)]
+    for part, own in (("train", made[:200]), ("validation", made[200:])):
+        (folder / "reviews" / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+
+
+@pytest.mark.parametrize("page", MOVING)
+def test_both_sides_lose_the_same(tmp_path, page):
+    config, ranks, words = MOVING[page]
+    for kind in ("python", "yaml"):
+        for name, text in blocks(page, kind).items():
+            (tmp_path / name).write_text(text)
+    if page == "from-trainer.md":
+        reviews(tmp_path)
+    (theirs,), *_ = run(program, "before.py", "losses", ranks=ranks, config=config, folder=tmp_path).ok()
+    common = ["after.yaml", *words, "--log.every", "1", "--track", "none", "--run.dir", "check"]
+    run(train, common, ranks=ranks, config=config, folder=tmp_path).ok()
+    lines = [json.loads(line) for line in (tmp_path / "check" / "metrics.jsonl").read_text().splitlines()]
+    ours = [line["train/loss"] for line in lines if "train/loss" in line]
+    assert len(ours) == len(theirs) == 40 and ours[-1] < 0.9 * ours[0], (ours[0], ours[-1])
+    worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    print(f"{page}: largest difference {worst:.1e}, losses {ours[0]:.4f} to {ours[-1]:.4f}")
+    assert worst < 1e-4
+
+
+@pytest.mark.parametrize("page", MOVING)
+def test_without_the_comparison_the_old_side_runs_too(page):
+    """What stands between BEGIN and END is all that was added to it."""
+    before = blocks(page, "python")["before.py"]
+    plain = re.sub(r"# BEGIN.*?# END\n", "", before, flags=re.S)
+    assert "oneloop" not in plain and "oneloop" in before
+    compile(plain, page, "exec")
+
+
+def test_pages_are_linked_and_commands_known():
+    """Every page is in the navigation of the site, and reached from another page."""
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    texts = {page: (ROOT / "docs" / page).read_text() for page in pages}
+    for page in pages - {"index.md"}:
+        assert page in navigation, f"{page} is not in mkdocs.yml"
+        name = page.rpartition("/")[2]
+        assert any(f"{name})" in text or f"{name}#" in text for other, text in texts.items() if other != page), page
