@@ -188,7 +188,7 @@ def test_figures_of_the_loss_are_logged_as_weighted_means(tmp_path, ranks, confi
 def test_recompute_is_not_counted_twice():
     from oneloop.machine.recompute import recompute
 
-    task = CausalLM(str(ROOT / "README.md"), layers=2, width=32, heads=2, block=32)
+    task = CausalLM(str(ROOT / "docs" / "own-data.md"), layers=2, width=32, heads=2, block=32)
     batch = task.collate([task.train_set()[i] for i in range(2)])
     counts = set()
     for kind in ("none", "full", "selective"):
@@ -416,7 +416,7 @@ def test_a_thinned_curve_keeps_what_matters():
 
 
 def test_help_shows_docstrings_in_the_readmes_form(tmp_path):
-    code = (ROOT / "README.md").read_text().split("```python\n# my_task.py")[1].split("```")[0]
+    code = (ROOT / "README.md").read_text().split("```python\n# sines.py")[1].split("```")[0]
     (tmp_path / "my_task.py").write_text(code)
     ended = subprocess.run(
         [sys.executable, "-m", "oneloop.train", "digits", "--task", "my_task.Sines", "--help"],

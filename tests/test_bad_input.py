@@ -10,7 +10,7 @@ import pytest
 
 from worlds import CONFIGS, ROOT, run, train
 
-README = str(ROOT / "README.md")
+TEXT = str(ROOT / "docs" / "own-data.md")
 
 EMPTY = """
 from oneloop.tasks.image_classification import ImageClassification
@@ -74,24 +74,24 @@ BAD = {
         ["CNN has no repeated blocks", "machine.blocks"],
     ),
     "a budget without a compiler": (
-        ["gpt", "--task.data", README, "--machine.recompute", "budget:0.5"],
+        ["gpt", "--task.data", TEXT, "--machine.recompute", "budget:0.5"],
         ["recompute budget", "machine.compile"],
     ),
     "compile without blocks": (["digits", "--machine.compile", "regional"], ["CNN has no repeated blocks", "whole"]),
     "a block that is none": (
-        ["gpt", "--task.data", README, "--machine.blocks", "[GPT3Block]"],
+        ["gpt", "--task.data", TEXT, "--machine.blocks", "[GPT3Block]"],
         ["no such class", "GPT2Block"],
     ),
     "offload on a CPU": (
-        ["gpt", "--task.data", README, "--machine.recompute", "full", "--machine.offload"],
+        ["gpt", "--task.data", TEXT, "--machine.recompute", "full", "--machine.offload"],
         ["machine.offload", "CPU"],
     ),
     "channels last without a convolution": (
-        ["gpt", "--task.data", README, "--machine.channels_last", "true"],
+        ["gpt", "--task.data", TEXT, "--machine.channels_last", "true"],
         ["channels_last", "no 2-d convolution"],
     ),
     "a policy that is none": (["digits", "--guard.nonfinite", "ignore"], ["guard.nonfinite", "ignore", "rewind"]),
-    "a K that is none": (["gpt", "--task.data", README, "--machine.recompute", "every:inf"], ["recompute 'every:inf'"]),
+    "a K that is none": (["gpt", "--task.data", TEXT, "--machine.recompute", "every:inf"], ["recompute 'every:inf'"]),
     "what is wrong beside a search": (["digits", "--batch.micro", "auto", "--eval.best", "eval/acc"], ["eval.best"]),
     "a step left out with BatchNorm": (
         ["digits", "--task.model", "resnet18", "--guard.nonfinite", "skip"],
@@ -101,7 +101,7 @@ BAD = {
         [
             "gpt",
             "--task.data",
-            README,
+            TEXT,
             "--machine.compile",
             "whole",
             "--machine.compile_mode",

@@ -12,7 +12,7 @@ import pytest
 from own_files import rows
 from test_own_docs import blocks
 from test_own_texts import bert
-from worlds import ROOT, run, train
+from worlds import run, train
 
 PARTS = blocks("parts.md", "python")
 
@@ -132,14 +132,3 @@ def test_without_the_comparison_the_old_side_runs_too(page):
     plain = re.sub(r"# BEGIN.*?# END\n", "", before, flags=re.S)
     assert "oneloop" not in plain and "oneloop" in before
     compile(plain, page, "exec")
-
-
-def test_pages_are_linked_and_commands_known():
-    """Every page is in the navigation of the site, and reached from another page."""
-    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    navigation = (ROOT / "mkdocs.yml").read_text()
-    texts = {page: (ROOT / "docs" / page).read_text() for page in pages}
-    for page in pages - {"index.md"}:
-        assert page in navigation, f"{page} is not in mkdocs.yml"
-        name = page.rpartition("/")[2]
-        assert any(f"{name})" in text or f"{name}#" in text for other, text in texts.items() if other != page), page

@@ -1,19 +1,28 @@
-"""What the README shows is what is there."""
+"""What README, docs and CONTRIBUTING show is what is there; their programs run as they stand."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+import subprocess
+import sys
 import textwrap
 
-from worlds import ROOT, run, train
+import pytest
+
+from oneloop.run.launch import launch_options
+from test_docs_programs import program
+from test_own_docs import blocks
+from worlds import ROOT, _free_port, run, train
 
 README = (ROOT / "README.md").read_text()
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+PAGES = {path: path.read_text() for path in FILES}
 
 
 def test_the_quoted_loop_is_the_loop():
-    quoted = next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "clock.over" in block)
+    quoted = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "loop.md").read_text(), re.S)[0]
     source = (ROOT / "src/oneloop/train.py").read_text()
     start, end = source.index("    def settle() ->"), source.index("    # The end. ")
     settle, loop = source[start : source.index("    if job.policy.rewinds")], source[:end]
@@ -21,24 +30,72 @@ def test_the_quoted_loop_is_the_loop():
     assert quoted.strip() == f"{textwrap.dedent(settle).strip()}\n\n\n{textwrap.dedent(loop).strip()}"
 
 
-def test_the_task_of_ones_own_trains(tmp_path):
-    code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "my_task.py" in block)
-    (tmp_path / "my_task.py").write_text(code)
-    typed = next(line for line in README.splitlines() if "my_task.Sines" in line)
-    run(_here, shlex.split(typed)[3:], folder=tmp_path).ok()
-    ended = json.loads((tmp_path / "runs" / "sines" / "summary.json").read_text())
-    assert ended["step"] == 300 and ended["eval/loss"] < 0.1
+def programs(text: str) -> dict[str, str]:
+    return dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", text, re.S))
 
 
-def _here(words: list[str]) -> None:
-    import sys
+TYPED = [line.partition("   #")[0].strip() for line in README.splitlines() if "sines.py:Sines --duration" in line]
 
-    sys.path.insert(0, "")
-    train(words)
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_the_task_of_the_readme_trains(tmp_path, typed):
+    (tmp_path / "sines.py").write_text(programs(README)["sines.py"])
+    options, words = launch_options(shlex.split(typed)[2:])
+    config = options[1].rpartition("/")[2].removesuffix(".yaml")
+    run(train, words, ranks=2 if config == "ddp" else 1, config=config, folder=tmp_path).ok()
+    ended = json.loads((tmp_path / "runs" / ("on-two" if config == "ddp" else "sines") / "summary.json").read_text())
+    assert ended["step"] == 313 and ended["eval/loss"] < 0.01
+
+
+def test_the_call_of_the_readme(tmp_path):
+    (tmp_path / "call.py").write_text(programs(README)["call.py"])
+    ((summary,),) = run(program, "call.py", "summary", folder=tmp_path).ok()
+    assert summary["exit_code"] == 0 and (tmp_path / "runs" / "called" / "report.html").exists()
+
+
+CALLS = blocks("from-python.md", "python")
+
+
+def test_the_programs_about_python(tmp_path):
+    assert CALLS.keys() == {"calls.py", "classes.py", "two_processes.py"}
+    for name, text in CALLS.items():
+        (tmp_path / name).write_text(text)
+    ((summary,),) = run(program, "calls.py", "summary", folder=tmp_path).ok()
+    assert summary["exit_reason"] == "done"
+    port = str(_free_port())  # two tests at a time
+    text = CALLS["two_processes.py"].replace("num_processes=2", f"num_processes=2, use_port={port!r}")
+    (tmp_path / "two_processes.py").write_text(text)
+    for name, wanted in (("classes.py", "runs/line"), ("two_processes.py", "runs/on-two")):
+        run(program, name, folder=tmp_path).ok()
+        assert json.loads((tmp_path / wanted / "summary.json").read_text())["exit_code"] == 0
+    assert json.loads((tmp_path / "runs/on-two/environment.json").read_text())["processes"] == 2
+    assert "classes.py:Line" in (tmp_path / "runs" / "line" / "recipe.yaml").read_text()
+
+
+def test_every_command_that_is_typed_somewhere_is_known():
+    """`oneloop …` lines of all pages: the command, and for a launch its options and recipe keys."""
+    from oneloop.cli import _USAGE
+
+    known = set(re.findall(r"^(?:usage:)? +oneloop (\w+)", _USAGE, re.M))
+    for page, text in PAGES.items():
+        inside = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.M | re.S) + re.findall(r"^    (.*)$", text, re.M))
+        for line in re.findall(r"^oneloop (.*)$", inside, re.M):
+            command, *words = shlex.split(line.partition("   #")[0])
+            assert command in known, f"{page.name}: oneloop {line}"
+            if command == "launch" and not any(word in line for word in ("mine.yaml", "…")):
+                options, rest = launch_options(words)
+                assert options[0] == "--config_file" and rest, f"{page.name}: oneloop {line}"
+
+
+def test_every_link_leads_somewhere():
+    for page, text in PAGES.items():
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
 def test_every_file_named_in_the_tree_exists():
-    tree = re.search(r"## The files\n\n```\n(.*?)```", README, re.S)[1]
+    tree = re.search(r"## The files\n\n```\n(.*?)```", PAGES[ROOT / "CONTRIBUTING.md"], re.S)[1]
     here = ""
     for line in tree.splitlines():
         name = line.split()[0]
@@ -48,3 +105,27 @@ def test_every_file_named_in_the_tree_exists():
             here = name
         path = ROOT / here / name if line.startswith(" ") else ROOT / name
         assert path.exists(), path
+
+
+def test_the_site_builds_strictly_and_has_every_page(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={"PATH": "", "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs").with_suffix("")
+        place = tmp_path / (name.parent if name.name == "index" else name) / "index.html"
+        assert place.exists(), page
+    reference = (tmp_path / "reference" / "ema" / "index.html").read_text()
+    assert "half_life" in reference and "Give exactly one of the three kinds" in reference
+    linked = {
+        (page.parent / target).resolve()
+        for page, text in PAGES.items()
+        for target in re.findall(r"\]\(([^)#\s]+\.md)", text)
+    }
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert page in linked or page == ROOT / "docs" / "index.md", f"no page links to {page.name}"

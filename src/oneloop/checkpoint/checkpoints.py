@@ -72,7 +72,7 @@ class Checkpoints:
         self._attempt = 0
         self._trouble: str | None = None
         self._pending = False
-        self._shown = Working("")
+        self._shown: Working | None = None
         self._failures, self._max_failures = 0, max_failures
 
     # --- saving ---
@@ -191,7 +191,8 @@ class Checkpoints:
     def _note(self, answer: dict[str, Any] | None) -> None:
         if answer is not None:
             self._pending = False
-            self._shown.done()
+            if self._shown is not None:
+                self._shown.done()
             self._trouble = answer.get("error")
 
     def _all(self, value: Any) -> list[Any]:

@@ -28,7 +28,7 @@ def launch(words: Sequence[str], *, after: Sequence[str] = ()) -> int:
     Raises:
         BadInput: what accelerate would answer with a traceback.
     """
-    options, training = _divided(words)
+    options, training = launch_options(words)
     command = [
         sys.executable,
         "-m",
@@ -53,7 +53,7 @@ def launch(words: Sequence[str], *, after: Sequence[str] = ()) -> int:
     return code if code in (0, BAD_INPUT) else ERROR
 
 
-def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def launch_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """accelerate's options, and from the recipe on the trainer's: accelerate's own parser says where they part.
 
     Raises:

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# The floors of pyproject.toml are true: installs the lowest versions that it allows, into an environment of their own
+# (.venv-lowest, or the folder that is given), and trains each packaged recipe for some steps under each strategy.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+here=$PWD place=${1:-.venv-lowest} steps=3
+uv=$(command -v uv || echo "${VIRTUAL_ENV:-.venv}/bin/uv")
+[ -x "$place/bin/python" ] || "$uv" venv --quiet --python "${PYTHON:-python3}" "$place"
+"$uv" pip install --quiet --python "$place/bin/python" --resolution lowest-direct -e ".[vision,text]"
+place=$(cd "$place" && pwd)
+"$uv" pip list --quiet --python "$place/bin/python" 2>/dev/null | grep -E "^(torch|torchvision|accelerate|transformers|datasets|pyarrow|jsonargparse|torchmetrics|filelock|numpy) "
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+cd "$scratch"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} ONELOOP_CACHE="$scratch/cache" TRANSFORMERS_VERBOSITY=error
+"$place/bin/python" - << 'END'
+from pathlib import Path
+
+from PIL import Image
+from sklearn.datasets import load_digits
+
+digits = load_digits()
+for number in range(200):
+    folder = Path("images", str(digits.target[number]))
+    folder.mkdir(parents=True, exist_ok=True)
+    Image.fromarray((digits.images[number] * 15.9).astype("uint8")).save(folder / f"{number}.png")
+END
+for recipe in digits gpt snippets images; do
+  case $recipe in
+    gpt | snippets) own=(--task.layers 1 --task.heads 2 --task.width 32) ;;  # the evaluation at the end is of all held-out text
+    images) own=(--task.data images) ;;
+    *) own=() ;;
+  esac
+  for strategy in single ddp fsdp2; do
+    "$place/bin/oneloop" launch --config_file "$strategy" "$recipe" "${own[@]}" --batch.size 16 --duration "$steps" \
+      --run.dir "runs/$recipe-$strategy" > output.txt 2>&1 || { cat output.txt >&2; exit 1; }
+    echo "$recipe under $strategy: $(tail -n 1 output.txt)"
+  done
+done
+"$place/bin/oneloop" verify runs/digits-ddp > /dev/null
+"$place/bin/oneloop" report runs/digits-ddp > /dev/null
+"$place/bin/oneloop" evaluate runs/digits-ddp > /dev/null
+"$place/bin/oneloop" predict runs/digits-ddp --to said.parquet > /dev/null
+"$place/bin/oneloop" export runs/gpt-single --to out > /dev/null
+echo "the lowest versions train all recipes"
