@@ -1,0 +1,92 @@
+"""Installed from a wheel into a fresh environment, used from another folder: no checkout is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from worlds import ROOT
+
+TYPED = """
+oneloop new my_task.py
+oneloop launch --config_file single my_task.py:MyTask --duration 400
+oneloop launch --config_file ddp sines.py:Sines --duration 20ep --optimizer.lr 1e-2 --task.width 32
+"""
+EXECUTE = """
+import sys
+import nbformat
+from nbclient import NotebookClient
+notebook = nbformat.read(sys.argv[1], as_version=4)
+NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
+for cell in notebook.cells:
+    for output in cell.get("outputs", []):
+        print(output.get("text", "") or output.get("data", {}).get("text/plain", ""))
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The programs of an environment in which only the wheel and its dependencies are."""
+    folder = tmp_path_factory.mktemp("wheel")
+    uv = shutil.which("uv") or str(Path(sys.executable).parent / "uv")
+    if not Path(uv).exists():
+        pytest.skip("needs uv")
+    _do([uv, "build", "--quiet", "--wheel", "--out-dir", str(folder / "dist"), str(ROOT)], folder)
+    _do([uv, "venv", "--quiet", "--python", sys.executable, str(folder / "env")], folder)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    # What torch is installed here is installed there too, so that nothing is fetched again.
+    frozen = subprocess.run(
+        [uv, "pip", "freeze", "--python", sys.executable], capture_output=True, text=True, check=True
+    )
+    (folder / "same.txt").write_text("".join(f"{line}\n" for line in frozen.stdout.splitlines() if "==" in line))
+    python = folder / "env" / "bin" / "python"
+    words = [uv, "pip", "install", "--quiet", "--python", str(python), "-c", "same.txt", f"{wheel}[recipes,notebook]"]
+    _do(words, folder)
+    return python.parent
+
+
+def _do(words: list[str], folder: Path, **more: str) -> str:
+    variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    variables |= {"OMP_NUM_THREADS": "1", **more}
+    done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_template_readme_and_notebook_run_without_a_checkout(installed, tmp_path):
+    readme = (ROOT / "README.md").read_text()
+    (tmp_path / "sines.py").write_text(re.search(r"```python\n# sines.py\n(.*?)```", readme, re.S)[1])
+    for line in TYPED.strip().splitlines():
+        _do([str(installed / "oneloop"), *line.split()[1:]], tmp_path)
+    where = _do([str(installed / "python"), "-c", "import oneloop; print(oneloop.__file__)"], tmp_path)
+    assert "site-packages" in where and str(ROOT) not in where
+
+    def ended(run: str) -> dict:
+        return json.loads((tmp_path / "runs" / run / "summary.json").read_text())
+
+    assert ended("my_task")["eval/accuracy"] > 0.9 and ended("sines")["eval/loss"] < 0.01
+    assert (tmp_path / "runs" / "my_task" / "report.html").exists()
+
+    shutil.copy(ROOT / "docs" / "notebook.ipynb", tmp_path)
+    words = [str(installed / "python"), "-c", EXECUTE, "notebook.ipynb"]
+    said = _do(words, tmp_path, PATH=f"{installed}:{os.environ['PATH']}")
+    assert "batch.size must be at least 1" in said  # what goes wrong is told
+    assert (
+        ended("rings")["eval/accuracy"] > 0.9 and ended("two")["eval/loss"] < 0.05 and ended("half")["exit_code"] == 0
+    )
+    assert json.loads((tmp_path / "runs/two/environment.json").read_text())["processes"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_lowest_versions_train_all_recipes(tmp_path):
+    said = _do(["bash", str(ROOT / "launch" / "lowest.sh"), str(tmp_path / "env")], tmp_path)
+    assert said.splitlines()[-1] == "the lowest versions train all recipes"
+    assert len(re.findall(r"^\w+ under \w+: done; results in ", said, re.M)) == 12
