@@ -8,7 +8,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from functools import partial
+from io import StringIO
 from pathlib import Path
 
 import yaml
@@ -64,14 +66,27 @@ def launch_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
     if not words:
         raise BadInput("no recipe given; for example: oneloop launch --config_file single digits")
-    known = launch_command_parser()
-    parsed = known.parse_args([*words])
+    said = StringIO()
+    try:
+        with redirect_stderr(said):
+            parsed, unknown = launch_command_parser().parse_known_args([*words])
+    except SystemExit as end:
+        if end.code == 0:  # --help
+            raise
+        why = said.getvalue().strip().splitlines()[-1].rpartition("error: ")[2].replace("training_script_args", "")
+        why = why.replace("training_script, ", "a recipe")
+        raise BadInput(f"{why}; for example: oneloop launch --config_file single digits") from None
+    if unknown:
+        raise BadInput(
+            f"{unknown[0]} is no option of accelerate launch; the keys of a recipe come after its name: oneloop launch"
+            f" --config_file single RECIPE {unknown[0]} …"
+        )
     training = [parsed.training_script, *parsed.training_script_args]
     options, file = list(words[: len(words) - len(training)]), parsed.config_file
     precision = parsed.mixed_precision
     if file is not None:
         path = config_file(file)
-        typed = (file, f"--config_file={file}")
+        typed = (file, f"--config_file={file}", f"--config-file={file}")
         options = [option.replace(file, path) if option in typed else option for option in options]
         try:
             config = yaml.safe_load(Path(path).read_text())

@@ -111,6 +111,11 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
     asked = recipe.batch.micro
     if asked not in ("auto", "fastest"):
         return None
+    if recipe.task.name.startswith("__main__."):
+        raise ValueError(
+            f"batch.micro {asked} tries micro-batches in a process of its own, which cannot see a class of a notebook;"
+            " put it into a file (my_task.py:MyTask), or give batch.micro a number"
+        )
     share, rest = divmod(recipe.batch.size, run.ranks)
     if rest or not share:
         nearest = max(1, round(recipe.batch.size / run.ranks)) * run.ranks
