@@ -163,8 +163,8 @@ def test_the_weights_are_those_of_the_command_line(tmp_path):
 def _fitted(folder: str) -> dict:
     from oneloop import fit
 
+    fit("digits", duration=2, batch={"size": 32}, run={"dir": f"{folder}-before"}, **QUIET)
     summary = fit("digits", duration=6, batch={"size": 32}, run={"dir": folder}, **QUIET)
-    assert not torch.distributed.is_initialized()
     return {name: value for name, value in summary.items() if name not in ("seconds", "time", "noise_scale")}
 
 

@@ -24,8 +24,8 @@ def fit(
     >>> summary = fit(MyTask, duration="5ep", task={"width": 32})
 
     All that lands on disk is what the command line leaves, and the same call goes on where a run was stopped. The
-    interpreter stays as it was: no handlers, no process group, no shared state of accelerate is left behind, and the
-    random generators are where they were.
+    interpreter stays as it was: no handlers and no shared state of accelerate are left behind, and the random generators
+    are where they were. (Several processes keep their process group, for the next call.)
 
     Args:
         recipe: a packaged name, the path of a YAML file, ``my_file.py:MyTask``, a task class, a

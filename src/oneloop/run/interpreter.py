@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 
 import numpy as np
 import torch
@@ -26,28 +28,34 @@ _PRECISIONS = ("no", "bf16", "fp16", "fp8")
 def borrowed(mixed_precision: str | None = None) -> Iterator[None]:
     """In here there is no Accelerator yet, and accelerate is set to this precision (None: to the launcher's).
 
-    Afterwards accelerate's shared state, the environment, torch's switches and the random generators are as they were,
-    and no process group is left that was not there before.
+    Afterwards accelerate's shared state, the environment, torch's switches and the random generators are as they were.
+    One process makes no process group. That of several stays until they end: torch cannot make a second one out of the
+    launcher's address, and the next run takes the first.
 
     Raises:
         BadInput: there is no such precision.
     """
     states = (PartialState, AcceleratorState, GradientState)
     before = [dict(state._shared_state) for state in states]
-    environment, group = dict(os.environ), dist.is_initialized()
+    environment = dict(os.environ)
+    Finalize(None, _end_group, exitpriority=0)
     _clear(states)
     try:
         with _switches(), _random():
             os.environ["ACCELERATE_MIXED_PRECISION"] = _precision(mixed_precision)
             yield
-        if dist.is_initialized() and not group:
-            dist.destroy_process_group()  # after an error the other ranks may never come to that
     finally:
         _clear(states)
         for state, held in zip(states, before, strict=True):
             state._shared_state.update(held)
         os.environ.clear()
         os.environ.update(environment)
+
+
+def _end_group() -> None:
+    """At the end of the process, before destructors, which abort now and then under gloo."""
+    if dist.is_initialized() and sys.exc_info()[0] is None:
+        dist.destroy_process_group()
 
 
 def _clear(states: tuple[type, ...]) -> None:
