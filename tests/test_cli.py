@@ -81,7 +81,10 @@ def test_export_gives_what_transformers_loads(gpt, capsys):
         assert says in capsys.readouterr().err
     assert main(["export", str(gpt)]) == 2
     (Store(gpt / "checkpoints").sealed()[-1] / "state.json").write_text("")
-    assert main(["export", str(gpt), "--to", str(to)]) == 2 and "is damaged" in capsys.readouterr().err
+    newest = ["export", str(gpt), "--to", str(to), "--checkpoint", "newest"]
+    assert main(newest) == 2 and "is damaged" in capsys.readouterr().err
+    (gpt / "final" / "model.safetensors").write_bytes(b"")
+    assert main(["export", str(gpt), "--to", str(to)]) == 2 and "final is damaged" in capsys.readouterr().err
 
 
 def test_nothing_is_unpickled_in_an_export(gpt):

@@ -96,9 +96,8 @@ def _one_interpreter() -> None:
     plain = fit("digits", duration=6, run={"dir": "plain"}, machine={"deterministic": True, "matmul": "high"}, **QUIET)
     assert plain["exit_code"] == 0 and plain["step"] == 6 and "eval/accuracy" in plain
     assert left() == before
-    assert fit("digits", duration=6, run={"dir": "plain"}, machine={"deterministic": True}, **QUIET) == json.loads(
-        Path("plain/summary.json").read_text()
-    )  # finished
+    again = fit("digits", duration=6, run={"dir": "plain"}, machine={"deterministic": True}, **QUIET)
+    assert again == json.loads(json.dumps(plain))  # finished: nothing to do
     half = fit("digits", duration=6, run={"dir": "half"}, mixed_precision="bf16", **QUIET)
     assert half["train/loss"] != plain["train/loss"] and abs(half["train/loss"] - plain["train/loss"]) < 0.05
     assert json.loads(Path("half/environment.json").read_text())["accelerate"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
@@ -155,8 +154,8 @@ def test_the_weights_are_those_of_the_command_line(tmp_path):
         typed, called = (tmp_path / f"{config}-{way}" / "final" / "model.safetensors" for way in ("typed", "called"))
         assert typed.read_bytes() == called.read_bytes()
         assert json.loads((tmp_path / f"{config}-called/environment.json").read_text())["command"] == [
-            *("oneloop.fit", "digits", "--batch.size=32", "--duration=6", f"--run.dir={config}-called"),
-            *("--track=none", "--watch.quiet=True"),
+            *("oneloop.fit", "digits", "--batch.size", "32", "--duration", "6", "--run.dir", f"{config}-called"),
+            *("--track", "none", "--watch.quiet", "true"),
         ]
 
 

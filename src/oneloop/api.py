@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from oneloop.basics.errors import BadInput
 from oneloop.basics.orphans import die_with_launcher
+from oneloop.recipe.names import refuse_while_importing
 from oneloop.recipe.parse import recipe as recipe_of
 from oneloop.recipe.schema import Recipe
-from oneloop.recipe.sources import from_python
+from oneloop.recipe.sources import from_python, typed
 from oneloop.run.entry import begun, conduct
 from oneloop.run.interpreter import borrowed
 from oneloop.train import train
@@ -24,7 +26,7 @@ def fit(
     >>> summary = fit(MyTask, duration="5ep", task={"width": 32})
 
     All that lands on disk is what the command line leaves, and the same call goes on where a run was stopped. The
-    interpreter stays as it was: no handlers and no shared state of accelerate are left behind, and the random generators
+    interpreter stays as it was: no handlers and no shared state of accelerate are left behind, the random generators
     are where they were. (Several processes keep their process group, for the next call.)
 
     Args:
@@ -46,15 +48,30 @@ def fit(
         Exception: what else ends a run (1): of the task's own code as it was raised.
     """
     die_with_launcher()
-    if isinstance(recipe, type):
-        given = groups.get("task", {})
-        recipe, groups["task"] = None, {"name": recipe, **given}
-    chosen = recipe_of(recipe, **groups)
-    words = [f"--{key}={value}" for key, value in sorted(from_python(groups).items())]
-    with borrowed(mixed_precision):
-        run = begun(chosen, command=["oneloop.fit", chosen.name, *words])
-        with run.stopping.listening():
-            summary, fault = conduct(train, chosen, run)
-        if fault is not None:
-            raise fault
+    refuse_while_importing("fit is called")
+    try:
+        source, typed, chosen = _read(recipe, groups)
+        with borrowed(mixed_precision):
+            run = begun(chosen, command=["oneloop.fit", source or f"{chosen.folder}/recipe.yaml", *typed])
+            with run.stopping.listening():
+                summary, fault = conduct(train, chosen, run)
+    except BadInput as error:
+        raise BadInput(str(error)) from None  # its sentence is enough
+    if fault is not None:
+        raise fault
     return summary
+
+
+def _read(recipe: Any, groups: dict[str, Any]) -> tuple[str, list[str], Recipe]:
+    """What was asked for as it would be typed, and the recipe."""
+    if isinstance(recipe, type):
+        groups = {**groups, "task": {**groups.get("task", {}), "name": recipe}}
+        recipe = None
+    elif not (recipe is None or isinstance(recipe, str | Recipe | Mapping)):
+        raise BadInput(
+            f"fit takes a recipe or a task's class, not {recipe!r}; give the class, and its arguments by task={{…}}"
+        )
+    given = from_python(groups)
+    source = recipe if isinstance(recipe, str) else given.get("task.name", "") if recipe is None else ""
+    words = [word for key, value in sorted(given.items()) if value != source for word in (f"--{key}", typed(value))]
+    return str(source), words, recipe_of(recipe, **groups)

@@ -14,7 +14,7 @@ from oneloop.basics.errors import BAD_INPUT, ERROR, BadInput
 from oneloop.basics.text import printable
 from oneloop.basics.words import parsed
 from oneloop.checkpoint.base import base_problems
-from oneloop.checkpoint.chosen import checkpoint_of
+from oneloop.checkpoint.chosen import chosen_of
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
 from oneloop.machine.configs import config_files
 
@@ -28,7 +28,7 @@ _USAGE = """usage: oneloop new FILE.py | --configs [DIR]
        oneloop worth RECIPE [--key value …] [--only NAME,NAME] [--rounds N] [--seconds S] [--to DIR]
        oneloop evaluate RUN [--data PLACE] [--checkpoint final|STEP|best|newest] [--weights raw|ema] [--json] …
        oneloop predict RUN --data PLACE --to FILE.parquet|jsonl|csv [--checkpoint …] [--weights …] [--raw]
-       oneloop export RUN --to DIR [--checkpoint STEP|best|newest]
+       oneloop export RUN --to DIR [--checkpoint final|STEP|best|newest]
                       [--weights raw|ema|power:SIGMA]
 
 new     Writes a task to start from, which runs as it stands (then: oneloop launch --config_file single FILE.py:MyTask),
@@ -56,8 +56,9 @@ predict Writes what the model says of each row of a place (or of the run's own v
         Both take --micro N (samples at once), refuse data that is not what the run was trained with (--accept_changes:
         take it; its classes may then be others), and run on many processes through launch, to the same file:
           oneloop launch --config_file ddp predict runs/digits --data new/ --to said.csv
-export  Writes a checkpoint's weights as plain safetensors, with what the task adds (config, tokenizer): raw, an average
-        by its name, or the power-function average of any width (when trained with --ema.power)."""
+export  Writes a run's weights (by default those of final/, else of its newest checkpoint) as plain safetensors, with
+        what the task adds (config, tokenizer): raw, an average by its name, or the power-function average of any width
+        (when trained with --ema.power)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -202,10 +203,10 @@ def worth(words: Sequence[str]) -> int:
 
 def export(words: Sequence[str]) -> int:
     """Writes the weights of one checkpoint."""
-    given = parsed("export", words, {"--to": None, "--checkpoint": "newest", "--weights": "raw", "--task": None})
+    given = parsed("export", words, {"--to": None, "--checkpoint": None, "--weights": "raw", "--task": None})
     if given["--to"] is None:
         raise BadInput("export needs a folder to write to: --to DIR")
-    folder = checkpoint_of(Path(given["RUN"]), given["--checkpoint"])
+    folder = chosen_of(Path(given["RUN"]), given["--checkpoint"], weights=given["--weights"])
     try:
         _export(Path(given["RUN"]), folder, Path(given["--to"]), given["--weights"], given["--task"])
     except BadInput:

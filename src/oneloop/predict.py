@@ -27,6 +27,7 @@ from oneloop.data.groups import Weighed, loader, transferred
 from oneloop.data.keyed import Keyed
 from oneloop.evaluate import evaluating, share_of
 from oneloop.tasks.base import Objective
+from oneloop.tasks.contract import named
 
 Columns = dict[str, list[Any]]
 _GROUP = 10_000
@@ -73,11 +74,24 @@ def predictions(
             _, outputs = task.loss(model, batch)
             if source is None:
                 continue  # of a rank that has none left, and must call the model as often as the others
-            said = task.predicted(batch, outputs) if hasattr(task, "predicted") else {}
+            said = _columns(task, task.predicted(batch, outputs), len(places)) if hasattr(task, "predicted") else {}
             columns = {"row": [index for _, index in places]}
             if hasattr(dataset, "file"):
                 columns["file"] = [dataset.file(index) for _, index in places]
             yield columns | said | (_outputs(outputs, len(places)) if raw or not said else {})
+
+
+def _columns(task: Any, said: Any, samples: int) -> Columns:
+    """What ``predicted`` returned, tensors and arrays as lists."""
+    member = f"{named(task)}.predicted"
+    if not isinstance(said, Mapping):
+        raise ValueError(f"{member} returned a {type(said).__name__}; a dict of columns is needed")
+    columns = {str(name): value.tolist() if hasattr(value, "tolist") else value for name, value in said.items()}
+    for name, value in columns.items():
+        if not isinstance(value, list | tuple) or len(value) != samples:
+            number = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+            raise ValueError(f"{member} returned {number} as {name!r} for {samples} samples; give each one")
+    return columns
 
 
 def _outputs(outputs: Mapping[str, Tensor], samples: int) -> Columns:
@@ -136,9 +150,17 @@ def _write_part(part: Path, said: Iterable[Columns], *, flat: bool) -> None:
                 if flat and (
                     lists := [name for name, value in zip(columns, row, strict=True) if isinstance(value, list)]
                 ):
-                    named = ", ".join(lists)
-                    raise ValueError(f"{named} hold a list for each sample, and csv has none; write parquet or jsonl")
-                stream.write(json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=False) + "\n")
+                    which = ", ".join(lists)
+                    raise ValueError(f"{which} hold a list for each sample, and csv has none; write parquet or jsonl")
+                line = dict(zip(columns, row, strict=True))
+                stream.write(json.dumps(line, ensure_ascii=False, default=_told) + "\n")
+
+
+def _told(value: Any) -> Any:
+    """An entry that JSON does not know."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise ValueError(f"a column of predicted() holds a {type(value).__name__}; give text, numbers or lists of them")
 
 
 def _rows(parts: Iterable[Path]) -> Iterator[dict[str, Any]]:

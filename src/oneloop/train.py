@@ -68,7 +68,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     meter = job.meter(run, parameters, flops=seen.flops, figures=seen.figures)
     same = Identity(run.from_main(known), accept_changes=recipe.run.accept_changes, say=say)
     parts: dict[str, Any] = {"counters": count, "best": best, "meter": meter, "results": results, "noise": noise}
-    parts |= {"guard": guard, "identity": same, **job.task_state}
+    parts |= {"guard": guard, "identity": same, **job.task_parts(count)}
     parts |= {ema.name: ema for ema in emas} | ({"scaler": accelerator.scaler} if accelerator.scaler else {})
     state = RunState(model, optimizer, averages=emas, parts=parts, own=["tracking"], check=same.check)
     checkpoints = job.checkpoints(folder.path, run)
@@ -93,12 +93,13 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     bad = BadSteps(job.policy, recipe.guard.patience)
     validation = {name: dataset for name, dataset in job.eval_sets.items() if name != "test"}
 
-    def evaluated(sets: dict[str, Any], examples: Examples | None = None) -> bool:
+    def evaluated(sets: dict[str, Any], of: int | None = None) -> bool:
         """Evaluates the weights and each average of them; False where a stop came first. Every rank must get here."""
+        examples = Examples(fixed=recipe.eval.samples, worst=recipe.eval.samples) if sets.keys() & validation else None
         figures = job.evaluate(model, sets, run, averages=emas, examples=examples)
         if figures is None:
             return False
-        book.evaluated(figures, examples)
+        book.evaluated(figures, examples, of=of)
         if recipe.eval.micro not in (None, split.each):
             release_cache()  # memory cached for shapes that training does not have
         clock.mark("evaluate")
@@ -107,7 +108,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     def validate() -> bool:
         """Evaluates on the validation sets and judges the result; False where a stop came first."""
         count.evaluation_due = True
-        if not evaluated(validation, Examples(fixed=recipe.eval.samples, worst=recipe.eval.samples)):
+        if not evaluated(validation):
             return False
         count.evaluation_due = False
         better = best.update(results[recipe.eval.best], count.step, higher_is_better=job.upward)
@@ -239,8 +240,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     # The end. The best weights are put in place, where they are wanted.
     trouble = checkpoints.finish()
     final = job.final(state, checkpoints, count.step, best)
-    if not stopped and "test" in job.eval_sets:
-        stopped = not evaluated({"test": job.eval_sets["test"]})
+    if not stopped and (sets := job.last_sets(final)):
+        stopped = not evaluated(sets, of=final["step"])
     if trouble and stopped:  # the run is not done, and cannot go on where it was
         raise OSError("told to stop, but the last checkpoint could not be written")
     checkpoints.close()

@@ -6,7 +6,42 @@ from pathlib import Path
 
 from oneloop.basics.errors import BadInput
 from oneloop.checkpoint.base import base_problems
-from oneloop.checkpoint.store import Store, problems, read_manifest, step_of
+from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files, read_manifest, step_of
+
+FINAL = "final"
+
+
+def chosen_of(run: Path, asked: str | None, *, weights: str = "raw") -> Path:
+    """The folder with the weights that a user names: ``final``, or as :func:`checkpoint_of`. None: ``final/`` where the
+    run has ended, else the newest checkpoint (from which an average of any width, ``power:SIGMA``, is mixed).
+
+    Raises:
+        BadInput: there is none, or it is damaged.
+    """
+    mixed = weights.startswith("power:")
+    asked = asked or ("newest" if mixed else _default(run))
+    if asked != FINAL:
+        return checkpoint_of(run, asked)
+    final = run / FINAL
+    if mixed:
+        raise BadInput(f"--weights {weights} is mixed from checkpoints, and {final} is none; name a step, or newest")
+    if wrong := problems_of_files(final):
+        raise BadInput(f"{final} is damaged: {'; '.join(wrong)}; choose a checkpoint with --checkpoint STEP")
+    if weights != "raw" and not (final / f"{weights}.safetensors").is_file():
+        there = sorted(file.stem for file in final.glob("*.safetensors") if file.stem != "model")
+        raise BadInput(f"{final} holds no average {weights!r}; it has {', '.join(there) or 'none'}")
+    return final
+
+
+def _default(run: Path) -> str:
+    """``final``, or ``newest`` where the run has gone on since, or has no ``final/``."""
+    sealed = Store(run / "checkpoints").sealed()
+    try:
+        about = read_manifest(run / FINAL)["about"]
+    except ValueError:
+        return FINAL if (run / FINAL / MANIFEST).exists() else "newest"  # which says what is wrong
+    end = about.get("end", about.get("step", 0))
+    return "newest" if sealed and step_of(sealed[-1]) > end else FINAL
 
 
 def checkpoint_of(run: Path, asked: str) -> Path:
@@ -30,7 +65,9 @@ def checkpoint_of(run: Path, asked: str) -> Path:
     else:
         step = newest if asked == "newest" else int(asked) if asked.isdigit() else -1
     if step not in names:
-        raise BadInput(f"--checkpoint {asked}: there is none; steps: {', '.join(map(str, names))}")
+        raise BadInput(
+            f"--checkpoint {asked}: there is none; steps: {', '.join(map(str, names))}; or final, newest, best"
+        )
     if wrong := problems(names[step]) or base_problems(names[step]):
         raise BadInput(f"{names[step]} is damaged: {'; '.join(wrong)}; choose another with --checkpoint STEP")
     return names[step]

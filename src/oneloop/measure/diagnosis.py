@@ -27,14 +27,16 @@ def diagnosis(
         eval_every: steps between two evaluations, to be named (0: at the end only).
         save_every: the same of checkpoints.
     """
+    if not any(shares.values()):
+        return ""  # nothing was measured yet
     data, update = shares.get("share/data", 0.0), shares.get("share/update", 0.0)
     evaluate, save = shares.get("share/evaluate", 0.0), shares.get("share/save", 0.0)
     transfer = shares.get("share/transfer", 0.0)
     largest = max(data, transfer, update, evaluate, save)
     if largest < SIGNIFICANT:
-        return (
-            f"{100 * shares.get('share/compute', 0.0):.0f} % of the time goes into forward and backward, as it should"
-        )
+        compute = shares.get("share/compute", 0.0)
+        as_it_should = ", as it should" if compute > 0.5 else "; no other part of a step stands out"
+        return f"{100 * compute:.0f} % of the time goes into forward and backward{as_it_should}"
     percent = f"{100 * largest:.0f} % of the time"
     if largest == data:
         return f"{percent} the device waits for data: {_more_workers(data, workers, cores)}"
@@ -50,8 +52,8 @@ def diagnosis(
         every = f" from {save_every} steps to {_rounder(save_every * largest / 0.02)}" if save_every else ""
         return f"{percent} training waits for checkpoints: raise save.every{every}"
     return (
-        f"{percent} goes into the optimizer's update: take a fused optimizer (adamw, sgd), or a larger batch.size, so"
-        " that there are fewer updates"
+        f"{percent} goes into the optimizer's update: a larger batch.size has fewer updates; adamw and sgd are"
+        " fused, other optimizers may not be"
     )
 
 

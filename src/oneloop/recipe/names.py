@@ -6,7 +6,8 @@ import difflib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module, reload
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +30,8 @@ CHOICES: dict[str, dict[str, str]] = {
 """what stands behind ``task.name``, ``optimizer.name`` and ``schedule.name``, by group"""
 
 
+_UNDER_WAY: list[str] = []
+"""what is being imported"""
 _READ: dict[Path, tuple[int, int]] = {}
 """time and size of the files that were imported"""
 
@@ -42,7 +45,8 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
     known = CHOICES[group]
     place, attribute = _divided(group, name)
     try:
-        module = module_of(Path(place)) if ":" in name else _imported(place)
+        with _importing(place):
+            module = module_of(Path(place)) if ":" in name else _imported(place)
         chosen = getattr(module, attribute)
     except ModuleNotFoundError as error:
         raise BadInput(
@@ -53,7 +57,7 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
         if place == "__main__":
             raise BadInput(
                 f"{group}.name {name!r} was defined in a notebook, and is not there now; put it into a file, and name"
-                f" that: my_file.py:{attribute}"
+                f" that: my_file.py:{attribute} (of a run that has ended: --task my_file.py:{attribute})"
             ) from None
         raise BadInput(f"{group}.name {name!r}: {place!r} has no {attribute!r}{_has(module)}") from None
     except BadInput as error:
@@ -63,6 +67,28 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
     if wrong := "" if name in known else _FITS[group](chosen):
         raise BadInput(f"{group}.name {name!r} {wrong}; {_WANTED[group]} is needed")
     return chosen  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _importing(place: str) -> Iterator[None]:
+    _UNDER_WAY.append(place)
+    try:
+        yield
+    finally:
+        _UNDER_WAY.pop()
+
+
+def refuse_while_importing(what: str) -> None:
+    """Refuses what a script must not do while a class is taken from it.
+
+    Raises:
+        BadInput: it is being imported.
+    """
+    if _UNDER_WAY:
+        raise BadInput(
+            f"{what} while {_UNDER_WAY[-1]} is imported for a class in it; put the call under if __name__ =="
+            ' "__main__":'
+        )
 
 
 def _divided(group: str, name: str) -> tuple[str, str]:

@@ -44,8 +44,9 @@ def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:
     chosen = {"task": task, "optimizer": optimizer, "schedule": schedule}
     made = ArgumentParser(
         prog="oneloop.train",
-        usage="accelerate launch --config_file accelerate_configs/single.yaml -m oneloop.train RECIPE [--key value …]",
-        description=f"Trains a recipe: a packaged one ({', '.join(packaged())}) or the path of a YAML file. "
+        usage="oneloop launch --config_file single RECIPE [--key value …]   (or python -m oneloop.train RECIPE …)",
+        description=f"Trains a recipe: a packaged one ({', '.join(packaged())}), the path of a YAML file, or a task of"
+        " your own (my_task.py:MyTask). "
         f"Keys of the chosen task ({task}), optimizer ({optimizer}) and schedule ({schedule}) are listed with theirs.",
         exit_on_error=False,
         allow_abbrev=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from importlib import resources
@@ -108,6 +109,11 @@ def from_python(groups: Mapping[str, Any]) -> dict[str, Any]:
         if key in GROUPS and not isinstance(value, Mapping) and key not in CHOICES:
             raise BadInput(f"{key} is a group of keys: give it a dict ({key}={{…}}), not {value!r}")
     return {key: _plain(value) for key, value in flat(groups).items()}
+
+
+def typed(value: Any) -> str:
+    """A plain value as it is typed after its key."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _plain(value: Any) -> Any:

@@ -46,11 +46,21 @@ class Book:
         self.write(self.line(time=self._count.elapsed(), **figures))
         self._display.figures(self._count.step, figures, remarks)
 
-    def evaluated(self, by_weights: Mapping[str, Mapping[str, float]], examples: Examples | None = None) -> None:
-        """The results of an evaluation by the weights that were evaluated (``raw``, an average's name)."""
+    def evaluated(
+        self,
+        by_weights: Mapping[str, Mapping[str, float]],
+        examples: Examples | None = None,
+        *,
+        of: int | None = None,
+    ) -> None:
+        """The results of an evaluation by the weights that were evaluated (``raw``, an average's name). At the end they
+        may be ``of`` an earlier step, the best: what was written down then is not written again."""
+        step = self._count.step if of is None else of
         if examples is not None:
-            self._tracking.show(self._count.step, examples)
+            self._tracking.show(step, examples)
         for weights, figures in by_weights.items():
             self._results.take(figures, weights)
-            self.write(self.line(**figures, weights=weights))
-            self._display.results(self._count.step, figures, weights)
+            new = {name: value for name, value in figures.items() if of is None or name.startswith("test/")}
+            if new:
+                self.write(self.line(step=step, **new, weights=weights))
+            self._display.results(step, figures, weights)

@@ -21,7 +21,7 @@ from oneloop.run.agreement import where
 from oneloop.run.job import Job
 from oneloop.run.model import build_model, torch_dtype
 from oneloop.run.rhythm import Rhythm
-from oneloop.tasks.base import Task, check, check_sets
+from oneloop.tasks.base import Progress, Task, check, check_sets
 from oneloop.tasks.contract import theirs
 from oneloop.tasks.metrics import directions, prefix
 
@@ -99,6 +99,8 @@ def make_task(recipe: Recipe) -> Task:
             f"task.name {recipe.task.name}: __init__ failed: {type(error).__name__}: {error}{where(error)}"
         ) from error
     check(task)
+    if hasattr(task, "progress"):
+        task.progress = Progress(lambda: 0, 1, 1)  # until the run knows better
     return task
 
 

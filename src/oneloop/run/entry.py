@@ -21,6 +21,7 @@ from oneloop.run.build import build_job
 from oneloop.run.early import is_main, read_once, refuse
 from oneloop.run.ending import leave
 from oneloop.run.folder import Folder
+from oneloop.run.identity import source_changed
 from oneloop.run.job import Job
 from oneloop.run.processes import Run, start
 from oneloop.run.trial import explained, find_micro
@@ -87,9 +88,10 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, tell: bool = False) -> tu
     folder = Folder(recipe.folder, say=run.display.say)
     try:
         with run.display, run.closing:
-            job = _prepared(recipe, run, folder)
+            job = _prepared(recipe, run, folder, tell=tell)
             if job is None:
-                return json.loads((folder.path / "summary.json").read_text()), None
+                known = json.loads((folder.path / "summary.json").read_text())
+                return {name: value for name, value in known.items() if name != "checksum"}, None
             summary = train(job, run, folder)
     except BadInput:
         folder.abandon()
@@ -139,12 +141,12 @@ def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) ->
         print(f"report.html cannot be written ({type(error).__name__}: {error})", file=sys.stderr)
     folder.close()
     run.display.summary(summary)
-    run.display.lines(summary[about] for about in ("noise_scale", "time") if about in summary)
+    run.display.lines(summary[about] for about in ("noise_scale", "time") if summary.get(about))
     ended = printable(f"{summary['exit_reason']}; results in {folder.path}")
     print(dumps({**summary, "folder": str(folder.path)}) if as_json else ended, flush=True)
 
 
-def _prepared(recipe: Recipe, run: Run, folder: Folder) -> Job | None:
+def _prepared(recipe: Recipe, run: Run, folder: Folder, *, tell: bool) -> Job | None:
     """The job, checked; None where the folder holds it, finished.
 
     Raises:
@@ -157,7 +159,10 @@ def _prepared(recipe: Recipe, run: Run, folder: Folder) -> Job | None:
             else None
         )
     if finished := run.from_main(finished):
-        run.display.say(finished)
+        other = source_changed(recipe, folder.path)
+        if other and not tell:  # in Python it would be the result of another class
+            raise BadInput(f"{finished.partition(':')[0]}, and {other}")
+        run.display.say(f"{finished}; {other}" if other else finished)
         return None
     float32_products(recipe.machine.matmul, benchmark=recipe.machine.cudnn_benchmark)
     if isinstance(recipe.batch.micro, str):  # what is wrong with the rest is found before the search

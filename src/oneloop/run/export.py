@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from oneloop.checkpoint.base import FILE, base_of
+from oneloop.checkpoint.chosen import FINAL
 from oneloop.checkpoint.headers import header
 from oneloop.checkpoint.state import load_tensors
 from oneloop.checkpoint.store import MANIFEST, Store, problems, read_manifest, vouch
-from oneloop.checkpoint.weights import bare, gathered_weights, write_weights
+from oneloop.checkpoint.weights import bare, gathered_weights, load_weights, write_weights
 from oneloop.ema import EMA, gamma, post_hoc
 from oneloop.tasks.base import Task
 
@@ -72,7 +73,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, task: Task, *, weights: st
     """Writes the weights of a checkpoint as :func:`write_final` writes those of a run.
 
     Args:
-        checkpoint: its folder.
+        checkpoint: its folder, or that of a run's ``final/``.
         folder: to write to.
         task: makes the model.
         weights: ``raw``; the name of an average; or ``power:SIGMA``, the power-function average of that width, mixed
@@ -83,6 +84,11 @@ def export_checkpoint(checkpoint: Path, folder: Path, task: Task, *, weights: st
     """
     load_task_state(task, checkpoint)
     model = task.model()
+    if checkpoint.name == FINAL:
+        _in_types(model, _types_of(checkpoint / "model.safetensors"))
+        load_weights(model, str(checkpoint), weights)
+        write_final(folder, model, task, about=read_manifest(checkpoint)["about"] | {"weights": weights})
+        return
     _as_saved(model, checkpoint)
     if weights.startswith("power:"):
         _mix(checkpoint, model, weights)
@@ -104,13 +110,23 @@ def load_task_state(task: Task, folder: Path) -> None:
 
 def _as_saved(model: nn.Module, checkpoint: Path) -> None:
     """Turns floating tensors into the types that they are kept in (machine.dtype, machine.base_dtype)."""
-    kinds = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     saved = {name: kind for name, (kind, _) in read_manifest(checkpoint).get("tensors", {}).items()}
     if base := base_of(checkpoint):
-        saved |= {name: about["dtype"] for name, about in header(base[0] / FILE).items() if name != "__metadata__"}
+        saved |= _types_of(base[0] / FILE)
+    _in_types(model, {name.removeprefix("model."): kind for name, kind in saved.items() if name.startswith("model.")})
+
+
+def _types_of(file: Path) -> dict[str, str]:
+    """Of the tensors in a safetensors file, by its own names of types."""
+    return {name: about["dtype"] for name, about in header(file).items() if name != "__metadata__"}
+
+
+def _in_types(model: nn.Module, saved: Mapping[str, str]) -> None:
+    """Turns floating tensors into these types, in place."""
+    kinds = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and saved.get(f"model.{name}") in kinds:
-            tensor.data = tensor.data.to(kinds[saved[f"model.{name}"]])
+        if tensor.is_floating_point() and saved.get(name) in kinds:
+            tensor.data = tensor.data.to(kinds[saved[name]])
 
 
 @torch.no_grad()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,10 +14,13 @@ from torch.optim import Optimizer
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from oneloop.basics.names import bare_name
+from oneloop.checkpoint.store import Store
 from oneloop.data.keyed import Keyed
 from oneloop.data.rows.changes import changes, fingerprint_of
 from oneloop.optim.groups import LR_FACTOR
 from oneloop.recipe.comparison import same_place
+from oneloop.recipe.names import CHOICES, resolve
+from oneloop.recipe.schema import Recipe
 from oneloop.run.job import Job
 from oneloop.run.processes import Run
 from oneloop.tasks.contract import theirs
@@ -74,6 +78,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     for key, what in (("trained", "trained parameters"), ("precision", "precision"), ("rates", "learning rates")):
         if before[key] != now[key]:
             found.append(f"{what}: {before[key]} -> {now[key]}")
+    if "follows" in before and "follows" in now and before["follows"] != now["follows"]:
+        found.append(f"the steps of the run, along which the loss changes: {before['follows']} -> {now['follows']}")
     return found
 
 
@@ -118,7 +124,8 @@ def identity(job: Job, run: Run, optimizer: Optimizer) -> dict[str, Any]:
         "trained": f"{len(trained)} of {len(named)}, {_digest(' '.join(trained))}",
         "precision": f"{run.accelerator.mixed_precision}, weights in {job.recipe.machine.dtype}",
         "rates": [group.get(LR_FACTOR, 1.0) for group in optimizer.param_groups],
-        "source": _source(job.task),
+        "source": source_of(type(job.task)),
+        "follows": job.steps if hasattr(job.task, "progress") else None,
         "recipe": dict(job.recipe.resolved),
     }
 
@@ -185,9 +192,30 @@ def checksum(values: Any) -> str:
     return state.hexdigest()
 
 
-def _source(task: Any) -> dict[str, str]:
+def source_changed(recipe: Recipe, run: Path) -> str:
+    """A sentence, where the source of one's own task is another than when the run in this folder was saved last."""
+    if recipe.task.name in CHOICES["task"] or not (sealed := Store(run / "checkpoints").sealed()):
+        return ""
     try:
-        file = inspect.getsourcefile(type(task))
-        return {"file": str(file), "checksum": xxh3_64_hexdigest(Path(str(file)).read_bytes())}
-    except (TypeError, OSError):
-        return {}
+        there = json.loads((sealed[-1] / "state.json").read_text())["identity"]["source"]
+        now = source_of(cast(type, resolve("task", recipe.task.name)))
+    except (OSError, ValueError, KeyError):
+        return ""
+    if there.get("checksum") == now.get("checksum"):
+        return ""
+    return f"the source of its task ({now.get('file')}) has changed since: choose another run.dir to train it"
+
+
+def source_of(kind: type) -> dict[str, str]:
+    """File and checksum of a task's source: of its file, or of the class itself where it stands in a notebook."""
+    try:
+        file = str(inspect.getsourcefile(kind))
+        content = Path(file).read_bytes()
+    except (TypeError, OSError):  # no file: what its functions are made of, which a notebook knows
+        try:
+            file = kind.__qualname__
+            own = [inspect.getsource(part) for part in vars(kind).values() if inspect.isfunction(part)]
+            content = "".join(own).encode()
+        except (TypeError, OSError):
+            return {}
+    return {"file": file, "checksum": xxh3_64_hexdigest(content)}

@@ -29,7 +29,7 @@ from oneloop.recipe.names import resolve, source
 from oneloop.recipe.schema import Recipe
 from oneloop.run.agreement import where
 from oneloop.run.book import Book
-from oneloop.run.counters import Best
+from oneloop.run.counters import Best, Counters
 from oneloop.run.environment import environment
 from oneloop.run.export import TASK, load_task_state
 from oneloop.run.folder import Folder
@@ -38,7 +38,7 @@ from oneloop.run.processes import Run
 from oneloop.run.rhythm import Rhythm
 from oneloop.show.examples import Examples
 from oneloop.show.tracking import Tracking
-from oneloop.tasks.base import Task
+from oneloop.tasks.base import Progress, Task
 
 _SMALL = 1 << 19
 """bytes of what lies beside tensors, about: manifests, metrics, a page"""
@@ -85,9 +85,10 @@ class Job:
         """What the weight counts: samples or tokens."""
         return getattr(self.task, "unit", "samples")
 
-    @property
-    def task_state(self) -> dict[str, Any]:
-        """The task, where it has a state to be saved."""
+    def task_parts(self, count: Counters) -> dict[str, Any]:
+        """The task, where it has a state to be saved; it may look at the counters, where it has a ``progress``."""
+        if hasattr(self.task, "progress"):
+            self.task.progress = Progress(lambda: count.position, self.split.size, self.steps)
         return {TASK: self.task} if hasattr(self.task, "state_dict") else {}
 
     @property
@@ -143,6 +144,12 @@ class Job:
             state.take(checkpoints, best.step)
             load_task_state(self.task, checkpoints.store.root / name_of(best.step))
         return {"weights": "best", "step": best.step, "end": step, "metric": self.recipe.eval.best, "value": best.value}
+
+    def last_sets(self, final: Mapping[str, Any]) -> dict[str, Any]:
+        """What is evaluated at the end: the test set; and where an earlier step's weights are in place again, all, so
+        that what the summary says is of the weights in ``final/``."""
+        again = final["step"] != final["end"]
+        return {name: part for name, part in self.eval_sets.items() if again or name == "test"}
 
     # --- what the loop is made of ---
 

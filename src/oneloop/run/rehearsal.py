@@ -66,6 +66,8 @@ def rehearse(job: Job, run: Run, model: nn.Module) -> Rehearsal:
         BadInput: what the task does wrong, with its file and the way out.
     """
     model, contract = bare(model), Contract(job.task)
+    if run.ranks > 1 and not run.sharded:
+        model = _Wrapped(model)
     number = min(SAMPLED, job.split.each, len(job.train_set))
     epochs, indices = job.order.at(np.arange(number))
     keyed = Keyed(job.train_set, seed=job.recipe.seed)
@@ -77,6 +79,26 @@ def rehearse(job: Job, run: Run, model: nn.Module) -> Rehearsal:
     with _undone(model, run.device), _kept(contract), _uncompiled():
         graph = _evaluated(contract, job, run, model, samples)
         return _trained(contract, job, run, model, samples, graph)
+
+
+class _Wrapped(nn.Module):
+    """A model as it is under DDP: to be called, and nothing else; without its communication."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self.module(*given, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(
+                f"under DDP the model is wrapped, and has no {name!r} of its own: call model(...) itself, and do in its"
+                " forward what is needed of it"
+            ) from None
 
 
 def _batch(
@@ -102,7 +124,8 @@ def _evaluated(contract: Contract, job: Job, run: Run, model: nn.Module, samples
             contract.doubles("weight", weight, twice, 1e-6)
         before = _random_states(run.device)
         drawn = run.main and "tensorboard" in job.recipe.track
-        with Drawing(model, one) if drawn else nullcontext() as drawing:
+        inner = model.module if isinstance(model, _Wrapped) else model
+        with Drawing(inner, one) if drawn else nullcontext() as drawing:
             once = float(contract.loss(model, one)[0])
         both = float(contract.loss(model, two)[0])
         contract.draws = contract.draws or not _same(before, _random_states(run.device))

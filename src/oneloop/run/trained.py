@@ -12,9 +12,9 @@ from torch import nn
 
 from oneloop.basics.errors import BadInput
 from oneloop.basics.text import printable
-from oneloop.checkpoint.chosen import checkpoint_of
+from oneloop.checkpoint.chosen import FINAL, chosen_of
 from oneloop.checkpoint.state import load_tensors
-from oneloop.checkpoint.store import MANIFEST, Store, problems_of_files, read_manifest, step_of
+from oneloop.checkpoint.store import Store
 from oneloop.checkpoint.weights import load_weights
 from oneloop.data.groups import Split
 from oneloop.recipe.mathematics import InitConfig
@@ -26,9 +26,7 @@ from oneloop.run.early import is_main
 from oneloop.run.export import load_task_state
 from oneloop.run.identity import data_differences, data_of
 from oneloop.run.model import BuiltModel, build_model, torch_dtype
-from oneloop.tasks.base import Task
-
-FINAL = "final"
+from oneloop.tasks.base import Progress, Task
 
 
 @dataclass(frozen=True)
@@ -108,11 +106,7 @@ def trained(
     """
     if weights.startswith("power:"):
         raise ValueError(f"--weights {weights} is mixed by oneloop export alone; give raw, or the name of an average")
-    asked = checkpoint or _default(run)
-    final = run / FINAL
-    chosen = final if asked == FINAL else checkpoint_of(run, asked)
-    if asked == FINAL and (wrong := problems_of_files(final)):
-        raise ValueError(f"{final} is damaged: {'; '.join(wrong)}; choose a checkpoint with --checkpoint STEP")
+    chosen = chosen_of(run, checkpoint, weights=weights)
     plain = replace(recipe.machine, compile="none", recompute="none", offload=False, base_dtype=None)
     options = recipe.task.options
     if recipe.task.name in CHOICES["task"] and options.get("pretrained") not in (None, False):
@@ -122,23 +116,14 @@ def trained(
     if not accept_changes:
         _compare(run, recipe, task)
     built = build_model(bare, task, Split(1, 1), sharded=sharded, device=device)
-    if asked == FINAL:
-        load_weights(built.model, str(final), weights)
+    if chosen.name == FINAL:
+        load_weights(built.model, str(chosen), weights)
     else:
         load_tensors(chosen, built.model, weights=weights, cast=True)
     load_task_state(task, chosen)
+    if hasattr(task, "progress"):
+        task.progress = Progress(lambda: 1, 1, 1)  # as at the end
     return Trained(recipe, task, built, f"{chosen.name} of {run}{'' if weights == 'raw' else f', {weights}'}")
-
-
-def _default(run: Path) -> str:
-    """``final``, or ``newest`` where the run has gone on since, or has no ``final/``."""
-    sealed = Store(run / "checkpoints").sealed()
-    try:
-        about = read_manifest(run / FINAL)["about"]
-    except ValueError:
-        return FINAL if (run / FINAL / MANIFEST).exists() else "newest"  # which says what is wrong
-    end = about.get("end", about.get("step", 0))
-    return "newest" if sealed and step_of(sealed[-1]) > end else FINAL
 
 
 def _compare(run: Path, recipe: Recipe, task: Task) -> None:

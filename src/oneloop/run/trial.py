@@ -108,14 +108,9 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
     Raises:
         ValueError: batch.size does not divide over the ranks, or nothing fits.
     """
-    asked = recipe.batch.micro
-    if asked not in ("auto", "fastest"):
+    if (asked := recipe.batch.micro) not in ("auto", "fastest"):
         return None
-    if recipe.task.name.startswith("__main__."):
-        raise ValueError(
-            f"batch.micro {asked} tries micro-batches in a process of its own, which cannot see a class of a notebook;"
-            " put it into a file (my_task.py:MyTask), or give batch.micro a number"
-        )
+    _refuse_notebook(recipe)
     share, rest = divmod(recipe.batch.size, run.ranks)
     if rest or not share:
         nearest = max(1, round(recipe.batch.size / run.ranks)) * run.ranks
@@ -167,6 +162,14 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
     if run.main:
         memory.write(best.micro)
     return best.micro
+
+
+def _refuse_notebook(recipe: Recipe) -> None:
+    if recipe.task.name.startswith("__main__."):
+        raise ValueError(
+            f"batch.micro {recipe.batch.micro} tries micro-batches in a process of its own, which cannot see a class"
+            " of a notebook; put it into a file (my_task.py:MyTask), or give batch.micro a number"
+        )
 
 
 def _everyone(run: Run, answered: bool, failed: bool) -> tuple[bool, bool]:

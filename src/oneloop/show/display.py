@@ -114,7 +114,7 @@ class Display:
             self._json({"step": step, **figures})
         if self._as_json:
             return
-        text = f"loss {figures['train/loss']:.4f}  {figures['train/samples_per_second']:,.0f} samples/s"
+        text = f"loss {figure(figures['train/loss'])}  {figures['train/samples_per_second']:,.0f} samples/s"
         now = time.monotonic()
         if self.bars and self.bars.steps:
             self.bars.update(self.bars.steps[0], text=text)
@@ -129,7 +129,7 @@ class Display:
             self._json({"step": step, **results, "weights": weights})
         if self._as_json:
             return
-        figures = "  ".join(f"{name} {value:.4f}" for name, value in results.items())
+        figures = "  ".join(f"{name} {figure(value)}" for name, value in results.items())
         figures += "" if weights == "raw" else f"  ({weights})"
         self.lines([f"step {step}  {figures}"])
 
@@ -158,6 +158,11 @@ class Display:
         self._console.print(dumps(content), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
+def figure(value: float) -> str:
+    """Four places behind the point; of large ones none."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4f}"
+
+
 def _plain(name: str) -> Text:
     """A name in a table, whatever it is made of: no markup, no control characters."""
     return Text(printable(name))
@@ -167,14 +172,18 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     """Results by weights (raw, averages), then what the run took; of summary.json."""
     best = summary.get("best") or {}
     names = [name for name, value in summary.items() if "/" in name and isinstance(value, float)]
-    kinds = dict.fromkeys(name.rpartition("/")[0].rpartition("/")[0] or "weights" for name in names)
-    table = Table("", *(Column(_plain(kind)) for kind in kinds), title=None, show_edge=False, pad_edge=False)
-    for row in dict.fromkeys("/".join(name.split("/")[-2:]) for name in names):
+    averages = {name: name.partition("/")[0] for name in names if name.partition("/")[2] in summary}
+    kinds = dict.fromkeys(averages.get(name, "weights") for name in names)
+    final = summary.get("final") or {}
+    of = f" (best, of step {final.get('step'):,})" if final.get("weights") == "best" else ""
+    heads = (Column(_plain(f"{kind}{of}")) for kind in kinds)
+    table = Table("", *heads, title=None, show_edge=False, pad_edge=False)
+    for row in dict.fromkeys(name.removeprefix(f"{averages.get(name, '')}/") for name in names):
         values = [summary.get(row if kind == "weights" else f"{kind}/{row}") for kind in kinds]
-        table.add_row(_plain(row), *("" if value is None else f"{value:.4f}" for value in values))
+        table.add_row(_plain(row), *("" if value is None else figure(value) for value in values))
     table.add_section()
     if best.get("value") is not None:
-        table.add_row(_plain(f"best {best['metric']}"), f"{best['value']:.4f} at step {best['step']:,}")
+        table.add_row(_plain(f"best {best['metric']}"), f"{figure(best['value'])} at step {best['step']:,}")
     for name in ("step", "samples", "tokens"):
         if name in summary:
             table.add_row(name, f"{summary[name]:,}")

@@ -17,7 +17,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from oneloop.show.pictures import data_url
+from oneloop.show.pictures import beside, data_url
+
+_PICTURES = ("image", "target", "prediction")
 
 
 class Shows(Protocol):
@@ -109,7 +111,7 @@ class Examples:
         _, outputs = task.loss(model, batch)
         outputs = outputs if isinstance(outputs, Mapping) else {}
         if not known and hasattr(task, "generate"):
-            outputs = {**outputs, **task.generate(model, batch)}
+            outputs = {**outputs, **self._generated(task, model, batch)}
         rows = {
             name: value.detach().cpu()
             for name, value in outputs.items()
@@ -126,6 +128,17 @@ class Examples:
                 continue
             self.samples.append(about | shown)
 
+    def _generated(self, task: Any, model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """More outputs, of the model without DDP around it; none where that fails, which is no reason to stop a run."""
+        try:
+            of = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+            return dict(task.generate(of, batch))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.trouble = f"nothing is generated ({type(task).__name__}.generate: {type(error).__name__}: {error})"
+            return {}
+
     def plain(self) -> dict[str, Any]:
         """All of it as JSON can hold it; images as PNG in data URLs."""
         samples = [
@@ -135,13 +148,18 @@ class Examples:
 
 
 def plain(shown: Mapping[str, Any]) -> dict[str, Any]:
-    """What a task shows of a sample, as plain data but for the image.
+    """What a task shows of a sample, as plain data but for the image, to whose right lie targets and predictions that
+    are pictures too (masks).
 
     Raises:
         ValueError: it is nothing that can be shown.
     """
     if not isinstance(shown, Mapping):
         raise ValueError(f"a dict is needed, not a {type(shown).__name__}")
+    pictures = {name: torch.as_tensor(shown[name]) for name in _PICTURES if getattr(shown.get(name), "ndim", 0) >= 2}
+    if pictures.keys() - {"image"}:
+        rest = {name: value for name, value in shown.items() if name not in pictures}
+        shown = {"text": ", ".join(pictures), **rest, "image": beside([*pictures.values()])}
     clean: dict[str, Any] = {
         name: value.tolist() if torch.is_tensor(value) and name != "image" else value for name, value in shown.items()
     }

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import base64
+import colorsys
 import io
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
+from torch.nn import functional
 
 _SIDE = 160
 """pixels of a shown image's longer side, at most"""
@@ -35,6 +38,35 @@ def picture(image: Tensor) -> Image.Image:
     return drawn
 
 
+def beside(images: Sequence[Tensor]) -> Tensor:
+    """Images and masks from left to right, as high as the highest, each over its own range: (3, height, width).
+
+    Args:
+        images: of (channels, height, width) or (height, width); whole numbers of two dimensions are a mask, whose
+            classes get a colour each (0: black).
+    """
+    drawn = [_rgb(image) for image in images]
+    height = max(len(one[0]) for one in drawn)
+    sized = [
+        functional.interpolate(one[None], (height, max(1, round(one.shape[2] * height / one.shape[1]))))[0]
+        for one in drawn
+    ]
+    gap = torch.ones(3, height, max(1, height // 32))
+    return torch.cat([part for one in sized for part in (gap, one)][1:], dim=2)
+
+
+def _rgb(image: Tensor) -> Tensor:
+    """(3, height, width) from 0 to 1."""
+    if image.ndim == 2 and not image.is_floating_point():
+        classes = image.long().cpu() - min(0, int(image.min()))
+        colours = [(0.0, 0.0, 0.0)] + [colorsys.hsv_to_rgb(0.618 * n % 1, 0.7, 0.95) for n in range(int(classes.max()))]
+        return torch.tensor(colours)[classes].permute(2, 0, 1)
+    values = image.detach().float().cpu()
+    values = values[None] if values.ndim == 2 else values[:3] if len(values) >= 3 else values[:1]
+    low, high = values.amin(), values.amax()
+    return ((values - low) / (high - low).clamp(min=1e-12)).expand(3, -1, -1)
+
+
 def data_url(image: Tensor) -> str:
     """The image as a PNG in a data URL."""
     data = io.BytesIO()
@@ -53,13 +85,11 @@ def tiles(samples: Sequence[Mapping[str, Any]], *, columns: int = 8) -> NDArray[
     for place, (sample, image) in enumerate(zip(samples, drawn, strict=True)):
         x, y = place % columns * width + 4, place // columns * height + 4
         sheet.paste(image, (x, y))
-        pen.text((x, y + image.height + 1), f"is {sample.get('target', '')}"[:14], fill=_INK, font=font)
-        pen.text(
-            (x, y + image.height + 1 + _LINE),
-            f"said {sample.get('prediction', '')}"[:14],
-            fill=_GOOD if sample.get("right") else _BAD,
-            font=font,
-        )
+        judged = (_GOOD if sample["right"] else _BAD) if "right" in sample else _INK
+        for line, (name, word, ink) in enumerate((("target", "is", _INK), ("prediction", "said", judged))):
+            if name in sample:
+                text = f"{word} {sample[name]}"[:14]
+                pen.text((x, y + image.height + 1 + line * _LINE), text, fill=ink, font=font)
     return np.asarray(sheet)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -41,11 +42,15 @@ class Task(Objective, Protocol):
         ``torchmetrics.MetricCollection``.
         ``save(model, folder) -> None``: more files for ``final/`` (a tokenizer, a config).
         ``show(sample, outputs) -> dict``: how a person sees one held-out sample, given the rows of ``outputs`` that are
-        its own: any of "image" (channels, height, width), "text", "tokens" (pairs of text and loss), "target",
-        "prediction", "right", "confidence", "prompt" and "continuation". The worst are those with the largest mean
-        ``outputs["loss"]`` (samples, or samples x positions).
+        its own: any of "image" (a tensor of (channels, height, width) or (height, width), of any range), "text",
+        "tokens" (pairs of text and loss), "target" and "prediction" (text, numbers, or pictures and masks, which are
+        laid beside the image), "right" (without it nothing is judged), "confidence", "prompt" and "continuation". The
+        worst are those with the largest mean ``outputs["loss"]`` (samples, or samples x positions).
         ``generate(model, batch) -> dict[str, Tensor]``: more outputs, of the few samples that are shown at every
-        evaluation. Every process calls it with the same samples, and must call the model equally often.
+        evaluation (not of the worst). Every process calls it with the same samples, and must call the model equally
+        often. Under FSDP2 only ``model(...)`` itself can be called.
+        ``progress``: an attribute (None in the class) in which a run puts a :class:`Progress`, for a ``loss`` that
+        changes along the run (a warm-up of one of its terms, say).
         ``samples_of(data, *, labelled) -> Dataset``: every row of another place, in its order, for ``oneloop evaluate``
         (labelled) and ``predict`` (not: any label will do).
         ``predicted(batch, outputs) -> dict[str, list]``: columns of what ``predict`` writes, an entry for each sample.
@@ -64,6 +69,29 @@ class Task(Objective, Protocol):
 
     def eval_sets(self) -> dict[str, Any]:
         """Map-style data sets by name; "validation" is logged as eval/…, "test" is evaluated at the end only."""
+
+
+class Progress:
+    """How far a run is: the same for any split of the batch, and after a resume.
+
+    Args:
+        position: says how many samples were drawn from the order before this step.
+        batch: global batch, in samples.
+        total: steps of the run.
+    """
+
+    def __init__(self, position: Callable[[], int], batch: int, total: int) -> None:
+        self._position, self._batch, self.total = position, batch, total
+
+    @property
+    def step(self) -> int:
+        """Steps before this one, those included that were left out as bad."""
+        return self._position() // self._batch
+
+    @property
+    def share(self) -> float:
+        """Of the run, from 0 to 1."""
+        return min(1.0, self.step / self.total)
 
 
 _NEEDED = ("model", "train_set", "eval_sets", "collate", "weight", "loss")

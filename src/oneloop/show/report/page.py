@@ -196,15 +196,11 @@ def _command(environment: Mapping[str, Any]) -> str:
     settings = {name: str(value) for name, value in settings.items()} if isinstance(settings, dict) else {}
     processes = processes if isinstance(processes, int) else 1
     precision = settings.get("ACCELERATE_MIXED_PRECISION", "no")
-    if processes == 1 and precision == "no":
-        return shlex.join(["python", "-m", "oneloop.train", *words])
     sharded = settings.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    config = f"accelerate_configs/{'fsdp2' if sharded else 'ddp' if processes > 1 else 'single'}.yaml"
+    config = "fsdp2" if sharded else "ddp" if processes > 1 else "single"
     several = ["--num_processes", str(processes)] if processes > 1 else []
     precise = ["--mixed_precision", precision] if precision != "no" else []
-    return shlex.join(
-        ["accelerate", "launch", "--config_file", config, *several, *precise, "-m", "oneloop.train", *words]
-    )
+    return shlex.join(["oneloop", "launch", "--config_file", config, *several, *precise, *words])
 
 
 def _list(value: Any) -> list[Any]:
@@ -224,7 +220,9 @@ def table(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
 
 
 def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
 def _safe(text: str) -> str:

@@ -50,12 +50,15 @@ def _card(sample: Mapping[str, Any]) -> str:
 def _verdict(sample: Mapping[str, Any]) -> str:
     words = []
     if "prediction" in sample:
-        right = sample.get("right", sample["prediction"] == sample.get("target"))
+        right = sample["prediction"] == sample.get("target")
         sure = f", {100 * number(sample['confidence']):.0f} %" if "confidence" in sample else ""
-        mark, kind = ("✓", "right") if right else ("✗", "wrong")
-        words.append(f'<b class="{kind}">{mark} {_safe(sample["prediction"])}{sure}</b>')
-        if not right:
-            words.append(f"is {_safe(sample.get('target', ''))}")
+        mark, kind = "", "soft"
+        if "right" in sample or not (_measured(sample["prediction"]) or "target" not in sample):
+            right = bool(sample.get("right", right))
+            mark, kind = ("✓ ", "right") if right else ("✗ ", "wrong")
+        words.append(f'<b class="{kind}">{mark}{_safe(sample["prediction"])}{sure}</b>')
+        if not right and "target" in sample:
+            words.append(f"is {_safe(sample['target'])}")
     elif "target" in sample:
         words.append(_safe(sample["target"]))
     if sample.get("loss") is not None:
@@ -63,14 +66,24 @@ def _verdict(sample: Mapping[str, Any]) -> str:
     return " · ".join([*words, f'<span class="soft">sample {_safe(sample.get("index"))}</span>'])
 
 
+def _measured(text: Any) -> bool:
+    """Whether it is a number with a fraction, which is neither right nor wrong."""
+    try:
+        return not float(text).is_integer()
+    except (TypeError, ValueError):
+        return False
+
+
 def _body(sample: Mapping[str, Any]) -> str:
     if "image" in sample:
-        target, prediction = sample.get("target", "unknown"), sample.get("prediction", "nothing")
-        said = _safe(f"sample {sample.get('index')}: is {target}, predicted {prediction}")
+        parts = [f"is {sample['target']}"] if "target" in sample else []
+        parts += [f"predicted {sample['prediction']}"] if "prediction" in sample else []
+        said = _safe(": ".join([f"sample {sample.get('index')}", *([", ".join(parts)] if parts else [])]))
         picture = str(sample["image"])
         if not _PICTURE.fullmatch(picture):  # of a run it always is; anything else might be fetched
             return f'<pre tabindex="0">{said}</pre>'
-        return f'<img src="{picture}" alt="{said}">'
+        text = f"<p>{_safe(sample['text'])}</p>" if sample.get("text") else ""
+        return f'<img src="{picture}" alt="{said}">{text}'
     if isinstance(sample.get("tokens"), list | tuple):
         pairs = [one for one in sample["tokens"] if isinstance(one, list | tuple) and len(one) == 2]
         tokens = [_token(str(text), number(loss)) for text, loss in pairs]

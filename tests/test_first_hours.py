@@ -1,0 +1,316 @@
+"""What people run into with a first task of their own: a loss that changes along the run, masks, the best weights."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from oneloop import cli
+from oneloop.basics.errors import BadInput
+from oneloop.show.display import figure, summary_table
+from oneloop.show.examples import plain
+from oneloop.show.pictures import beside, picture
+from oneloop.show.report.samples import _verdict
+from silent_cases import unfinished
+from test_after import after
+from worlds import run, train
+
+TASK = '''
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 2), nn.Linear(2, 4)
+
+    def forward(self, x):
+        return self.decoder(self.encoder(x))
+
+
+class Annealed:
+    """Its second loss is warmed up over the first half of the run."""
+
+    progress = None
+
+    def model(self):
+        return Net()
+
+    def train_set(self):
+        return torch.utils.data.TensorDataset(torch.linspace(-1, 1, 256).reshape(64, 4))
+
+    def eval_sets(self):
+        return {"validation": self.train_set(), "test": self.train_set()}
+
+    def collate(self, samples):
+        return {"x": torch.stack([x for x, in samples]), "name": [str(len(samples)) for _ in samples]}
+
+    def weight(self, batch):
+        return torch.tensor(float(len(batch["x"])))
+
+    def loss(self, model, batch):
+        said = model(batch["x"])
+        share = min(1.0, 2 * self.progress.share)
+        each = (said - batch["x"]).square().sum(1) + share * said.abs().sum(1)
+        return each.sum(), {"loss": each.detach(), "said": said.detach(), "beta": torch.tensor(share)}
+
+    def samples_of(self, data, *, labelled):
+        return self.train_set()
+
+    def predicted(self, batch, outputs):
+        return {"said": outputs["said"], "largest": outputs["said"].amax(1), "name": batch["name"]}
+
+
+class Constant(Annealed):
+    def loss(self, model, batch):
+        wanted = batch["x"] if model.training else -batch["x"]  # the more it learns, the worse
+        each = (model(batch["x"]) - wanted).square().sum(1)
+        return each.sum(), {"loss": each.detach()}
+
+    def show(self, sample, outputs):
+        return {"text": "shown"}
+
+
+class Inside(Annealed):
+    def loss(self, model, batch):
+        said = model.decoder(model.encoder(batch["x"]))
+        return (said - batch["x"]).square().sum(), {}
+
+
+class Generating(Annealed):
+    def generate(self, model, batch):
+        return {"drawn": model.decoder(torch.ones(len(batch["x"]), 2))}
+
+    def show(self, sample, outputs):
+        return {"text": str(outputs["drawn"].shape) if "drawn" in outputs else "none"}
+
+
+class Failing(Annealed):
+    def generate(self, model, batch):
+        raise KeyError("no such thing")
+
+    def show(self, sample, outputs):
+        return {"text": "shown"}
+
+
+class Columns(Annealed):
+    def predicted(self, batch, outputs):
+        return {"one": outputs["said"].sum()}
+'''
+COMMON = ["--batch.size", "16", "--duration", "20", "--track", "none", "--log.every", "1", "--optimizer.lr", "0.02"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "mine.py").write_text(TASK)
+    return tmp_path
+
+
+def lines(run_folder) -> list[dict]:
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+
+
+SPLITS = [
+    ("single", 1, []),
+    ("single", 1, ["--batch.micro", "4"]),
+    ("ddp", 2, ["--batch.micro", "2"]),
+    ("fsdp2", 2, []),
+]
+
+
+def test_a_loss_that_changes_along_the_run_is_the_same_for_any_split(folder):
+    found = []
+    for number, (config, ranks, words) in enumerate(SPLITS):
+        words = ["mine.py:Annealed", *COMMON, *words, "--run.dir", f"run-{number}"]
+        run(train, words, ranks=ranks, config=config, folder=folder).ok()
+        trained = [line for line in lines(folder / f"run-{number}") if "train/beta" in line]
+        assert [line["train/beta"] for line in trained] == pytest.approx([min(1.0, 0.1 * step) for step in range(20)])
+        found.append([line["train/loss"] for line in trained])
+    assert all(one == pytest.approx(found[0], rel=1e-5) for one in found[1:])
+    ended = json.loads((folder / "run-0" / "summary.json").read_text())
+    evaluated = after(folder, "evaluate", "run-0", "--json")
+    evaluated.ok()
+    figures = json.loads(next(line for line in evaluated.output.splitlines() if line.startswith("{")))
+    assert figures["eval/loss"] == pytest.approx(ended["eval/loss"], rel=1e-5)  # at the end of the run, beta is 1
+
+
+def test_it_goes_on_where_it_was_and_not_on_a_longer_run(folder):
+    words = ["mine.py:Annealed", *COMMON, "--save.every", "5", "--save.keep", "9", "--run.dir", "run"]
+    run(train, words, folder=folder).ok()
+    whole = load_file(folder / "run" / "final" / "model.safetensors")
+    unfinished(folder / "run", 10)
+    run(train, words, folder=folder).ok()
+    parts = load_file(folder / "run" / "final" / "model.safetensors")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    longer = ["mine.py:Annealed", *COMMON, "--duration", "40", "--run.dir", "run"]
+    refused = run(train, longer, folder=folder)
+    assert refused.codes == [2] and "along which the loss changes: 20 -> 40" in refused.output
+
+
+def test_a_model_that_is_not_called_is_told_of_where_it_is_wrapped(folder):
+    run(train, ["mine.py:Inside", *COMMON, "--run.dir", "one"], folder=folder).ok()
+    refused = run(train, ["mine.py:Inside", *COMMON, "--run.dir", "two"], ranks=2, config="ddp", folder=folder)
+    assert refused.codes == [2, 2] and "has no 'decoder' of its own: call model(...) itself" in refused.output
+    assert not (folder / "two").exists()
+
+
+@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("ddp", 2)])
+def test_what_generates(folder, config, ranks):
+    how = {"ranks": ranks, "config": config, "folder": folder}
+    run(train, ["mine.py:Generating", *COMMON, "--run.dir", "drawn"], **how).ok()
+    shown = json.loads((folder / "drawn" / "examples.json").read_text())["samples"]
+    assert {one["text"] for one in shown if not one["worst"]} == {"torch.Size([4])"}
+    world = run(train, ["mine.py:Failing", *COMMON, "--run.dir", "failing"], **how)
+    world.ok()
+    assert (
+        world.output.count("nothing is generated (Failing.generate: KeyError: 'no such thing'); training goes on") == 1
+    )
+
+
+def test_columns_may_be_tensors_and_texts(folder):
+    run(train, ["mine.py:Annealed", *COMMON, "--run.dir", "run"], folder=folder).ok()
+    after(folder, "predict", "run", "--data", "any", "--to", "said.jsonl", ranks=2, config="ddp").ok()
+    rows = [json.loads(line) for line in (folder / "said.jsonl").read_text().splitlines()]
+    assert [row["row"] for row in rows] == list(range(64)) and all(len(row["said"]) == 4 for row in rows)
+    assert all(row["largest"] == max(row["said"]) and isinstance(row["name"], str) for row in rows)
+    refused = after(folder, "predict", "run", "--data", "any", "--to", "no.jsonl", "--task", "mine.py:Columns")
+    assert refused.codes == [2] and "Columns.predicted returned a float as 'one' for 16 samples" in refused.output
+
+
+def test_the_figures_are_those_of_the_weights_in_final(folder):
+    """With the best weights kept: of the table, of the summary, of evaluate, of export and of predict."""
+    words = ["mine.py:Constant", *COMMON, "--eval.every", "5", "--save.final", "best", "--save.every", "0"]
+    world = run(train, [*words, "--run.dir", "run"], folder=folder)
+    world.ok()
+    ended = json.loads((folder / "run" / "summary.json").read_text())
+    best = ended["best"]["step"]
+    assert best < 20 and ended["final"]["step"] == best and ended["eval/loss"] == pytest.approx(ended["best"]["value"])
+    assert f"weights (best, of step {best})" in world.output
+    written = lines(folder / "run")
+    assert [line["step"] for line in written if "eval/loss" in line] == [5, 10, 15, 20]
+    assert [line["step"] for line in written if "test/loss" in line] == [best]
+    assert json.loads((folder / "run" / "examples.json").read_text())["step"] == best
+    assert run(cli.main, ["export", "run", "--to", "out"], folder=folder).ok() == [0]
+    final = load_file(folder / "run" / "final" / "model.safetensors")
+    out = load_file(folder / "out" / "model.safetensors")
+    assert all(torch.equal(final[name], out[name]) for name in final)
+    assert run(cli.main, ["export", "run", "--to", "new", "--checkpoint", "newest"], folder=folder).ok() == [0]
+    assert not torch.equal(load_file(folder / "new" / "model.safetensors")["encoder.weight"], final["encoder.weight"])
+
+
+def test_masks_are_pictures():
+    mask = torch.zeros(8, 8, dtype=torch.uint8)
+    mask[2:5, 2:5] = 2
+    shown = plain({"image": torch.rand(3, 8, 8), "target": mask, "prediction": mask.numpy() * 0})
+    assert shown["text"] == "image, target, prediction" and shown.keys() == {"text", "image"}
+    assert shown["image"].shape == (3, 8, 26)  # three of 8, and gaps
+    assert (shown["image"][:, 0, 9] == 0).all() and not (shown["image"][:, 3, 12] == 0).all()
+    assert beside([torch.rand(4, 6), torch.rand(1, 8, 12)]).shape == (3, 8, 25)
+    assert picture(shown["image"]).width > 26
+    assert plain({"prediction": torch.tensor(3)}) == {"prediction": "3"}
+
+
+def test_what_is_judged():
+    assert _verdict({"prediction": "cat", "target": "dog", "index": 1}).startswith(
+        '<b class="wrong">✗ cat</b> · is dog'
+    )
+    assert _verdict({"prediction": "2.5", "target": "2.25", "index": 1}).startswith('<b class="soft">2.5</b> · is 2.25')
+    assert "is" not in _verdict({"prediction": "cat", "index": 1}).partition("·")[0]
+    assert _verdict({"prediction": "97.9% of pixels", "index": 0}).startswith('<b class="soft">97.9% of pixels</b> · <')
+    assert "✓ 3" in _verdict({"prediction": "3", "target": "3", "index": 1})
+
+
+def test_names_with_a_slash_and_large_figures():
+    from rich.console import Console
+
+    figures = {"train/loss": 1.0, "eval/iou/sky": 0.5, "ema/eval/iou/sky": 0.75, "eval/mae": 50491.26, "samples": 3}
+    console = Console(width=100, file=open("/dev/null", "w"), record=True)  # noqa: SIM115
+    console.print(summary_table(figures))
+    rows = [line.split() for line in console.export_text().replace("│", " ").splitlines()]
+    assert ["eval/iou/sky", "0.5000", "0.7500"] in rows and ["eval/mae", "50,491"] in rows
+    assert [figure(value) for value in (0.5, -12345.6, 9999.0, 1e15)] == [
+        "0.5000",
+        "-12,346",
+        "9999.0000",
+        f"{1e15:.4f}",
+    ]
+
+
+def _again_in_a_notebook() -> None:
+    """A class that was changed is not taken for the one whose run has ended."""
+    import linecache
+
+    from oneloop import fit
+
+    module = sys.modules["__main__"]
+
+    def cell(number: int, width: int) -> None:
+        text = TASK.replace("nn.Linear(4, 2), nn.Linear(2, 4)", f"nn.Linear(4, {width}), nn.Linear({width}, 4)")
+        name = f"/tmp/cell-{number}.py"
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        exec(compile(text, name, "exec"), vars(module))
+
+    how = {"duration": 3, "track": "none", "run": {"dir": "run"}, "watch": {"quiet": True}}
+    if hasattr(module, "__file__"):
+        del module.__file__  # as in a notebook
+    cell(1, 2)
+    first = fit(module.Annealed, **how)
+    assert fit(module.Annealed, **how) == first  # nothing to do
+    vars(module)["Annealed"].loss, before = module.Inside.loss, module.Annealed.loss
+    with pytest.raises(
+        BadInput, match=r"the source of its task \(Annealed\) has changed since: choose another run.dir"
+    ):
+        fit(module.Annealed, **how)
+    module.Annealed.loss = before
+    with pytest.raises(BadInput, match="batch.micro auto tries micro-batches in a process of its own"):
+        fit(module.Annealed, **{**how, "run": {"dir": "auto"}}, batch={"micro": "auto"})
+    with pytest.raises(BadInput, match="fit takes a recipe or a task's class, not <.*give the class"):
+        fit(module.Annealed())
+    with pytest.raises(BadInput) as refused:
+        fit(module.Annealed, task={"width": "wide"})
+    assert refused.value.__cause__ is None and refused.value.__suppress_context__  # its sentence is enough
+
+
+def test_a_class_of_a_notebook_that_was_changed(tmp_path):
+    run(_again_in_a_notebook, folder=tmp_path).ok()
+
+
+def test_a_script_without_a_guard_is_not_trained_by_evaluate(folder):
+    """Its class is imported from it, and its call would be made again."""
+    script = TASK + "\n\nfrom oneloop import fit\n\nfit(Annealed, duration=3, track='none', run={'dir': 'run'})\n"
+    (folder / "script.py").write_text(script)
+    done = subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    refused = after(folder, "evaluate", "run")
+    assert refused.codes == [2] and 'put the call under if __name__ == "__main__":' in refused.output
+    repeat = (folder / "run" / "report.html").read_text()
+    assert "oneloop launch --config_file single" in repeat and "script.py:Annealed --duration 3" in repeat
+
+
+def test_a_changed_file_is_told_of_when_its_run_has_ended(folder):
+    words = ["mine.py:Annealed", *COMMON, "--run.dir", "run"]
+    run(train, words, folder=folder).ok()
+    (folder / "mine.py").write_text(TASK + "# more\n")
+    again = run(train, words, folder=folder)
+    again.ok()
+    assert "nothing to do; the source of its task" in again.output and "has changed since" in again.output
+
+
+def test_predictions_as_csv_keep_texts(folder):
+    run(train, ["mine.py:Annealed", *COMMON, "--run.dir", "run"], folder=folder).ok()
+    refused = after(folder, "predict", "run", "--data", "any", "--to", "said.csv")
+    assert refused.codes == [2] and "said hold a list for each sample" in refused.output
+    (folder / "flat.py").write_text(
+        "import mine\n\nclass Flat(mine.Annealed):\n    def predicted(self, batch, outputs):\n"
+        "        return {'name': batch['name'], 'first': outputs['said'][:, 0]}\n"
+    )
+    after(folder, "predict", "run", "--data", "any", "--to", "said.csv", "--task", "flat.py:Flat").ok()
+    rows = list(csv.DictReader((folder / "said.csv").open()))
+    assert len(rows) == 64 and {row["name"] for row in rows} == {"16"}
