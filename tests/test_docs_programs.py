@@ -12,7 +12,7 @@ import pytest
 from own_files import rows
 from test_own_docs import blocks
 from test_own_texts import bert
-from worlds import run, train
+from worlds import ROOT, run, train
 
 PARTS = blocks("parts.md", "python")
 
@@ -88,6 +88,23 @@ def test_what_a_plain_script_needs_without_a_gpu(tmp_path):
         pytest.skip("needs a machine without a GPU")
     assert run(_connected, True, ranks=2).ok() == [2, 2]
     assert run(_connected, False, ranks=2).ok() == [1, 1]
+
+
+@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_two_losses_one_of_them_warmed_up(tmp_path, config, ranks):
+    ((name, text),) = blocks("own-task.md", "python").items()
+    (tmp_path / name).write_text(text)
+    typed = next(line for line in (ROOT / "docs" / "own-task.md").read_text().splitlines() if f"{name}:" in line)
+    words = [*typed.split()[4:], "--run.dir", "run", "--track", "none", "--log.every", "1"]
+    run(train, words, ranks=ranks, config=config, folder=tmp_path).ok()
+    ended = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert ended["best"]["metric"] == "eval/error" and ended["eval/error"] < 2.5 and ended["eval/size"] > 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    betas = [line["train/beta"] for line in lines if "train/beta" in line]
+    total = ended["step"]
+    assert betas == pytest.approx([0.1 * min(1.0, step / total / 0.3) for step in range(total)], rel=1e-5)
+    shown = json.loads((tmp_path / "run" / "examples.json").read_text())["samples"]
+    assert all(one["image"].startswith("data:image/png") and one["text"] == "image, prediction" for one in shown)
 
 
 MOVING = {
