@@ -190,10 +190,11 @@ def test_fp8_where_there_is_none(here):
             ["digits"],
             ["fp16", "CPU"],
         ),
-        (
+        pytest.param(
             [sys.executable, "-m", "oneloop.cli", "launch", "--config_file", str(CONFIGS / "ddp.yaml")],
             ["digits", "--batch.size", "1"],
             ["2 ranks", "nearest size: 2"],
+            marks=pytest.mark.slow,
         ),
         ([sys.executable, "-m", "oneloop.cli", "launch", "--mixed_precision", "fp8"], ["digits"], ["fp8", "bf16"]),
         (

@@ -71,7 +71,8 @@ def test_each_flipped_bit_and_a_missing_file_are_found(tmp_path, capsys):
             assert "base/" in capsys.readouterr().out
         file.unlink()
         assert main(["verify", str(tmp_path / "run")]) == 1 and "base/" in capsys.readouterr().out
-        assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 2
+        newest = ["--checkpoint", "newest"]  # final/ has all of them
+        assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out"), *newest]) == 2
         file.write_bytes(whole)
     assert main(["verify", str(tmp_path / "run")]) == 0
 

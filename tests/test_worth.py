@@ -71,7 +71,7 @@ def test_a_run_of_it_from_the_command_line(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("raise", "RuntimeError: no such kernel"),
+        pytest.param("raise", "RuntimeError: no such kernel", marks=pytest.mark.slow),
         pytest.param("memory", "out of memory", marks=pytest.mark.slow),
         pytest.param("crash", "its process ended with 7", marks=pytest.mark.slow),
     ],
