@@ -243,6 +243,61 @@ def test_names_with_a_slash_and_large_figures():
     ]
 
 
+@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("fsdp2", 2)])
+def test_a_damaged_best_checkpoint_is_told_of_and_not_taken(folder, config, ranks):
+    words = ["mine.py:Constant", *COMMON, "--eval.every", "5", "--save.final", "best", "--save.every", "5"]
+    words += ["--save.keep", "9", "--run.dir", "run"]
+    how = {"ranks": ranks, "config": config, "folder": folder}
+    run(train, words, **how).ok()
+    best = json.loads((folder / "run" / "summary.json").read_text())["best"]["step"]
+    assert best == 5
+    unfinished(folder / "run", 10)
+    part = folder / "run" / "checkpoints" / "step-00000005" / "rank-00000.safetensors"
+    spoiled = bytearray(part.read_bytes())
+    spoiled[-2] ^= 4
+    part.write_bytes(spoiled)
+    world = run(train, words, **how)
+    world.ok()
+    assert "THE BEST CHECKPOINT" in world.output and "final/ gets the last weights" in world.output
+    ended = json.loads((folder / "run" / "summary.json").read_text())
+    assert ended["final"] == {"weights": "last", "step": 20, "end": 20}
+
+
+def test_a_best_of_another_folder_is_told_of(folder):
+    words = ["mine.py:Constant", *COMMON, "--eval.every", "5", "--save.final", "best", "--save.keep", "9"]
+    run(train, [*words, "--save.every", "5", "--run.dir", "one"], folder=folder).ok()
+    resume = ["--run.dir", "two", "--run.resume", "one/checkpoints/step-00000010"]
+    world = run(train, [*words, *resume], folder=folder)
+    world.ok()
+    assert "CANNOT BE USED: it is not there" in world.output
+    assert json.loads((folder / "two" / "summary.json").read_text())["final"]["weights"] == "last"
+
+
+def test_another_file_of_the_same_name_is_another_task(folder):
+    run(train, ["mine.py:Annealed", *COMMON, "--run.dir", str(folder / "run")], folder=folder).ok()
+    (folder / "there").mkdir()
+    (folder / "there" / "mine.py").write_text(TASK + "# another\n")
+    words = ["mine.py:Annealed", *COMMON, "--run.dir", str(folder / "run")]
+    refused = run(train, words, folder=folder / "there")
+    assert refused.codes == [2] and f"was trained with the task of {folder / 'mine.py'}" in refused.output
+    (folder / "there" / "mine.py").write_text(TASK)  # a copy
+    run(train, words, folder=folder / "there").ok()
+
+
+WRONG = {
+    "progress that cannot be set": ("    progress = property(lambda self: None)\n", "its progress cannot be set"),
+    "a file that ends the interpreter": ("    pass\n\nraise SystemExit(0)\n", "ends the interpreter (sys.exit)"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_files(folder, case):
+    members, says = WRONG[case]
+    (folder / "wrong.py").write_text(f"import mine\n\nclass Wrong(mine.Annealed):\n{members}")
+    refused = run(train, ["wrong.py:Wrong", *COMMON, "--run.dir", "run"], folder=folder)
+    assert refused.codes == [2] and says in refused.output and not (folder / "run").exists()
+
+
 def _again_in_a_notebook() -> None:
     """A class that was changed is not taken for the one whose run has ended."""
     import linecache

@@ -263,11 +263,24 @@ def test_in_a_thread(tmp_path):
 def _in_a_thread() -> None:
     from oneloop import fit
 
-    found = []
-    thread = threading.Thread(target=lambda: found.append(fit("digits", duration=2, run={"dir": "run"}, **QUIET)))
-    thread.start()
-    thread.join()
-    assert found[0]["step"] == 2
+    found, refused = [], []
+
+    def one(folder: str) -> None:
+        try:
+            found.append(fit("digits", duration=2, run={"dir": folder}, **QUIET))
+        except BadInput as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=one, args=(folder,)) for folder in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [summary["step"] for summary in found] == [2] and "another fit is under way" in refused[0]
+    for wrong in ({"name": "other.py:T"}, "other.py:T"):
+        with pytest.raises(BadInput, match="two tasks given"):
+            fit(Points, task=wrong)
+    assert "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
 SCRIPT = """
@@ -332,11 +345,22 @@ def test_recipes_from_python():
     assert recipe(task=Points).task.name == "test_fit.Points"
     assert recipe(task={"name": Points, "nan_after": 3}).name == "test_fit"
 
+    import numpy
+
+    assert recipe("digits", batch={"size": numpy.int64(16)}, seed=numpy.int32(3)) == read(
+        ["digits", "--batch.size", "16", "--seed", "3"]
+    )
+
     class Hidden(Points):
         pass
 
+    other = type("Points", (Points,), {})  # of the same name
+
     refused = {
         "cannot be found by its name again": {"task": Hidden},
+        "is another one now than": {"task": other},
+        "batch.size is given twice": {"source": "digits", "batch.size": 16, "batch": {"size": 32}},
+        "batch.size is given {3}": {"source": "digits", "batch": {"size": {3}}},
         "is a group of keys: give it a dict": {"source": "digits", "batch": 64},
         "needs a value": {"source": "digits", "batch": {"size": None}},
         "changed after it was read": {"source": replace(made, seed=3)},

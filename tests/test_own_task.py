@@ -98,7 +98,7 @@ NAMED = {
     "broken.py:MyTask": "importing 'broken.py' failed: SyntaxError",
     "raises.py:MyTask": "importing 'raises.py' failed: ZeroDivisionError",
     "needs.py:MyTask": "needs the module 'not_here', which is not installed",
-    "a.b.py:MyTask": "give a.b.py another name",
+    "a.b.py:MyTask": "holds no dot; give a.b.py another name",
 }
 
 
@@ -157,6 +157,7 @@ NEW = {
     ("here.txt",): "cannot be a module of yours",
     ("json.py",): "cannot be a module of yours",
     ("my-task.py",): "cannot be a module of yours",
+    ("torch.py",): "cannot be a module of yours",
     ("spirals.py",): "spirals.py is there already",
     ("spirals.py/x.py",): "cannot be written",
 }

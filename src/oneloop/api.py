@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from oneloop.basics.errors import BadInput
@@ -14,6 +16,9 @@ from oneloop.recipe.sources import from_python, typed
 from oneloop.run.entry import begun, conduct
 from oneloop.run.interpreter import borrowed
 from oneloop.train import train
+
+_ONE = threading.Lock()
+"""held by the fit that is under way: accelerate's state, and torch's generators, are the process's"""
 
 
 def fit(
@@ -49,6 +54,8 @@ def fit(
     """
     die_with_launcher()
     refuse_while_importing("fit is called")
+    if not _ONE.acquire(blocking=False):
+        raise BadInput("another fit is under way in this process; wait for it, or start another process")
     try:
         source, typed, chosen = _read(recipe, groups)
         with borrowed(mixed_precision):
@@ -57,6 +64,8 @@ def fit(
                 summary, fault = conduct(train, chosen, run)
     except BadInput as error:
         raise BadInput(str(error)) from None  # its sentence is enough
+    finally:
+        _ONE.release()
     if fault is not None:
         raise fault
     return summary
@@ -64,8 +73,13 @@ def fit(
 
 def _read(recipe: Any, groups: dict[str, Any]) -> tuple[str, list[str], Recipe]:
     """What was asked for as it would be typed, and the recipe."""
+    if isinstance(recipe, Path):
+        recipe = str(recipe)
     if isinstance(recipe, type):
-        groups = {**groups, "task": {**groups.get("task", {}), "name": recipe}}
+        own = groups.get("task") or {}
+        if not isinstance(own, Mapping) or "name" in own:
+            raise BadInput(f"two tasks given, {recipe!r} and {own!r}; give the class, and its arguments by task={{…}}")
+        groups = {**groups, "task": {**own, "name": recipe}}
         recipe = None
     elif not (recipe is None or isinstance(recipe, str | Recipe | Mapping)):
         raise BadInput(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from oneloop.basics.errors import BAD_INPUT, ERROR, BadInput
@@ -102,7 +103,8 @@ def new(words: Sequence[str]) -> int:
         texts = {folder / path.name: path.read_text() for path in config_files().values()}
     else:
         file = places[0]
-        if file.suffix != ".py" or not file.stem.isidentifier() or file.stem in sys.stdlib_module_names:
+        taken = file.stem in sys.stdlib_module_names or (file.stem.isidentifier() and _installed(file))
+        if file.suffix != ".py" or not file.stem.isidentifier() or taken:
             raise BadInput(f"oneloop new: {file} cannot be a module of yours; name it like my_task.py")
         template = (Path(__file__).parent / "tasks" / "template.py").read_text()
         texts = {file: re.sub(r"\bmy_task(\.py)?\b", lambda found: str(file) if found[1] else file.stem, template)}
@@ -118,6 +120,12 @@ def new(words: Sequence[str]) -> int:
     if not configs:
         print(printable(f"train it with: oneloop launch --config_file single {file}:MyTask"))
     return 0
+
+
+def _installed(file: Path) -> bool:
+    """Whether a module of that name is installed, which the file would hide."""
+    found = find_spec(file.stem)
+    return found is not None and bool(found.origin) and "site-packages" in str(found.origin)
 
 
 def launch_processes(words: Sequence[str]) -> int:

@@ -239,7 +239,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
 
     # The end. The best weights are put in place, where they are wanted.
     trouble = checkpoints.finish()
-    final = job.final(state, checkpoints, count.step, best)
+    final = job.final(state, checkpoints, count.step, best, stopped=stopped)
     if not stopped and (sets := job.last_sets(final)):
         stopped = not evaluated(sets, of=final["step"])
     if trouble and stopped:  # the run is not done, and cannot go on where it was

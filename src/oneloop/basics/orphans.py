@@ -32,6 +32,8 @@ def die_with_launcher() -> None:
         return
     if os.getppid() == 1 and not _is_python(1):
         os._exit(1)
+    if "TORCHELASTIC_RUN_ID" not in os.environ and not _is_python(os.getppid()):
+        return  # somebody has set accelerate's variable in a shell
     die_with(os.getppid())
 
 

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from oneloop.basics.progress import Working
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint import writer
+from oneloop.checkpoint.base import base_problems
 from oneloop.checkpoint.frozen import Base
 from oneloop.checkpoint.state import (
     buffers_of,
@@ -35,7 +36,7 @@ from oneloop.checkpoint.state import (
     pieces,
     stage,
 )
-from oneloop.checkpoint.store import Keep, Store, problems
+from oneloop.checkpoint.store import Keep, Store, name_of, problems
 from oneloop.checkpoint.writing_process import WritingProcess
 
 WRITER = "oneloop.checkpoint.writer"
@@ -209,6 +210,17 @@ class Checkpoints:
             self._process = None
 
     # --- loading ---
+
+    def whole(self, step: int, otherwise: str) -> bool:
+        """Whether the checkpoint of a step is there and verifies, the same on all ranks; where not, a person is told,
+        and what happens otherwise."""
+        path = self.store.root / name_of(step)
+        wrong: list[str] = []
+        if self.rank == 0:
+            wrong = (problems(path) or base_problems(path)) if path.is_dir() else ["it is not there"]
+            if wrong:
+                self._say(f"THE BEST CHECKPOINT, {path}, CANNOT BE USED: {'; '.join(wrong[:3])}; {otherwise}")
+        return not self._all(wrong)[0]
 
     def newest(self) -> Path | None:
         """The newest checkpoint that verifies, the same on all ranks; bad ones are told of and set aside.

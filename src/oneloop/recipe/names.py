@@ -62,6 +62,11 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
         raise BadInput(f"{group}.name {name!r}: {place!r} has no {attribute!r}{_has(module)}") from None
     except BadInput as error:
         raise BadInput(f"{group}.name {name!r}: {error}" if ":" in name else str(error)) from error
+    except SystemExit:
+        raise BadInput(
+            f"{group}.name {name!r}: {place!r} ends the interpreter (sys.exit) when it is imported; put what it does"
+            ' under if __name__ == "__main__":'
+        ) from None
     except Exception as error:
         raise BadInput(f"{group}.name {name!r}: importing {place!r} failed: {type(error).__name__}: {error}") from error
     if wrong := "" if name in known else _FITS[group](chosen):
@@ -143,7 +148,14 @@ def path_of(chosen: Any) -> str:
             f"{chosen!r} cannot be found by its name again; give a class or function that is defined outside of any"
             " function or class"
         )
-    file = getattr(sys.modules["__main__"], "__file__", None) if module == "__main__" else None
+    main = sys.modules["__main__"]
+    if getattr(sys.modules.get(module), name, None) is not chosen:
+        raise BadInput(
+            f"{module}.{name} is another one now than {chosen!r}, which was given; give it a name of its own"
+        )
+    if module == "__main__" and (spec := getattr(main, "__spec__", None)) is not None and "." in spec.name:
+        return f"{spec.name}.{name}"  # python -m package.module
+    file = getattr(main, "__file__", None) if module == "__main__" else None
     return f"{file}:{name}" if file else f"{module}.{name}"
 
 
@@ -163,7 +175,7 @@ def _last_two(name: str) -> list[str]:
 
 def from_there(name: str, recorded: Path) -> str:
     """The name by which :func:`resolve` finds what stood in the file ``recorded``, where that is still there."""
-    if not recorded.is_file():
+    if not recorded.is_file() or recorded.suffix != ".py":
         return name
     if ":" in name:
         return f"{recorded}:{name.rpartition(':')[2]}"
@@ -187,8 +199,10 @@ def module_of(file: Path) -> ModuleType:
         if there and Path(there).resolve() == file:
             return _as_it_is_now(sys.modules[name], file)
     name = file.stem
-    taken = name in sys.stdlib_module_names or "." in name
-    found = None if taken else find_spec(name)
+    taken = name in sys.stdlib_module_names
+    found = None if taken or "." in name else find_spec(name)
+    if "." in name:
+        raise BadInput(f"a module's name holds no dot; give {file.name} another name")
     if taken or (found is not None and found.origin and Path(found.origin).resolve() != file):
         raise BadInput(
             f"the module {name!r} is {found.origin if found else 'of Python itself'}; give {file.name} another name"

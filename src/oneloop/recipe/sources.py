@@ -90,7 +90,10 @@ def flat(content: Mapping[Any, Any]) -> dict[str, Any]:
     """A recipe's keys by group as {"group.key": value}."""
     made: dict[str, Any] = {}
     for key, value in content.items():
-        made |= flattened({key: value}) if isinstance(value, Mapping) and key in GROUPS else {long(str(key)): value}
+        more = flattened({key: value}) if isinstance(value, Mapping) and key in GROUPS else {long(str(key)): value}
+        if twice := made.keys() & more.keys():
+            raise BadInput(f"{', '.join(sorted(twice))} is given twice; give it once")
+        made |= more
     return made
 
 
@@ -108,7 +111,13 @@ def from_python(groups: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in groups.items():
         if key in GROUPS and not isinstance(value, Mapping) and key not in CHOICES:
             raise BadInput(f"{key} is a group of keys: give it a dict ({key}={{…}}), not {value!r}")
-    return {key: _plain(value) for key, value in flat(groups).items()}
+    given = {key: _plain(value) for key, value in flat(groups).items()}
+    for key, value in given.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            raise BadInput(f"{key} is given {value!r}; give text, numbers, lists or dicts of them") from None
+    return given
 
 
 def typed(value: Any) -> str:
@@ -122,6 +131,8 @@ def _plain(value: Any) -> Any:
         return path_of(value)
     if isinstance(value, Duration | Path):
         return str(value)
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:  # a number of numpy's
+        return value.item()
     if isinstance(value, Mapping):
         return {str(key): _plain(inside) for key, inside in value.items()}
     return [_plain(inside) for inside in value] if isinstance(value, list | tuple) else value

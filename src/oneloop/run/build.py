@@ -100,7 +100,13 @@ def make_task(recipe: Recipe) -> Task:
         ) from error
     check(task)
     if hasattr(task, "progress"):
-        task.progress = Progress(lambda: 0, 1, 1)  # until the run knows better
+        try:
+            task.progress = Progress(lambda: 0, 1, 1)  # until the run knows better
+        except (AttributeError, TypeError) as error:
+            raise ValueError(
+                f"task.name {recipe.task.name}: its progress cannot be set ({error}); a run puts its own there: write"
+                " progress = None in the class"
+            ) from error
     return task
 
 

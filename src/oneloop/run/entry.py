@@ -21,7 +21,7 @@ from oneloop.run.build import build_job
 from oneloop.run.early import is_main, read_once, refuse
 from oneloop.run.ending import leave
 from oneloop.run.folder import Folder
-from oneloop.run.identity import source_changed
+from oneloop.run.identity import another_file, source_changed
 from oneloop.run.job import Job
 from oneloop.run.processes import Run, start
 from oneloop.run.trial import explained, find_micro
@@ -158,6 +158,8 @@ def _prepared(recipe: Recipe, run: Run, folder: Folder, *, tell: bool) -> Job | 
             if run.main
             else None
         )
+        if run.main and not recipe.run.accept_changes and (other := another_file(recipe, folder.path)):
+            raise BadInput(f"run.dir {folder.path} {other}; choose another run.dir, or --run.accept_changes true")
     if finished := run.from_main(finished):
         other = source_changed(recipe, folder.path)
         if other and not tell:  # in Python it would be the result of another class

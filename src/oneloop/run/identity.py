@@ -19,7 +19,7 @@ from oneloop.data.keyed import Keyed
 from oneloop.data.rows.changes import changes, fingerprint_of
 from oneloop.optim.groups import LR_FACTOR
 from oneloop.recipe.comparison import same_place
-from oneloop.recipe.names import CHOICES, resolve
+from oneloop.recipe.names import CHOICES, resolve, source
 from oneloop.recipe.schema import Recipe
 from oneloop.run.job import Job
 from oneloop.run.processes import Run
@@ -190,6 +190,18 @@ def checksum(values: Any) -> str:
     for value in values:
         take(value)
     return state.hexdigest()
+
+
+def another_file(recipe: Recipe, run: Path) -> str:
+    """A sentence, where the run in this folder was trained with the task of another file, which is still there."""
+    place = source("task", recipe.task.name)
+    try:
+        there = Path(str(json.loads((run / "environment.json").read_text())["task"]))
+        if place is None or there.suffix != ".py" or there.samefile(place) or there.read_bytes() == place.read_bytes():
+            return ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return f"was trained with the task of {there}, and now it is that of {place}"
 
 
 def source_changed(recipe: Recipe, run: Path) -> str:

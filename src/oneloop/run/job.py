@@ -135,10 +135,13 @@ class Job:
                     about["task"] = str(place)
                 folder.begin(self.recipe.yaml(), environment(command=[*run.command], **about))
 
-    def final(self, state: RunState, checkpoints: Checkpoints, step: int, best: Best) -> dict[str, Any]:
-        """Puts the weights of the best evaluation in place, where the recipe asks for them; says which are there. Every
-        rank must get here, and no save may be under way."""
-        if self.recipe.save.final == "last" or not best.step:
+    def final(
+        self, state: RunState, checkpoints: Checkpoints, step: int, best: Best, *, stopped: bool
+    ) -> dict[str, Any]:
+        """Puts the weights of the best evaluation in place, where the recipe asks for them, the run has come to its
+        end, and they are there whole; says which are in place. Every rank must get here, and no save may be under way."""
+        wanted = self.recipe.save.final == "best" and best.step and not stopped
+        if not wanted or (best.step != step and not checkpoints.whole(best.step, "final/ gets the last weights")):
             return {"weights": "last", "step": step, "end": step}
         if best.step != step:
             state.take(checkpoints, best.step)
