@@ -360,7 +360,7 @@ def test_recipes_from_python():
         "cannot be found by its name again": {"task": Hidden},
         "is another one now than": {"task": other},
         "batch.size is given twice": {"source": "digits", "batch.size": 16, "batch": {"size": 32}},
-        "batch.size is given {3}": {"source": "digits", "batch": {"size": {3}}},
+        r"batch.size is given \{3\}": {"source": "digits", "batch": {"size": {3}}},
         "is a group of keys: give it a dict": {"source": "digits", "batch": 64},
         "needs a value": {"source": "digits", "batch": {"size": None}},
         "changed after it was read": {"source": replace(made, seed=3)},

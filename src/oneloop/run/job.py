@@ -139,7 +139,8 @@ class Job:
         self, state: RunState, checkpoints: Checkpoints, step: int, best: Best, *, stopped: bool
     ) -> dict[str, Any]:
         """Puts the weights of the best evaluation in place, where the recipe asks for them, the run has come to its
-        end, and they are there whole; says which are in place. Every rank must get here, and no save may be under way."""
+        end, and they are there whole; says which are in place. Every rank must get here, and no save may be under
+        way."""
         wanted = self.recipe.save.final == "best" and best.step and not stopped
         if not wanted or (best.step != step and not checkpoints.whole(best.step, "final/ gets the last weights")):
             return {"weights": "last", "step": step, "end": step}
