@@ -17,6 +17,7 @@ from oneloop.recipe.parse import read
 from test_after import apply
 from worlds import run, train
 
+SPLITS = [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.slow), ("fsdp2", 2)]
 SHORT = ["--duration", "60", "--track", "none", "--eval.every", "0"]
 
 
@@ -28,7 +29,7 @@ def written(tmp_path):
     return tmp_path / "code" / "spirals.py"
 
 
-@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(("config", "ranks"), SPLITS)
 def test_the_template_trains_and_is_found_again_from_another_folder(written, config, ranks):
     folder, elsewhere = written.parent, written.parents[1] / "elsewhere"
     words = [*SHORT, "--task.width", "32", "--optimizer.lr", "3e-3"]
@@ -213,7 +214,7 @@ class Counting(spirals.MyTask):
 """
 
 
-@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(("config", "ranks"), SPLITS)
 def test_a_tasks_own_state_is_saved_and_resumed(written, config, ranks):
     folder = written.parent
     (folder / "counting.py").write_text(STATE)
