@@ -248,10 +248,10 @@ def test_batch_size_in_a_plain_script():
         assert search([1, 2, 4, 8], child.attempt).micro == 4
 
 
-def test_fused_loss_in_a_plain_script():
+def test_a_loss_without_logits_in_a_plain_script():
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from oneloop.tasks.fused_loss import fuse_loss
+    from oneloop.tasks.language.chunked_loss import without_logits
 
     model = GPT2LMHeadModel(
         GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
@@ -262,15 +262,11 @@ def test_fused_loss_in_a_plain_script():
         model(input_ids=tokens).logits.flatten(0, 1), target.flatten(), reduction="sum"
     )
     gradients = torch.autograd.grad(wanted, [*model.parameters()], allow_unused=True)
-    fuse_loss(model)
+    without_logits(model)
     accelerator = Accelerator()
-    loss = accelerator.prepare(model)(input_ids=tokens, target=target)
+    loss = accelerator.prepare(model)(input_ids=tokens, target=target).total
     accelerator.backward(loss)
     assert torch.allclose(loss, wanted)
-    with pytest.raises(ValueError, match="changes them"):
-        fuse_loss(
-            GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50, final_logit_softcapping=30.0))
-        )
     for parameter, gradient in zip(model.parameters(), gradients):
         assert gradient is None or torch.allclose(parameter.grad, gradient, atol=1e-5)
 

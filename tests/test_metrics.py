@@ -130,8 +130,16 @@ def test_many_classes_keep_no_matrix():
 def test_sums_of_text_are_perplexity_and_bits_per_byte():
     sums = TextSums()
     for _ in range(2):
-        sums.update(torch.tensor(4 * math.log(2)), torch.tensor(2), torch.tensor(4))
-    assert sums.compute() == pytest.approx({"perplexity": 4.0, "bits_per_byte": 1.0})
+        tokens, right, text = torch.tensor(2), torch.tensor(1), torch.tensor(4)
+        sums.update(torch.tensor(4 * math.log(2)), tokens, right=right, text=text)
+    assert sums.compute() == pytest.approx({"perplexity": 4.0, "accuracy": 0.5, "bits_per_byte": 1.0})
+
+
+def test_texts_that_are_wholly_right_are_counted():
+    sums = TextSums(by_bytes=False, whole=True)
+    for whole in ([True, False, False], [True]):
+        sums.update(torch.tensor(0.0), torch.tensor(4), right=torch.tensor(2), whole=torch.tensor(whole))
+    assert sums.compute() == pytest.approx({"perplexity": 1.0, "accuracy": 0.5, "exact": 0.5})
 
 
 def test_directions_are_known_before_anything_is_measured():
@@ -147,7 +155,7 @@ def test_directions_are_known_before_anything_is_measured():
         "macro_f1": True,
         "matthews": True,
     }
-    assert directions(Task(TextSums)) == {"loss": False, "perplexity": False, "bits_per_byte": False}
+    assert directions(Task(TextSums)) == {"loss": False, "perplexity": False, "accuracy": True, "bits_per_byte": False}
     assert directions(Task(lambda: MetricCollection({"mean": MeanMetric()}))) == {"loss": False, "mean": False}
     assert directions(object()) == {"loss": False}
     with pytest.raises(ValueError, match=r"metrics\(\) returned a list"):

@@ -175,7 +175,7 @@ def test_a_language_model_goes_on_learning(tmp_path, config, ranks):
     with torch.no_grad():
         held_out = task.eval_sets()["validation"]
         for index in range(len(held_out)):
-            tokens = held_out[index][None]
+            tokens = torch.tensor(held_out[index].tolist())[None]
             loss = F.cross_entropy(model(tokens[:, :-1]).logits[0], tokens[0, 1:], reduction="sum")
             total, count = total + loss.item(), count + tokens.shape[1] - 1
             texts = tokenizer.decode(tokens[0, 1:], skip_special_tokens=True)

@@ -29,7 +29,7 @@ SMALL = {
         "--task.block",
         "48",
         "--task.pack",
-        "false",
+        "none",
         "--task.data",
         "corpus",
         "--eval.micro",

@@ -41,24 +41,25 @@ def test_augmentation_moves_the_image_and_keeps_the_label():
     assert [plain[i][1] for i in range(5)] == [moved[i][1] for i in range(5)]
 
 
-@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("pack", ["joined", "documents", "none"])
 def test_every_token_is_a_target_exactly_once(text_folder, pack):
     task = CausalLM(str(text_folder), block=16, pack=pack)
     for name, part in task.eval_sets().items():
         samples = [part[i] for i in range(len(part))]
         batch = task.collate(samples)
         targets = batch["target"][batch["target"] >= 0]
-        texts = len(set(range(60))) if name == "all" else None
-        assert len(targets) == int(task.weight(batch)) == len(part.tokens) - (1 if pack else _texts(part))
-        assert texts is None
+        tokens = part.tokens if pack == "joined" else part.spans.tokens
+        texts = 1 if pack == "joined" else int((tokens == Bytes.separator).sum())
+        assert len(targets) == int(task.weight(batch)) == len(tokens) - texts
     train_set = task.train_set()
     lengths = {len(train_set[i]) for i in range(len(train_set))}
-    assert (lengths == {17}) is pack
-    assert task.sample_weight == (16.0 if pack else None)
-
-
-def _texts(part) -> int:
-    return int((part.tokens == Bytes.separator).sum())
+    assert (lengths == {17}) is (pack == "joined")
+    assert task.sample_weight == (16.0 if pack == "joined" else None)
+    if pack == "documents":
+        batch = task.collate([train_set[i] for i in range(len(train_set))])
+        tokens = train_set.spans.tokens
+        assert int(task.weight(batch)) == len(tokens) - int((tokens == Bytes.separator).sum())
+        assert set(batch["input"].shape[1:]) == {16} and batch["padding"] < 0.2
 
 
 def test_bpe_counts_its_bytes():

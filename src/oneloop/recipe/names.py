@@ -20,6 +20,7 @@ CHOICES: dict[str, dict[str, str]] = {
     "task": {
         "image_classification": "oneloop.tasks.image_classification.ImageClassification",
         "causal_lm": "oneloop.tasks.causal_lm.CausalLM",
+        "sft": "oneloop.tasks.sft.SFT",
         "text_classification": "oneloop.tasks.text_classification.TextClassification",
         "text_regression": "oneloop.tasks.text_regression.TextRegression",
         "token_classification": "oneloop.tasks.token_classification.TokenClassification",

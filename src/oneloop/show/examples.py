@@ -147,6 +147,28 @@ class Examples:
         return {"samples": samples, "confusion": self.confusion}
 
 
+_EARLIER = 8
+"""texts of earlier evaluations that are kept of a sample; of more every other one"""
+
+
+def with_earlier(now: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """What one evaluation leaves, each text that the model wrote with those of the evaluations before.
+
+    Args:
+        now: ``step`` and ``samples``.
+        before: the same of the evaluation before, if there was one; of a later step it is passed over.
+    """
+    known = {one.get("index"): one for one in before.get("samples") or () if "continuation" in one}
+    samples = []
+    for sample in now["samples"]:
+        old = known.get(sample["index"], {}) if "continuation" in sample else {}
+        pairs = [*old.get("earlier", []), [before.get("step", 0), old["continuation"]]] if old else []
+        pairs = [pair for pair in pairs if pair[0] < now["step"]]
+        pairs = pairs[::2] if len(pairs) > _EARLIER else pairs
+        samples.append({**sample, "earlier": pairs} if pairs else sample)
+    return {**now, "samples": samples}
+
+
 def plain(shown: Mapping[str, Any]) -> dict[str, Any]:
     """What a task shows of a sample, as plain data but for the image, to whose right lie targets and predictions that
     are pictures too (masks).

@@ -19,7 +19,7 @@ from oneloop.basics.errors import BadInput
 from oneloop.basics.files import replacing
 from oneloop.basics.mappings import flattened
 from oneloop.basics.plain_json import dumps, intact, vouched
-from oneloop.show.examples import Examples
+from oneloop.show.examples import Examples, with_earlier
 from oneloop.show.lines import Lines
 from oneloop.show.pictures import matrix, tiles
 
@@ -178,8 +178,11 @@ class Tracking:
             self._say(f"{examples.trouble}; training goes on, --eval.samples 0 shows none")
         if not self._writes or not (examples.samples or examples.confusion):
             return
-        with self._bearing("examples.json"), replacing(self._folder / "examples.json") as draft:
-            draft.write_text(dumps(vouched({"step": step, **examples.plain()})))
+        place = self._folder / "examples.json"
+        with self._bearing("examples.json"):
+            found = with_earlier({"step": step, **examples.plain()}, _read(place))
+            with replacing(place) as draft:
+                draft.write_text(dumps(vouched(found)))
         for tracker in self._accelerator.trackers:
             with self._bearing(f"tracker {tracker.name}"):
                 _give(tracker, step, examples)
@@ -208,6 +211,14 @@ class Tracking:
             with self._bearing(f"tracker {tracker.name}"):
                 tracker.finish()
         self._lines.close()
+
+
+def _read(place: Path) -> dict[str, Any]:
+    """What a file of JSON holds; nothing where it cannot be read."""
+    try:
+        return dict(json.loads(place.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
 
 
 def _give(tracker: Any, step: int, examples: Examples) -> None:

@@ -8,21 +8,20 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from oneloop.data.rows.sources import Source, combined, named_sources
-from oneloop.tasks.base import Task
-from oneloop.tasks.fused_loss import fuse_loss
-from oneloop.tasks.metrics import TextSums
-from oneloop.tasks.texts import Texts, all_texts, texts_of
-from oneloop.tasks.tokens import BPE, Blocks, Bytes, Vocabulary
-from oneloop.tasks.transformers_models import auto_model, is_transformers
+from oneloop.tasks.language.generation import written
+from oneloop.tasks.language.language_model import Fused, LanguageModel
+from oneloop.tasks.language.models import Architecture, Shape, from_scratch, known
+from oneloop.tasks.language.samples import IGNORE, Packed, Padded, collated, spans
+from oneloop.tasks.language.texts import Texts, all_texts, texts_of
+from oneloop.tasks.language.tokens import BPE, Blocks, Bytes, Vocabulary
+from oneloop.tasks.transformers_models import is_transformers, tokenizer_of
 
-_IGNORE = -100
 _WRITTEN, _TEMPERATURE = 48, 0.8
 
 
-class CausalLM(Task):
+class CausalLM(LanguageModel):
     """Text, predicted token by token; the weight of a sample is its number of target tokens.
 
     Args:
@@ -43,13 +42,15 @@ class CausalLM(Task):
         block: tokens of a sample.
         tokenizer: bytes, or bpe (byte-level, trained on the training texts).
         vocab: entries of the bpe.
-        pack: samples cut from all texts one after the other; false: each text by itself, its last sample shorter.
+        pack: joined (samples cut from all texts one after another: what stands in one sample sees the texts before it
+            there); documents (texts that fit into one sample together, and none sees another); none (each by itself,
+            padded; those of a step of similar length). Longer texts are split.
         dropout: of embeddings, attention and residuals (gpt2).
-        fused_loss: output layer and cross-entropy in one in training, without all logits in memory (Liger's kernel on
-            a GPU where it is installed, else torch's); pays for large vocabularies.
+        fused_loss: output layer and cross-entropy in one, without all logits in memory; auto does it on a GPU, for
+            micro-batches of over 134 million logits (tokens x entries).
+        router_loss: of models that send tokens to experts: refuse them where they have an auxiliary loss, which is no
+            sum over samples; none leaves it out.
     """
-
-    unit = "tokens"
 
     def __init__(
         self,
@@ -60,26 +61,24 @@ class CausalLM(Task):
         model: str | None = None,
         pretrained: bool = True,
         trust_remote_code: bool = False,
-        architecture: Literal["gpt2", "llama"] = "gpt2",
+        architecture: Architecture = "gpt2",
         layers: int = 4,
         heads: int = 4,
         width: int = 128,
         block: int = 128,
         tokenizer: Literal["bytes", "bpe"] = "bytes",
         vocab: int = 4096,
-        pack: bool = True,
+        pack: Literal["joined", "documents", "none"] = "joined",
         dropout: float = 0.0,
-        fused_loss: bool = False,
+        fused_loss: Fused = "auto",
+        router_loss: Literal["refuse", "none"] = "refuse",
     ) -> None:
-        if width % heads:
-            raise ValueError(f"task.width {width} cannot be divided by task.heads {heads}")
-        self.architecture, self.layers, self.heads, self.width = architecture, layers, heads, width
-        self.block, self.dropout, self.fused_loss = block, dropout, fused_loss
+        super().__init__(fused_loss=fused_loss, packed=pack == "documents", router_loss=router_loss)
+        self.shape = Shape(architecture, layers, heads, width, block, dropout)
         self.name, self.weights = model, {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
-        self.notes: list[str] = []
         if model is not None and not is_transformers(model):
             raise ValueError(f"task.model {model!r} is neither a folder that transformers saved, nor hf:ID")
-        self.column, self.window, self.pack = column, window, pack
+        self.column, self.window, self.pack, self.block = column, window, pack, block
         sources = named_sources(data, {"column": column})
         texts = [texts_of(source, share=held_out, window=window) for source in sources]
         trained = [parts["train"] for parts in texts]
@@ -88,75 +87,43 @@ class CausalLM(Task):
         whole = (text for part in trained for text in part)
         self.tokenizer: Any
         if model is not None:
-            self.tokenizer = Vocabulary(model, trust_remote_code=trust_remote_code)
+            self.tokenizer = Vocabulary(tokenizer_of(model, trust_remote_code=trust_remote_code), model)
             self._made_by = [self.tokenizer.content]
         else:
             self.tokenizer = Bytes() if tokenizer == "bytes" else BPE(whole, vocab, kept=kept)
             self._made_by = [tokenizer, *([] if tokenizer == "bytes" else [vocab, kept])]
-        self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes)
-        each = [{name: self._blocks(part, name) for name, part in parts.items()} for parts in texts]
+        self._sizes = torch.from_numpy(self.tokenizer.token_bytes)
+        each = [{name: self._samples(part, name) for name, part in parts.items()} for parts in texts]
         self._sets = combined(sources, each)
-        self.sample_weight = float(block) if pack else None
+        self._most = max(getattr(sets["train"], "most", 1) for sets in each)
+        self.sample_weight = float(block) if pack == "joined" else None
+        self.notes = [
+            "texts are joined and cut: a sample may hold several, and each sees those before it there; see task.pack"
+        ] * (pack == "joined")
 
-    def _blocks(self, part: Texts, name: str) -> Blocks:
+    def _samples(self, part: Texts, name: str) -> Any:
         tokens = part.tokens(self.tokenizer.encode, made_by=self._made_by, what=f"tokenizing {name}")
-        return Blocks(tokens, self.block, pack=self.pack, whole=name == "train", content=part.fingerprint())
+        content = part.fingerprint()
+        if self.pack == "joined":
+            return Blocks(tokens, self.block, whole=name == "train", content=content)
+        made = spans(tokens, self.block, "split")
+        return Packed(made, content) if self.packed and name == "train" else Padded(made, content)
 
-    def model(self) -> nn.Module:
+    def bare_model(self) -> nn.Module:
         if self.name is not None:
-            return self._known(self.name)
-        import transformers
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+            model, self.notes = known(self.name, entries=self.entries, length=self.block, key="block", **self.weights)
+            return model
+        return from_scratch(
+            self.shape, entries=self.entries, begin=self.tokenizer.separator, end=self.tokenizer.separator
+        )
 
-        # An attention without a mask function: transformers then asks no tensor whether sequences are packed.
-        transformers.AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
-        size = len(self.token_bytes)
-        config: Any
-        if self.architecture == "gpt2":
-            config = transformers.GPT2Config(
-                vocab_size=size,
-                n_positions=self.block,
-                n_embd=self.width,
-                n_layer=self.layers,
-                n_head=self.heads,
-                resid_pdrop=self.dropout,
-                embd_pdrop=self.dropout,
-                attn_pdrop=self.dropout,
-                use_cache=False,
-                bos_token_id=self.tokenizer.separator,
-                eos_token_id=self.tokenizer.separator,
-            )
-            kind = transformers.GPT2LMHeadModel
-        else:
-            config = transformers.LlamaConfig(
-                vocab_size=size,
-                hidden_size=self.width,
-                num_hidden_layers=self.layers,
-                num_attention_heads=self.heads,
-                intermediate_size=int(8 * self.width / 3 / 32 + 1) * 32,
-                max_position_embeddings=self.block,
-                use_cache=False,
-                bos_token_id=self.tokenizer.separator,
-                eos_token_id=self.tokenizer.separator,
-            )
-            kind = transformers.LlamaForCausalLM
-        model: nn.Module = kind._from_config(config, attn_implementation="causal_sdpa")
-        if self.fused_loss:
-            fuse_loss(model, ignore=_IGNORE)
-        return model
+    @property
+    def entries(self) -> int:
+        return len(self._sizes)
 
-    def _known(self, name: str) -> nn.Module:
-        model, self.notes = auto_model("AutoModelForCausalLM", name, None, **self.weights)
-        config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-        longest = getattr(config, "max_position_embeddings", None)
-        if longest and self.block > longest:
-            raise ValueError(f"task.block {self.block} is longer than the {longest} positions of {name}; lower it")
-        entries = len(self.token_bytes)
-        if entries > config.vocab_size:
-            raise ValueError(f"{name}: its tokenizer has {entries:,} entries, and the model {config.vocab_size:,}")
-        if self.fused_loss:
-            fuse_loss(model, ignore=_IGNORE)
-        return model
+    @property
+    def token_bytes(self) -> Tensor | None:
+        return self._sizes if self._sizes.any() else None
 
     def train_set(self) -> Any:
         return self._sets["train"]
@@ -164,69 +131,43 @@ class CausalLM(Task):
     def eval_sets(self) -> dict[str, Any]:
         return {name: part for name, part in self._sets.items() if name != "train"}
 
-    def samples_of(self, data: str, *, labelled: bool) -> Blocks:
-        return self._blocks(all_texts(Source(data, {"column": self.column}), window=self.window), "texts")
+    def samples_of(self, data: str, *, labelled: bool) -> Any:
+        return self._samples(all_texts(Source(data, {"column": self.column}), window=self.window), "texts")
 
-    def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
+    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
         """Samples of one more token than the block; shorter ones are padded, and their padding is not counted."""
-        longest = max(len(sample) for sample in samples)
-        padded = torch.full((len(samples), longest), _IGNORE)
-        for row, sample in zip(padded, samples, strict=True):
-            row[: len(sample)] = sample
-        return {"input": padded[:, :-1].clamp(min=0), "target": padded[:, 1:].contiguous()}
-
-    def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        return (batch["target"] != _IGNORE).sum()
-
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        if self.fused_loss and model.training:
-            return model(input_ids=batch["input"], use_cache=False, target=batch["target"]), {}
-        logits = model(input_ids=batch["input"], use_cache=False).logits
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        each = F.cross_entropy(logits.flatten(0, 1), batch["target"].flatten(), reduction="none", ignore_index=_IGNORE)
-        return each.sum(), {"loss": each.detach().view_as(batch["target"])}
-
-    def metrics(self) -> TextSums:
-        return TextSums(by_bytes=bool(self.token_bytes.any()))
-
-    def update(self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
-        target = batch["target"]
-        known = target != _IGNORE
-        text = self.token_bytes.to(target.device)[target.clamp(min=0)] * known
-        metrics.update(outputs["loss"].double().sum(), known.sum(), text.sum())
-
-    def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
-        """The mean loss of each sample's tokens (nats), and how many they are."""
-        known = batch["target"] != _IGNORE
-        losses = (outputs["loss"].double() * known).sum(1) / known.sum(1)
-        return {"loss": losses.tolist(), "tokens": known.sum(1).tolist()}
+        if self.pack == "joined":
+            batch = collated(samples)
+            del batch["padding"]
+            return batch
+        return collated(samples, width=self.block if isinstance(samples[0], list) else 0, most=self._most)
 
     def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the model writes after the first half of each text, at a temperature of 0.8; the same each time."""
-        length = (batch["target"] != _IGNORE).sum(1).cpu()
-        text = F.pad(batch["input"], (0, self.block - batch["input"].shape[1]))
-        at, rows = (length // 2).clamp(min=1), torch.arange(len(text))
+        given = ((batch["target"] != IGNORE).sum(1) // 2).clamp(min=1)
         draw = torch.Generator().manual_seed(0)
-        written = torch.zeros_like(text)
-        for number in range(max(1, min(_WRITTEN, self.block // 2))):
-            logits = model(input_ids=text, use_cache=False).logits
-            said = (logits[rows, at - 1].float() / _TEMPERATURE).nan_to_num(nan=0.0, posinf=1e9, neginf=-1e9)
-            likely = said.softmax(-1).cpu()
-            token = torch.multinomial(likely, 1, generator=draw)[:, 0].to(text.device)
-            text[rows, at] = written[:, number] = token
-            at = (at + 1).clamp(max=self.block - 1)
-        return {"written": written[:, : number + 1], "prompt": (length // 2).clamp(min=1)}
 
-    def show(self, sample: Tensor, outputs: dict[str, Tensor]) -> dict[str, Any]:
+        def choose(logits: Tensor) -> Tensor:
+            likely = (logits / _TEMPERATURE).nan_to_num(nan=0.0, posinf=1e9, neginf=-1e9).softmax(-1).cpu()
+            return torch.multinomial(likely, 1, generator=draw)[:, 0].to(logits.device)
+
+        prompts = [row[:length] for row, length in zip(batch["input"], given.tolist(), strict=True)]
+        count = max(1, min(_WRITTEN, self.block // 2))
+        return {"written": written(model, prompts, count, choose=choose), "prompt": given}
+
+    def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
         tokens = sample.tolist()
-        losses = outputs["loss"][: len(tokens) - 1].tolist()
-        pieces = [(self.tokenizer.decode([token]), loss) for token, loss in zip(tokens[1:], losses, strict=True)]
-        shown: dict[str, Any] = {"tokens": [(self.tokenizer.decode(tokens[:1]), 0.0), *pieces]}
+        shown: dict[str, Any] = {
+            "tokens": self.pieces(tokens, outputs["loss"][: len(tokens) - 1].tolist(), [True] * (len(tokens) - 1))
+        }
         if "written" in outputs:
-            shown["prompt"] = self.tokenizer.decode(tokens[: int(outputs["prompt"])])
-            shown["continuation"] = self.tokenizer.decode(outputs["written"].tolist())
+            shown["prompt"] = self.decode(tokens[: int(outputs["prompt"])])
+            shown["continuation"] = self.decode(outputs["written"].tolist())
         return shown
 
+    def decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens))
+
     def save(self, model: nn.Module, folder: Path) -> None:
-        model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
+        super().save(model, folder)
         self.tokenizer.save(folder)

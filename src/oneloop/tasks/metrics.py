@@ -96,33 +96,51 @@ class ClassCounts:
 
 
 class TextSums:
-    """Perplexity per token, and bits per byte of text.
+    """Perplexity and accuracy per token, bits per byte of text, and the share of texts that are wholly right.
 
     Args:
         by_bytes: whether it is known how many bytes each token is of.
+        whole: whether texts are counted.
     """
 
-    def __init__(self, *, by_bytes: bool = True) -> None:
-        self.higher_is_better = {"perplexity": False} | ({"bits_per_byte": False} if by_bytes else {})
-        self._sums = torch.zeros(3, dtype=torch.float64)
-        """nats, tokens, bytes"""
+    def __init__(self, *, by_bytes: bool = True, whole: bool = False) -> None:
+        self.higher_is_better = {"perplexity": False, "accuracy": True}
+        self.higher_is_better |= {"bits_per_byte": False} if by_bytes else {}
+        self.higher_is_better |= {"exact": True} if whole else {}
+        self._sums = torch.zeros(6, dtype=torch.float64)
+        """nats, tokens, of them right, bytes, texts, of them wholly right"""
 
     def to(self, device: torch.device) -> TextSums:
         self._sums = self._sums.to(device, torch.float32 if device.type == "mps" else torch.float64)
         return self
 
-    def update(self, nats: Tensor, tokens: Tensor, text: Tensor) -> None:
-        """Takes in sums of a micro-batch, 0-dim each: its loss, its target tokens, their bytes. No host sync."""
-        self._sums += torch.stack([nats.to(self._sums.dtype), tokens.to(self._sums.dtype), text.to(self._sums.dtype)])
+    def update(
+        self, nats: Tensor, tokens: Tensor, *, right: Tensor, text: Tensor | None = None, whole: Tensor | None = None
+    ) -> None:
+        """Takes in sums of a micro-batch; no host sync.
+
+        Args:
+            nats: its loss, 0-dim.
+            tokens: its target tokens, 0-dim.
+            right: those of them that are the likeliest, 0-dim.
+            text: their bytes, 0-dim.
+            whole: (texts,), whether all tokens of each are right.
+        """
+        none = torch.zeros_like(tokens)
+        sums = [nats, tokens, right, none if text is None else text]
+        sums += [none, none] if whole is None else [none + len(whole), whole.sum()]
+        self._sums += torch.stack([one.to(self._sums.dtype) for one in sums])
 
     def sums(self) -> Sequence[Tensor]:
         return [self._sums]
 
     def compute(self) -> dict[str, float]:
-        nats, tokens, text = self._sums.tolist()
-        figures = {"perplexity": math.exp(min(nats / tokens, 700.0))}
+        nats, tokens, right, text, texts, whole = self._sums.tolist()
+        figures = {"perplexity": math.exp(min(nats / tokens, 700.0)), "accuracy": right / tokens}
         if "bits_per_byte" in self.higher_is_better:
             figures["bits_per_byte"] = nats / math.log(2) / text if text else math.nan
+        if "exact" in self.higher_is_better:
+            figures["exact"] = whole / texts if texts else math.nan
         return figures
 
 

@@ -100,6 +100,29 @@ def opened(
     return source
 
 
+def first_columns(source: Source, choices: Sequence[Mapping[str, str]], open_: Callable[[Source], Source]) -> Source:
+    """The source opened with the first of several choices of columns that it has.
+
+    Args:
+        source: as named.
+        choices: the task's keys of columns, and their names there ("": none), one after another.
+        open_: :func:`opened` or :func:`whole`, with what else they need.
+
+    Raises:
+        ValueError: it has none of them, and what it has; or what else is wrong with it.
+    """
+    for columns in choices:
+        source.columns = columns
+        try:
+            return open_(source)
+        except ValueError as error:
+            if not isinstance(error.__cause__, NoColumn):
+                raise
+            there = str(error.__cause__).partition("; ")[2]
+    wanted = " or ".join(" and ".join(filter(None, columns.values())) for columns in choices)
+    raise ValueError(f"{source.where}: the columns {wanted} are needed, and {there}")
+
+
 def _named(source: Source, window: int, kinds: Sequence[str], *, whole: bool = False) -> Mapping[str, Rows]:
     """:func:`_rows_of`; what is said of a column names the task's key of it."""
     try:

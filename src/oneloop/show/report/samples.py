@@ -26,6 +26,10 @@ def sections(examples: Mapping[str, Any], *, of: str = "") -> list[str]:
     shown = []
     if written:
         shown.append(_section(f"What the model writes{of}, {at}", [_written(sample) for sample in written], "texts"))
+        part = [sample for sample in written if any(loss is None for _, loss in _pairs(sample)[1:])]
+        shown += [_section(f"What is trained of a sample{of}, {at}", [_card(one) for one in part[:1]], "texts")] * bool(
+            part
+        )
         fixed = []
     if fixed:
         shown.append(_section(f"Predictions{of}, {at}", [_card(sample) for sample in fixed], _kind(fixed)))
@@ -85,13 +89,24 @@ def _body(sample: Mapping[str, Any]) -> str:
         text = f"<p>{_safe(sample['text'])}</p>" if sample.get("text") else ""
         return f'<img src="{picture}" alt="{said}">{text}'
     if isinstance(sample.get("tokens"), list | tuple):
-        pairs = [one for one in sample["tokens"] if isinstance(one, list | tuple) and len(one) == 2]
-        tokens = [_token(str(text), number(loss)) for text, loss in pairs]
+        tokens = [_token(str(text), None if loss is None else number(loss)) for text, loss in _pairs(sample)]
         return f'<pre tabindex="0">{"".join(tokens)}</pre>'
     return f'<pre tabindex="0">{_safe(sample.get("text", ""))}</pre>'
 
 
-def _token(text: str, loss: float) -> str:
+def _pairs(sample: Mapping[str, Any]) -> list[Any]:
+    """Tokens and their losses; None of those that are not trained."""
+    given = sample.get("tokens")
+    return (
+        [one for one in given if isinstance(one, list | tuple) and len(one) == 2]
+        if isinstance(given, list | tuple)
+        else []
+    )
+
+
+def _token(text: str, loss: float | None) -> str:
+    if loss is None:
+        return f'<span class="soft">{_safe(text)}</span>'
     shade = min(1.0, max(0.0, loss) / _DARKEST) if math.isfinite(loss) else 1.0
     return f'<span style="--s:{shade:.2f}" title="{loss:.2f}">{_safe(text)}</span>' if shade > 0.05 else _safe(text)
 
@@ -99,10 +114,17 @@ def _token(text: str, loss: float) -> str:
 def _written(sample: Mapping[str, Any]) -> str:
     return (
         f'<pre tabindex="0"><span class="soft">{_safe(sample.get("prompt", ""))}</span>'
-        f"<mark>{_safe(sample['continuation'])}</mark></pre>"
+        f"<mark>{_safe(sample['continuation'])}</mark></pre>{_earlier(sample.get('earlier'))}"
         f'<p class="verdict"><span class="soft">given text, then the model\'s · sample'
         f" {_safe(sample.get('index'))}</span></p>"
     )
+
+
+def _earlier(given: Any) -> str:
+    """What the model wrote there before."""
+    pairs = [one for one in given if isinstance(one, list | tuple) and len(one) == 2] if isinstance(given, list) else []
+    lines = "".join(f"<li>step {_safe(step)}: <code>{_safe(text)}</code></li>" for step, text in pairs)
+    return f"<details><summary>As training went on</summary><ul>{lines}</ul></details>" if lines else ""
 
 
 def _safe(text: Any) -> str:

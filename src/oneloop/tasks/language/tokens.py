@@ -7,15 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from oneloop.basics.files import replacing
 from oneloop.basics.progress import Working
 from oneloop.data.rows.cache import alone, key_of
 from oneloop.data.rows.ragged import Ragged
-from oneloop.tasks.transformers_models import tokenizer_of
+
+_CHATML = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' }}"
+    "{%- if message['role'] == 'assistant' %}"
+    "{% generation %}{{- message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{%- else %}{{- message['content'] + '<|im_end|>' }}{%- endif %}{{- '\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+"""a chat template with marks of what the assistant generates"""
 
 
 class Bytes:
@@ -87,18 +93,18 @@ class BPE:
 
 
 class Vocabulary:
-    """The tokenizer of a model that transformers knows, with its own special tokens; each text ends with its end token.
+    """A tokenizer of transformers, with its own special tokens; each text ends with its end token.
 
     Args:
-        name: a folder, or ``hf:ID[@REVISION]``.
-        trust_remote_code: run code that lies beside it.
+        model: the tokenizer.
+        name: what it is of, for messages.
 
     Raises:
-        ValueError: there is none, or it has no end token.
+        ValueError: it has no end token.
     """
 
-    def __init__(self, name: str, *, trust_remote_code: bool = False) -> None:
-        self.model = tokenizer_of(name, trust_remote_code=trust_remote_code)
+    def __init__(self, model: Any, name: str) -> None:
+        self.model = model
         if self.model.eos_token_id is None:
             raise ValueError(f"task.model {name!r}: its tokenizer has no end token, which parts one text from the next")
         self.separator: int = self.model.eos_token_id
@@ -120,38 +126,64 @@ class Vocabulary:
         self.model.save_pretrained(folder)
 
 
+def chat_tokenizer(texts: Iterable[str], vocab: int) -> Any:
+    """A tokenizer of transformers from scratch: a byte-level BPE trained on texts, with ChatML as its chat template.
+
+    Args:
+        texts: to train it on.
+        vocab: entries.
+
+    Raises:
+        ValueError: ``vocab`` is smaller than the bytes and the special tokens.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|im_start|>", "<|im_end|>"]
+    if vocab < len(alphabet) + len(special):
+        raise ValueError(f"task.vocab {vocab} is too small: a byte-level BPE for chats needs at least 258")
+    made: Any = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    made.decoder = decoders.ByteLevel()
+    how: dict[str, Any] = {
+        "vocab_size": vocab,
+        "special_tokens": special,
+        "initial_alphabet": alphabet,
+        "show_progress": False,
+    }
+    made.train_from_iterator(texts, trainers.BpeTrainer(**how))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token=special[1], pad_token=special[1])
+    tokenizer.add_special_tokens({"additional_special_tokens": special[:1]})
+    tokenizer.chat_template = _CHATML
+    return tokenizer
+
+
 class Blocks:
-    """Samples of ``block + 1`` tokens that overlap by one, so that every token but the first is a target once.
+    """Samples of ``block + 1`` tokens cut from all texts one after another; they overlap by one, so that every token
+    but the first is a target once.
 
     Args:
         texts: tokens of each text.
         block: tokens of a sample, beside the first.
-        pack: samples are cut from all texts one after the other; false: each text by itself.
         whole: leave out a shorter one at the end of all.
         content: what the texts are, for :meth:`fingerprint`.
     """
 
-    def __init__(self, texts: Ragged, block: int, *, pack: bool, whole: bool, content: dict[str, Any] | None) -> None:
+    def __init__(self, texts: Ragged, block: int, *, whole: bool, content: dict[str, Any] | None) -> None:
         self.tokens, self.block, self.content = texts.values, block, content
-        self._ends = np.array([len(texts.values)]) if pack else texts.ends
-        lengths = np.diff(self._ends, prepend=0)
-        self._upto = np.cumsum(np.maximum(0, -(-(lengths - 1) // block)))
-        """samples of the texts up to each"""
-        self._length = int(self._upto[-1]) if len(self._upto) else 0
-        if pack and whole and self._length and (len(self.tokens) - 1) % block:
-            self._length -= 1  # training samples are all of one length
+        targets = max(0, len(texts.values) - 1)
+        self._length = targets // block if whole else -(-targets // block)
 
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index: int) -> NDArray[np.int32]:
         if not 0 <= index < self._length:
             raise IndexError(index)
-        text = int(np.searchsorted(self._upto, index, side="right"))
-        end = int(self._ends[text])
-        first = int(self._ends[text - 1]) if text else 0
-        start = first + (index - (int(self._upto[text - 1]) if text else 0)) * self.block
-        return torch.from_numpy(self.tokens[start : min(start + self.block + 1, end)].astype(np.int64))
+        start = index * self.block
+        return np.asarray(self.tokens[start : start + self.block + 1])
 
     def fingerprint(self) -> dict[str, Any] | None:
         """What the texts are, by content; None where they do not tell."""

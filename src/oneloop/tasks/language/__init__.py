@@ -1,0 +1,1 @@
+"""Language models: chat templates, packed documents, a loss without the logits."""

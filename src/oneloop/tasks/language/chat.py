@@ -1,0 +1,234 @@
+"""Conversations as tokens, of which those that the assistant says are trained.
+
+What the assistant says is known from the chat template's ``{% generation %}`` marks; without them from prefixes: its
+turn is what the template adds to the conversation before it, with the prompt for a generation. That holds where the
+template renders a conversation's beginning the same whatever follows, which is looked at in each one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_WAYS_OUT = (
+    "install trl, which has templates to train with for some families of models, or give one whose assistant turns"
+    " stand between {% generation %} and {% endgeneration %}: --task.chat_template FILE"
+)
+_PROBE: list[dict[str, Any]] = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b", "reasoning_content": "c"},
+    {"role": "user", "content": "d"},
+    {"role": "assistant", "content": "e"},
+]
+
+
+class Chat:
+    """A tokenizer's chat template, as it is trained with.
+
+    Args:
+        tokenizer: of transformers.
+        template: one to use instead of the tokenizer's own.
+
+    Raises:
+        ValueError: there is none, or it ends no turn with a special token.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+        self.tokenizer = tokenizer
+        own: Any = tokenizer.chat_template
+        own = own.get("default") if isinstance(own, Mapping) else own
+        if not (template or own):
+            raise ValueError(
+                "the tokenizer has no chat template; give one with --task.chat_template FILE (a Jinja template, as"
+                " transformers' docs on chat templates describe it)"
+            )
+        self.template: str = template or own
+        self.note = "what the assistant says is known from the template's generation marks"
+        self._ends = {tokenizer.eos_token_id, *tokenizer.all_special_ids}
+        self._ends |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        if not self.marked:
+            self.note = "what the assistant says is known by prefixes of the template"
+            if not self._keeps_prefixes() and (known := _of_trl(tokenizer, template)):
+                self.template = known
+                self.note = "the chat template changes a turn when more follows: TRL's is used to train with"
+
+    @property
+    def marked(self) -> bool:
+        """Whether the template says which tokens the assistant generates."""
+        return _MARKED.search(self.template) is not None
+
+    def render(self, messages: Sequence[Any], tools: Any = None, *, prompt: bool = False) -> str:
+        """The conversation as text; with the beginning of the assistant's next turn, where it is a ``prompt``."""
+        return self._rendered(messages, tools, prompt=prompt)[0]
+
+    def prompt(self, messages: Sequence[Any], tools: Any = None) -> list[int]:
+        """Tokens of a conversation that the assistant is to answer."""
+        text = self.render(messages, tools, prompt=True)
+        return _placed(self.tokenizer, text, add_special_tokens=False)[0]
+
+    def encode(self, messages: Sequence[Any], tools: Any = None, *, given: int = 0) -> NDArray[np.int32]:
+        """Tokens of a conversation; those that are not trained as their complements.
+
+        Args:
+            messages: of a role and content each, as transformers takes them.
+            tools: JSON schemas that the template is given.
+            given: so many of the messages are a prompt, of which nothing is trained.
+
+        Raises:
+            ValueError: the template refuses it, does not tell what is trained, or ends a turn without a special token.
+        """
+        text, said = self._rendered(messages, tools, marks=self.marked)
+        if not self.marked:
+            said = self._by_prefixes(text, messages, tools, given)
+        elif given:
+            begin = len(self.render(messages[:given], tools))
+            said = [(start, stop) for start, stop in said if start >= begin]
+        tokens, places = _placed(self.tokenizer, text, add_special_tokens=False)
+        trained = np.zeros(len(tokens), dtype=bool)
+        for start, stop in said:
+            first, last = _from(places, start), _upto(places, stop)
+            trained[first : self._end(tokens, first, last)] = True
+        found = np.array(tokens, dtype=np.int32)
+        return np.where(trained, found, ~found)
+
+    def _rendered(
+        self, messages: Sequence[Any], tools: Any, *, prompt: bool = False, marks: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and from where to where the template's marks say that the assistant speaks."""
+        import jinja2
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, spans = render_jinja_template(
+                [list(messages)],
+                tools=tools or None,
+                chat_template=self.template,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=marks,
+                **self.tokenizer.special_tokens_map,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise ValueError(f"the chat template refuses it: {' '.join(str(error).split())}") from error
+        return texts[0], [(int(a), int(b)) for a, b in spans[0]] if marks else []
+
+    def _by_prefixes(self, text: str, messages: Sequence[Any], tools: Any, given: int) -> list[tuple[int, int]]:
+        """From where to where the assistant speaks: what its turns add to what was before them."""
+        said = []
+        for at, message in enumerate(messages):
+            if at < given or message["role"] != "assistant":
+                continue
+            before = self.render(messages[:at], tools, prompt=True)
+            upto = text if at == len(messages) - 1 else self.render(messages[: at + 1], tools)
+            if not (text.startswith(upto) and upto.startswith(before)):
+                raise ValueError(
+                    f"the chat template does not tell what the assistant says in message {at + 1}: it renders the"
+                    f" beginning otherwise when more follows (it drops thoughts, say), and has no marks; {_WAYS_OUT}"
+                )
+            said.append((len(before), len(upto)))
+        return said
+
+    def _keeps_prefixes(self) -> bool:
+        try:
+            self._by_prefixes(self.render(_PROBE), _PROBE, None, 0)
+        except ValueError:
+            return False
+        return True
+
+    def _end(self, tokens: Sequence[int], first: int, last: int) -> int:
+        """Where a turn ends: behind the token that tells the model to stop; a line break after it is nobody's.
+
+        Raises:
+            ValueError: there is no such token.
+        """
+        end = last
+        while end > first and tokens[end - 1] not in self._ends:
+            if not self.marked or not self.tokenizer.decode([tokens[end - 1]]).isspace():
+                break
+            end -= 1
+        while not self.marked and end > first and tokens[end - 1] not in self._ends:
+            end -= 1
+        said = self.tokenizer.decode(tokens[end:last]).strip()
+        if end <= first or tokens[end - 1] not in self._ends or said:
+            where = "put it before {% endgeneration %}" if self.marked else "end each turn with it"
+            raise ValueError(
+                "no special token ends what the assistant says"
+                f" ({self.tokenizer.decode(tokens[first:last])[-40:]!r}), so the model would not learn to stop; {where}"
+                " in --task.chat_template FILE"
+            )
+        return last if self.marked else end
+
+
+def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]:
+    """Tokens of a text and how it goes on; the first as their complements. The last one is the tokenizer's end token.
+
+    A token of both, where the tokenizer makes one, is trained.
+
+    Raises:
+        ValueError: the tokenizer has no end token.
+    """
+    if (end := tokenizer.eos_token_id) is None:
+        raise ValueError("the tokenizer has no end token, so the model would not learn to stop; give it one")
+    tokens, places = _placed(tokenizer, prompt + completion)
+    while tokens[-1:] == [end]:  # which some tokenizers add
+        tokens = tokens[:-1]
+    border, begin = _from(places[: len(tokens)], len(prompt)), tokenizer.bos_token_id
+    while begin is not None and tokens[:2] == [begin, begin]:  # added to a text that has one
+        tokens, border = tokens[1:], border - 1
+    found = np.array([*tokens, end], dtype=np.int32)
+    return np.where(np.arange(len(found)) < border, ~found, found)
+
+
+def _placed(tokenizer: Any, text: str, **how: bool) -> tuple[list[int], NDArray[np.int64]]:
+    """Tokens of a text, and from which to which letter each is, (tokens, 2)."""
+    made = tokenizer(text, return_offsets_mapping=True, verbose=False, **how)
+    return list(made["input_ids"]), np.array(made["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+
+
+def _from(places: NDArray[np.int64], letter: int) -> int:
+    """The first token that ends behind a letter's beginning: of tokens on both sides it is one."""
+    return int((places[:, 1] <= letter).sum())
+
+
+def _upto(places: NDArray[np.int64], letter: int) -> int:
+    """The first token that does not begin before a letter."""
+    at = _from(places, letter)
+    return at + int(at < len(places) and places[at, 0] < letter)
+
+
+def template_of(file: str) -> str:
+    """The text of a template's file.
+
+    Raises:
+        ValueError: it cannot be read, or is no Jinja template.
+    """
+    import jinja2
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        text = Path(file).expanduser().read_text(encoding="utf-8")
+        _compile_jinja_template(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"task.chat_template {file!r} cannot be read: {error}") from error
+    except jinja2.TemplateError as error:
+        raise ValueError(f"task.chat_template {file!r} is no Jinja template: {error}") from error
+    return text
+
+
+def _of_trl(tokenizer: Any, template: str | None) -> str | None:
+    """TRL's template to train with, where TRL is installed and knows the tokenizer's own."""
+    if template is not None or not find_spec("trl"):
+        return None
+    from trl.chat_template_utils import get_training_chat_template
+
+    try:
+        found: str | None = get_training_chat_template(tokenizer)
+    except ValueError:  # it knows none
+        return None
+    return found

@@ -1,0 +1,270 @@
+"""The output layer and its cross-entropy, chunk by chunk of tokens: the logits of all tokens are never in memory.
+
+>>> losses = chunked_cross_entropy(hidden, head.weight, target)     # total (differentiable), each, right
+>>> without_logits(model)                        # a transformers causal language model, not yet wrapped
+>>> losses = model(input_ids=tokens, target=target)                 # without target=, logits as before
+
+Gradients are computed in the forward, where each chunk's logits are (as Liger does, Hsu et al. 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+Change = Callable[[Tensor], Tensor]
+"""what a model does to its logits after its output layer"""
+
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_FACTORS = ("logit_scale", "lm_head_multiplier")
+_DIVISORS = ("logits_scaling",)
+_MULTIPLIED = {"hyperclovax"}
+"""model types whose logits_scaling is a factor"""
+
+
+class Losses(NamedTuple):
+    """Of the targets that count; the others are 0 and False.
+
+    Attributes:
+        total: the sum; differentiable.
+        each: of each target; detached.
+        right: whether the target has the largest logit.
+    """
+
+    total: Tensor
+    each: Tensor
+    right: Tensor
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore: int = -100,
+    change: Change | None = None,
+    entries: int = 1 << 24,
+) -> Losses:
+    """The cross-entropy of ``change(hidden @ weight.T + bias)``, summed.
+
+    The products are of the type that autocast asks for; the loss is float32 of half-precision logits.
+
+    Args:
+        hidden: (tokens, width).
+        weight: (vocabulary, width).
+        target: (tokens,), int64.
+        bias: (vocabulary,).
+        ignore: value of targets that do not count.
+        change: what the model does to its logits after its output layer; each logit by itself or each row.
+        entries: logits held at once.
+    """
+    return Losses(*_Chunked.apply(hidden, weight, bias, target, ignore, change, entries, torch.is_grad_enabled()))
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        ignore: int,
+        change: Change | None,
+        entries: int,
+        differentiable: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        needs = [differentiable and need for need in ctx.needs_input_grad[:3]]
+        device = hidden.device.type
+        autocast = _autocast(hidden, device)
+        kind = torch.get_autocast_dtype(device) if autocast else hidden.dtype
+        exact = torch.promote_types(kind, torch.float32)
+        layer = weight.detach().to(kind), None if bias is None else bias.detach().to(kind)
+        each = torch.empty(target.shape, dtype=exact, device=hidden.device)
+        right = torch.empty(target.shape, dtype=torch.bool, device=hidden.device)
+        sums = [
+            torch.empty_like(hidden) if needs[0] else None,
+            torch.zeros_like(weight, dtype=exact) if needs[1] else None,
+            torch.zeros_like(bias, dtype=exact) if bias is not None and needs[2] else None,
+        ]
+        size = max(1, entries // len(weight))
+        with torch.autocast(device, enabled=False) if autocast else nullcontext():
+            for number in range(-(-len(hidden) // size)):  # so torch.compile's guard is on this, not on the tokens
+                part = slice(number * size, (number + 1) * size)
+                states, wanted = hidden[part].detach().to(kind), target[part]
+                logits = F.linear(states, *layer)
+                each[part], right[part], slopes = _chunk(logits, wanted, ignore, change, any(needs))
+                del logits
+                if slopes is not None:
+                    _add(sums, part, states, layer[0], slopes)
+        ctx.mark_non_differentiable(each, right)
+        ctx.save_for_backward(
+            sums[0],
+            None if sums[1] is None else sums[1].to(weight.dtype),
+            None if sums[2] is None or bias is None else sums[2].to(bias.dtype),
+        )
+        return each.sum(), each, right
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, slope: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        """In place: a weight's gradient twice would be as large as the logits; torch refuses a second backward."""
+        return *(None if saved is None else saved.mul_(slope) for saved in ctx.saved_tensors), *[None] * 5
+
+
+def _autocast(hidden: Tensor, device: str) -> bool:
+    available = torch.amp.is_autocast_available(device)
+    return available and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+
+
+def _chunk(
+    logits: Tensor, target: Tensor, ignore: int, change: Change | None, slopes: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Loss of each target, whether it is right, and the gradient of the logits as the output layer gave them."""
+
+    def losses(logits: Tensor) -> tuple[Tensor, Tensor]:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits if change is None else change(logits)
+        largest = logits.argmax(-1)
+        return F.cross_entropy(logits, target, reduction="none", ignore_index=ignore), largest
+
+    if slopes:
+        each, backward, largest = torch.func.vjp(losses, logits, has_aux=True)  # type: ignore[misc]
+        (slope,) = backward(torch.ones_like(each))
+    else:
+        (each, largest), slope = losses(logits), None
+    return each, (largest == target) & (target != ignore), slope
+
+
+def _add(sums: list[Tensor | None], part: slice, states: Tensor, weight: Tensor, slopes: Tensor) -> None:
+    """The output layer's backward: hidden states' gradients in their place, those of weight and bias on top."""
+    if sums[0] is not None:
+        sums[0][part] = slopes @ weight
+    if sums[1] is not None:
+        if sums[1].dtype == slopes.dtype:
+            sums[1].addmm_(slopes.T, states)
+        else:
+            sums[1] += slopes.T @ states
+    if sums[2] is not None:
+        sums[2] += slopes.sum(0, dtype=sums[2].dtype)
+
+
+def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
+    """Lets ``model`` take ``target``, of the shape of its tokens, and return :class:`Losses`; in place.
+
+    What it does to its logits is read from its config, and tried on eight tokens unless it is on the meta device.
+
+    Args:
+        model: with transformers' ``base_model`` and ``get_output_embeddings``.
+        ignore: value of targets that do not count.
+
+    Raises:
+        ValueError: it has no linear output layer, or comes to its logits in another way than is known here.
+    """
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if not isinstance(head, nn.Linear):
+        raise ValueError(
+            f"a loss without logits needs a linear output layer, and {type(model).__name__} has"
+            f" {'none' if head is None else f'a {type(head).__name__}'}; leave it out"
+        )
+    if getattr(model, "base_model", model) is model:
+        raise ValueError(
+            f"a loss without logits needs a model under the output layer (base_model), and {type(model).__name__} has"
+            " none; leave it out"
+        )
+    change = _change(model)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        _try(model, head, change)
+    logits, forward = head.forward, model.forward
+
+    def chunked_head(hidden: Tensor, target: Tensor | None = None) -> Tensor | Losses:
+        """Called through the layer itself, so that FSDP2 gathers its weights."""
+        if target is None:
+            return logits(hidden)
+        found = chunked_cross_entropy(
+            hidden.flatten(0, -2), head.weight, target.flatten(), bias=head.bias, ignore=ignore, change=change
+        )
+        return Losses(found.total, found.each.view_as(target), found.right.view_as(target))
+
+    @wraps(forward)
+    def losses(*args: Any, target: Tensor | None = None, **kwargs: Any) -> Any:
+        if target is None:
+            return forward(*args, **kwargs)
+        return head(model.base_model(*args, **kwargs).last_hidden_state, target)  # type: ignore[operator]
+
+    head.forward, model.forward = chunked_head, losses  # type: ignore[method-assign,assignment]
+
+
+def _change(model: nn.Module) -> Change | None:
+    """What ``model`` does to its logits, by what its config says; None: nothing."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    def said(names: tuple[str, ...]) -> list[float]:
+        return [float(value) for name in names if isinstance(value := getattr(config, name, None), int | float)]
+
+    factor = 1.0
+    for value in said(_FACTORS):
+        factor *= value
+    for value in said(_DIVISORS):
+        factor = factor * value if getattr(config, "model_type", None) in _MULTIPLIED else factor / value
+    caps = said(_CAPS)
+    if not caps:
+        return None if factor == 1.0 else lambda logits: logits * factor
+    cap = caps[0]
+    return lambda logits: torch.tanh(logits * (factor / cap)) * cap
+
+
+@torch.no_grad()
+def _try(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
+    """Compares with the model's own logits, on top of a ramp of ±50 so that no cap can be missed."""
+    name, forward = type(model).__name__, head.forward
+    entries, device = head.out_features, head.weight.device
+    tokens = torch.arange(min(8, entries), device=device)[None]
+    ramp = torch.linspace(-50, 50, entries, device=device, dtype=head.weight.dtype)
+
+    def ramped(hidden: Tensor) -> Tensor:
+        return forward(hidden) * boost + ramp
+
+    with _as_evaluated(model):
+        try:
+            hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state  # type: ignore[operator]
+            largest = forward(hidden).abs().max()
+            boost = torch.where(largest > 0, 50 / largest, 0.0).to(head.weight.dtype)
+            head.forward = ramped  # type: ignore[method-assign,assignment]
+            own = model(input_ids=tokens, use_cache=False).logits.double()
+        except Exception as error:
+            raise ValueError(
+                f"a loss without logits is tried on eight tokens first, and {name} cannot run them:"
+                f" {' '.join(str(error).split())}; leave it out"
+            ) from error
+        finally:
+            head.forward = forward  # type: ignore[method-assign]
+    mine = ramped(hidden).double()
+    mine = mine if change is None else change(mine)
+    bound = 1e-4 if torch.finfo(head.weight.dtype).bits >= 32 else 2e-2
+    off = float((own - mine).abs().max() / own.abs().max()) if own.shape == mine.shape else float("inf")
+    if not off <= bound:
+        raise ValueError(
+            f"a loss without logits needs the output layer's logits, or known changes to them, and those of {name}"
+            f" differ from them by {off:.1e} of the largest (at most {bound:.0e}); leave it out"
+        )
+
+
+@contextmanager
+def _as_evaluated(model: nn.Module) -> Iterator[None]:
+    training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was in training:
+            module.training = was

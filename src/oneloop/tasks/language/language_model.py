@@ -1,0 +1,130 @@
+"""What all language tasks share: the loss over target tokens, its figures, and what is to be seen of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from oneloop.tasks.base import Task
+from oneloop.tasks.language.attention import borders, causal
+from oneloop.tasks.language.chunked_loss import without_logits
+from oneloop.tasks.language.models import made_ready
+from oneloop.tasks.language.samples import IGNORE
+from oneloop.tasks.metrics import TextSums
+
+Fused = bool | Literal["auto"]
+
+MANY_LOGITS = 1 << 27
+"""logits of a micro-batch, from which on a GPU does not hold them all (half a gigabyte in float32)"""
+
+
+class LanguageModel(Task):
+    """Text, predicted token by token; the weight of a sample is its number of target tokens.
+
+    Batches are those of :func:`oneloop.tasks.language.samples.collated`.
+
+    Args:
+        fused_loss: output layer and cross-entropy in one: true, false, or auto, where it pays.
+        packed: several documents stand in a sample, and none sees another.
+        router_loss: refuse or none.
+    """
+
+    unit = "tokens"
+
+    def __init__(self, *, fused_loss: Fused, packed: bool, router_loss: str = "refuse") -> None:
+        self.fused_loss, self.packed, self.router_loss = fused_loss, packed, router_loss
+        self.notes: list[str] = []
+        self._fusible, self._masked = False, False
+
+    def model(self) -> nn.Module:
+        model = self.bare_model()
+        self._masked = made_ready(model, packed=self.packed, router_loss=self.router_loss)
+        if self.fused_loss is not False:
+            try:
+                without_logits(model, ignore=IGNORE)
+                self._fusible = True
+            except ValueError as error:
+                if self.fused_loss is True:
+                    raise ValueError(f"task.fused_loss: {error}") from error
+        return model
+
+    def bare_model(self) -> nn.Module:
+        """A causal language model of transformers."""
+        raise NotImplementedError
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return (batch["target"] != IGNORE).sum()
+
+    def _given(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+        """What the model reads."""
+        given: dict[str, Any] = {"input_ids": batch["input"], "use_cache": False}
+        if "document" in batch:
+            mask = borders(batch["document"], batch["cuts"])
+            return given | {"position_ids": batch["position"], "attention_mask": mask}
+        return given | ({"attention_mask": causal(batch["input"].device)} if self._masked else {})
+
+    def _fuses(self, tokens: Tensor, entries: int) -> bool:
+        if self.fused_loss == "auto":
+            return self._fusible and tokens.device.type == "cuda" and tokens.numel() * entries > MANY_LOGITS
+        return self._fusible
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        target = batch["target"]
+        if self._fuses(target, self.entries):
+            total, each, right = model(**self._given(batch), target=target)
+        else:
+            logits = model(**self._given(batch)).logits
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            flat = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORE)
+            total, each = flat.sum(), flat.detach().view_as(target)
+            right = None if torch.is_grad_enabled() else logits.argmax(-1) == target
+        outputs = {"loss": each} | ({} if right is None else {"right": right})
+        if model.training and "padding" in batch:
+            outputs["padding"] = batch["padding"]
+        return total, outputs
+
+    @property
+    def entries(self) -> int:
+        """Of the vocabulary."""
+        raise NotImplementedError
+
+    @property
+    def token_bytes(self) -> Tensor | None:
+        """How many bytes of text each token is, where that is known."""
+        return None
+
+    def metrics(self) -> TextSums:
+        return TextSums(by_bytes=self.token_bytes is not None)
+
+    def update(self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+        target, size = batch["target"], self.token_bytes
+        known = target != IGNORE
+        right = (outputs["right"] & known).sum()
+        text = None if size is None else (size.to(target.device)[target.clamp(min=0)] * known).sum()
+        metrics.update(outputs["loss"].double().sum(), known.sum(), right=right, text=text)
+
+    def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
+        """Of each sample's target tokens: their mean loss (nats), how many they are, and the share that is right."""
+        known = batch["target"] != IGNORE
+        count = known.sum(1)
+        losses = (outputs["loss"].double() * known).sum(1) / count
+        right = (outputs["right"] & known).sum(1) / count
+        return {"loss": losses.tolist(), "tokens": count.tolist(), "accuracy": right.tolist()}
+
+    def pieces(self, tokens: list[int], losses: list[float], trained: list[bool]) -> list[tuple[str, float | None]]:
+        """Each token as text with its loss; None where it is not trained."""
+        return [
+            (self.decode([token]), loss if counts else None)
+            for token, loss, counts in zip(tokens, [0.0, *losses], [False, *trained], strict=True)
+        ]
+
+    def decode(self, tokens: list[int]) -> str:
+        """Tokens as text."""
+        raise NotImplementedError
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]

@@ -1,0 +1,105 @@
+"""The models of language tasks: of a shape from scratch, or known to transformers; made ready to be trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from oneloop.tasks.language.attention import attend_within_documents
+from oneloop.tasks.transformers_models import auto_model
+
+Architecture = Literal["gpt2", "llama"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a model from scratch."""
+
+    architecture: Architecture
+    layers: int
+    heads: int
+    width: int
+    length: int
+    """positions"""
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"task.width {self.width} cannot be divided by task.heads {self.heads}")
+
+
+def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> nn.Module:
+    """A GPT-2 or Llama (its MLP 8/3 as wide, in steps of 32), its weights drawn.
+
+    Args:
+        shape: of it.
+        entries: of the vocabulary.
+        begin: the token that begins a text, for who loads the model.
+        end: the one that ends it.
+    """
+    import transformers
+
+    common = {"vocab_size": entries, "use_cache": False, "bos_token_id": begin, "eos_token_id": end}
+    if shape.architecture == "gpt2":
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), shape.dropout)
+        sizes = {"n_embd": shape.width, "n_layer": shape.layers, "n_head": shape.heads, "n_positions": shape.length}
+        model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**common, **sizes, **dropout))
+    else:
+        config = transformers.LlamaConfig(
+            **common,
+            hidden_size=shape.width,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            intermediate_size=int(8 * shape.width / 3 / 32 + 1) * 32,
+            max_position_embeddings=shape.length,
+        )
+        model = transformers.LlamaForCausalLM(config)
+    return model  # type: ignore[no-any-return]
+
+
+def known(name: str, *, entries: int, length: int, key: str, **weights: bool) -> tuple[nn.Module, list[str]]:
+    """A model that transformers knows, and what a person should know of it.
+
+    Args:
+        name: a folder, or ``hf:ID[@REVISION]``.
+        entries: of its tokenizer.
+        length: of the samples.
+        key: the task's key of that length.
+        weights: ``pretrained``, ``trust_remote_code``.
+
+    Raises:
+        ValueError: it cannot be loaded, or does not fit samples or tokenizer.
+    """
+    model, notes = auto_model("AutoModelForCausalLM", name, None, **weights)
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest and length > longest:
+        raise ValueError(f"task.{key} {length} is longer than the {longest} positions of {name}; lower it")
+    if entries > config.vocab_size:
+        raise ValueError(f"{name}: its tokenizer has {entries:,} entries, and the model {config.vocab_size:,}")
+    return model, notes
+
+
+def made_ready(model: nn.Module, *, packed: bool, router_loss: str) -> bool:
+    """Gives the model attention within documents, where it can have it; whether it has.
+
+    Raises:
+        ValueError: it cannot, and samples are to be ``packed``; or its routers want a loss of their own.
+    """
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    coefficient = getattr(config, "router_aux_loss_coef", None)
+    if coefficient and router_loss == "refuse":
+        raise ValueError(
+            f"{type(model).__name__} sends tokens to experts, and balances them by an auxiliary loss"
+            f" (router_aux_loss_coef {coefficient}) that is a statistic of a whole micro-batch: another split of the"
+            " batch would train another model; task.router_loss none leaves it out"
+        )
+    try:
+        attend_within_documents(model, packed=packed)
+    except ValueError as error:
+        if packed:
+            raise ValueError(f"task.pack documents: {error}; task.pack none pads instead") from error
+        return False
+    return True

@@ -1,0 +1,219 @@
+"""Texts as samples of a language model: cut to a length, packed into rows or padded, and collated.
+
+A token that is no target (a prompt) is stored as its bitwise complement, so that one array holds both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from oneloop.data.bucketing import Bucketed
+from oneloop.data.order import Order, Ordered
+from oneloop.data.packing import packed
+from oneloop.data.rows.ragged import Ragged
+
+IGNORE = -100
+"""a target that does not count"""
+
+Overlong = Literal["cut", "split", "drop"]
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Samples as places in an array of tokens: each has at most ``length + 1`` of them, of which one at least is a
+    target."""
+
+    tokens: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+    length: int
+    """tokens that a model reads of one at most: all but the last"""
+    texts: NDArray[np.int64]
+    """which text each is of"""
+    overlong: int
+    """texts that were cut, split or dropped"""
+    without: int
+    """samples without a target, which are left out"""
+    whole: int
+    """texts"""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> NDArray[np.int32]:
+        return self.tokens[self.starts[index] : self.stops[index]]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens that a model reads of each."""
+        return np.asarray(self.stops - self.starts - 1)
+
+    def about(self, overlong: Overlong) -> list[str]:
+        """What became of texts that are too long or hold no target, for a person."""
+        said = {"cut": "cut there", "split": "split into several", "drop": "left out"}[overlong]
+        lines = [f"{self.overlong:,} of {self.whole:,} texts are longer than {self.length:,} tokens, and {said}"]
+        lines = lines if self.overlong else []
+        return lines + (
+            [f"{self.without:,} samples hold no token to be trained, and are left out"] * bool(self.without)
+        )
+
+
+def spans(texts: Ragged, length: int, overlong: Overlong) -> Spans:
+    """Samples of texts.
+
+    Args:
+        texts: their tokens; complements are no targets.
+        length: tokens that a model reads at most; one more is a target.
+        overlong: what becomes of longer ones: only their beginning is kept, or they become several samples (the last
+            token of one is the first of the next), or they are left out.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    stops = np.asarray(texts.ends, dtype=np.int64)
+    starts = np.concatenate([np.zeros(1, np.int64), stops])[:-1]
+    of = np.arange(len(stops))
+    long = stops - starts > length + 1
+    if overlong == "cut":
+        stops = np.minimum(stops, starts + length + 1)
+    elif overlong == "drop":
+        starts, stops, of = starts[~long], stops[~long], of[~long]
+    else:
+        pieces = np.maximum(1, -(-(stops - starts - 1) // length))
+        of = np.repeat(of, pieces)
+        number = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        starts = starts[of] + number * length
+        stops = np.minimum(starts + length + 1, stops[of])
+    keep = _targets(texts.values, starts, stops) > 0
+    made = Spans(
+        texts.values, starts[keep], stops[keep], length, of[keep], int(long.sum()), int((~keep).sum()), len(long)
+    )
+    if not len(made):
+        raise ValueError(f"none of {made.whole:,} texts holds a token to be trained within {length:,} tokens")
+    return made
+
+
+def _targets(values: NDArray[np.int32], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many targets each span has; its first token is none."""
+    found = np.zeros(len(starts), dtype=np.int64)
+    some = np.flatnonzero(stops - starts > 1)
+    if len(some):
+        edges = np.stack([starts[some] + 1, stops[some]], axis=1).ravel()
+        known = np.append(values >= 0, False)  # so that the end of all is an edge too
+        found[some] = np.add.reduceat(known, edges, dtype=np.int64)[::2]
+    return found
+
+
+class Padded:
+    """A sample is one span, as tokens and complements; in training those of a step are of similar length.
+
+    Args:
+        spans: the samples.
+        content: what the texts are, for :meth:`fingerprint`.
+    """
+
+    def __init__(self, spans: Spans, content: dict[str, Any] | None) -> None:
+        self.spans, self.content = spans, content
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __getitem__(self, index: int) -> NDArray[np.int32]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.spans[index]
+
+    def order(self, *, seed: int, batch: int) -> Ordered:
+        """By length within a few steps: a function of seed, epoch and the global batch."""
+        return Bucketed(self.spans.lengths, seed=seed, batch=batch)
+
+    def fingerprint(self) -> dict[str, Any] | None:
+        """What the texts are, by content; None where they do not tell."""
+        return self.content and {"samples": len(self), **self.content}
+
+
+class Packed:
+    """A sample is a row of several spans, as many as it takes: bins by best fit decreasing, made once.
+
+    Args:
+        spans: the documents.
+        content: what the texts are, for :meth:`fingerprint`.
+    """
+
+    def __init__(self, spans: Spans, content: dict[str, Any] | None) -> None:
+        self.spans, self.content = spans, content
+        self.bins = packed(spans.lengths, spans.length)
+        self.most = int(np.diff(self.bins.ends, prepend=0).max())
+        """documents of a row"""
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def __getitem__(self, index: int) -> list[NDArray[np.int32]]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return [self.spans[member] for member in self.bins[index].tolist()]
+
+    def order(self, *, seed: int, batch: int) -> Ordered:
+        return Order(len(self), seed=seed)
+
+    def fingerprint(self) -> dict[str, Any] | None:
+        """What the texts are, by content; None where they do not tell."""
+        return self.content and {"samples": len(self), **self.content}
+
+    def about(self) -> str:
+        """How full the rows are, for a person."""
+        full = self.spans.lengths.sum() / (len(self) * self.spans.length)
+        return (
+            f"{len(self.spans):,} documents packed into {len(self):,} samples of {self.spans.length:,} tokens,"
+            f" {100 * full:.1f} % full, {self.most} in one at most; none sees another"
+        )
+
+
+def collated(samples: Sequence[Any], *, width: int = 0, most: int = 1) -> dict[str, Tensor]:
+    """One batch.
+
+    Args:
+        samples: spans, or rows of spans.
+        width: of the batch (0: that of its longest row).
+        most: spans of a row at most.
+
+    Returns:
+        ``input`` and ``target``, (samples, width); the share of ``padding``; of rows also ``position`` in the document,
+        number of the ``document``, and ``cuts``, int32, where documents begin in all rows one after another. Padding is
+        a document of its own.
+    """
+    rows = [sample if isinstance(sample, list) else [sample] for sample in samples]
+    width = width or max(sum(len(one) - 1 for one in row) for row in rows)
+    given = np.zeros((len(rows), width), dtype=np.int64)
+    target = np.full((len(rows), width), IGNORE, dtype=np.int64)
+    position, document = np.zeros_like(given), np.zeros((len(rows), width), dtype=np.int32)
+    cuts, filled = list[int](), 0
+    for number, row in enumerate(rows):
+        at = 0
+        for one in [*row, None]:
+            size = width - at if one is None else len(one) - 1
+            if not size:
+                continue
+            here = slice(at, at + size)
+            if one is not None:
+                given[number, here] = np.where(one[:-1] < 0, ~one[:-1], one[:-1])
+                target[number, here] = np.where(one[1:] < 0, IGNORE, one[1:])
+                filled += size
+            position[number, here] = np.arange(size)
+            document[number, here] = len(cuts)
+            cuts.append(number * width + at)
+            at += size
+    batch: dict[str, NDArray[Any]] = {"input": given, "target": target}
+    if isinstance(samples[0], list):
+        cuts += [len(rows) * width] * (len(rows) * (most + 1) + 1 - len(cuts))
+        batch |= {"position": position, "document": document, "cuts": np.array(cuts, dtype=np.int32)}
+    made = {name: torch.from_numpy(array) for name, array in batch.items()}
+    return made | {"padding": torch.tensor(1 - filled / given.size)}

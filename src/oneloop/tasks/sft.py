@@ -1,0 +1,238 @@
+"""Supervised fine-tuning: a language model learns what the assistant says in conversations, or how prompts go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from oneloop.data.rows.cache import key_of
+from oneloop.data.rows.ragged import Ragged, ragged
+from oneloop.data.rows.sources import Source, combined, first_columns, named_sources, notes_of, opened, whole
+from oneloop.tasks.language.chat import Chat, template_of
+from oneloop.tasks.language.conversations import encoded
+from oneloop.tasks.language.generation import written
+from oneloop.tasks.language.language_model import Fused, LanguageModel
+from oneloop.tasks.language.lessons import LESSONS, Lessons
+from oneloop.tasks.language.models import Architecture, Shape, from_scratch, known
+from oneloop.tasks.language.samples import IGNORE, Overlong, Packed, Padded, Spans, collated, spans
+from oneloop.tasks.language.tokens import chat_tokenizer
+from oneloop.tasks.metrics import TextSums
+from oneloop.tasks.transformers_models import is_transformers, tokenizer_of
+
+_VERSION = 1
+"""raised where the same row becomes other tokens than before"""
+_WRITTEN = 64
+"""tokens of an answer in the report at most"""
+
+
+class SFT(LanguageModel):
+    """Conversations, or prompts and completions; the weight of a sample is its number of trained tokens: what the
+    assistant says, the token that ends its turn, or the completion.
+
+    Args:
+        data: lessons (conversations on made-up words); a file or folder of json lines, parquet or arrow;
+            hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight: 0.7}, …]. Parts that are there (train,
+            validation, test) are used; else some are held out.
+        messages: column of the conversations, lists of messages of a role and content (or JSON of them).
+        prompt: column of the prompts, texts or messages, where there is no such column.
+        completion: column of how they go on.
+        tools: column of JSON schemas that the chat template is given, where it is there.
+        held_out: share of the rows for validation, and as much for test, where the data has no such parts.
+        window: megabytes of parquet rows that a process may hold while it makes tokens of them.
+        model: a folder that transformers saved, or hf:ID[@REVISION], with its tokenizer (null: one from scratch, as the
+            next keys say).
+        pretrained: with its weights; false: only its shape.
+        trust_remote_code: run Python that lies beside those weights (only of people you trust).
+        chat_template: file of a Jinja template to use instead of the tokenizer's own.
+        architecture: llama or gpt2, built from scratch.
+        layers: transformer blocks.
+        heads: attention heads.
+        width: of the residual stream.
+        vocab: entries of the tokenizer from scratch, a byte-level BPE trained on the conversations.
+        length: tokens of a sample.
+        overlong: longer ones are cut there, split into several, or dropped.
+        pack: documents (samples that fit together fill one row, and none sees another); none (each by itself, padded;
+            those of a step of similar length).
+        fused_loss: output layer and cross-entropy in one, without all logits in memory; auto does it on a GPU, for
+            micro-batches of over 134 million logits (tokens x entries).
+        router_loss: of models that send tokens to experts: refuse them where they have an auxiliary loss, which is no
+            sum over samples; none leaves it out.
+    """
+
+    def __init__(
+        self,
+        data: str | list[dict[str, Any]] = "lessons",
+        messages: str = "messages",
+        prompt: str = "prompt",
+        completion: str = "completion",
+        tools: str = "tools",
+        held_out: float = 0.05,
+        window: int = 256,
+        model: str | None = None,
+        pretrained: bool = True,
+        trust_remote_code: bool = False,
+        chat_template: str | None = None,
+        architecture: Architecture = "llama",
+        layers: int = 4,
+        heads: int = 4,
+        width: int = 128,
+        vocab: int = 512,
+        length: int = 256,
+        overlong: Overlong = "cut",
+        pack: Literal["documents", "none"] = "documents",
+        fused_loss: Fused = "auto",
+        router_loss: Literal["refuse", "none"] = "refuse",
+    ) -> None:
+        super().__init__(fused_loss=fused_loss, packed=pack == "documents", router_loss=router_loss)
+        self.name, self.weights = model, {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
+        self.shape = Shape(architecture, layers, heads, width, length)
+        self.length, self.overlong, self.window = length, overlong, window
+        self.columns = {"messages": messages, "prompt": prompt, "completion": completion, "tools": tools}
+        template = None if chat_template is None else template_of(chat_template)
+        if model is None:
+            self.tokenizer = chat_tokenizer(_texts(Lessons("train")), vocab)
+        elif is_transformers(model):
+            self.tokenizer = tokenizer_of(model, trust_remote_code=trust_remote_code)
+        else:
+            raise ValueError(f"task.model {model!r} is neither a folder that transformers saved, nor hf:ID")
+        self._template = template
+        self._chat: Chat | None = None
+        self._made_by = [_VERSION, key_of(self.tokenizer.backend_tokenizer.to_str()), template]
+        self._of_data: list[str] = []
+        if data == "lessons":
+            columns = dict.fromkeys(self.columns, "") | {"messages": "messages"}
+            sources = [Source("lessons", columns, parts={part: Lessons(part) for part in LESSONS})]
+        else:
+            open_ = partial(opened, held_out=held_out, window=window)
+            named = named_sources(data, self.columns)
+            sources = [first_columns(one, self._choices(one.columns), open_) for one in named]
+        texts = [{part: self._encoded(one, rows) for part, rows in one.parts.items()} for one in sources]
+        self._of_data += notes_of(sources)
+        each = [{part: self._samples(*text, part) for part, text in parts.items()} for parts in texts]
+        self._sets = combined(sources, each)
+        self._most = max(getattr(sets["train"], "most", 1) for sets in each)
+        self.notes = self._of_data = [*self._of_data, self._marked(each[0]["train"].spans)]
+
+    # --- samples ---
+
+    def _chat_of(self) -> Chat:
+        """The chat template; made where it is needed."""
+        if self._chat is None:
+            self._chat = Chat(self.tokenizer, self._template)
+            self._of_data.append(self._chat.note)
+        return self._chat
+
+    @staticmethod
+    def _choices(columns: Mapping[str, str]) -> list[dict[str, str]]:
+        """What a place's columns may be, the first that is there."""
+        none = dict.fromkeys(columns, "")
+        kinds = [("messages", "tools"), ("messages",), ("prompt", "completion", "tools"), ("prompt", "completion")]
+        return [none | {key: columns[key] for key in kind} for kind in kinds]
+
+    def _encoded(self, source: Source, rows: Any) -> tuple[Ragged, Any]:
+        columns = source.columns
+        first = rows[0][columns["prompt"] or columns["messages"]]
+        texts = columns["prompt"] and isinstance(first, str) and not first.lstrip().startswith("[{")
+        chat = None if texts else self._chat_of()
+        made_by = [*self._made_by, chat and chat.template, dict(columns)]
+        content = {**rows.fingerprint(), "made by": key_of(made_by)}
+        make = partial(encoded, columns=columns, tokenizer=self.tokenizer, chat=chat)
+        return ragged(rows, make, made_by=made_by, what=f"tokenizing {source.where}"), content
+
+    def _samples(self, texts: Ragged, content: Any, part: str) -> Padded | Packed:
+        made = spans(texts, self.length, self.overlong)
+        self._of_data += [f"{part}: {line}" for line in made.about(self.overlong)]
+        return Packed(made, content) if self.packed and part == "train" else Padded(made, content)
+
+    def _marked(self, made: Spans) -> str:
+        """The first sample, what is trained in it marked."""
+        pieces, before = list[str](), False
+        tokens = made[0].tolist()
+        for token in [*tokens, None]:
+            trained = token is not None and token >= 0 and bool(pieces)
+            pieces.append(("«" if trained else "»") * (trained != before))
+            before = trained
+            pieces.append("" if token is None else self.decode([token if token >= 0 else ~token]))
+        share = sum(token >= 0 for token in tokens[1:]) / (len(tokens) - 1)
+        return f"a sample, what is trained in «» ({100 * share:.0f} % of it): {''.join(pieces)!r}"
+
+    def train_set(self) -> Any:
+        return self._sets["train"]
+
+    def eval_sets(self) -> dict[str, Any]:
+        return {name: part for name, part in self._sets.items() if name != "train"}
+
+    def samples_of(self, data: str, *, labelled: bool) -> Padded:
+        source = first_columns(
+            Source(data, self.columns), self._choices(self.columns), partial(whole, window=self.window)
+        )
+        made = self._samples(*self._encoded(source, source.parts["all"]), "all")
+        assert isinstance(made, Padded)
+        return made
+
+    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+        return collated(samples, width=self.length if isinstance(samples[0], list) else 0, most=self._most)
+
+    # --- model ---
+
+    def bare_model(self) -> nn.Module:
+        if self.name is None:
+            return from_scratch(self.shape, entries=self.entries, begin=None, end=self.tokenizer.eos_token_id)
+        model, said = known(self.name, entries=self.entries, length=self.length, key="length", **self.weights)
+        self.notes = [*self._of_data, *said]
+        return model
+
+    @property
+    def entries(self) -> int:
+        return len(self.tokenizer)
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        super().save(model, folder)
+        if self._template is not None:
+            self.tokenizer.chat_template = self._template
+        self.tokenizer.save_pretrained(folder)
+
+    # --- figures, and what is to be seen ---
+
+    def metrics(self) -> TextSums:
+        return TextSums(by_bytes=False, whole=True)
+
+    def update(self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+        known = batch["target"] != IGNORE
+        right = outputs["right"] & known
+        exact = (right | ~known).all(1)
+        metrics.update(outputs["loss"].double().sum(), known.sum(), right=right.sum(), whole=exact)
+
+    def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The likeliest answer to what stands before each sample's first trained token."""
+        known = batch["target"] != IGNORE
+        given = known.int().argmax(1) + 1
+        first = known & (torch.cumsum(~known, 1) == (given - 1)[:, None])
+        config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        room = getattr(config, "max_position_embeddings", None) or self.length + _WRITTEN
+        count = max(1, min(_WRITTEN, int(first.sum(1).max()) + 8, room - int(given.max())))
+        prompts = [row[:length] for row, length in zip(batch["input"], given.tolist(), strict=True)]
+        end = int(batch["target"][0][first[0]][-1])
+        return {"written": written(model, prompts, count, end=end), "prompt": given}
+
+    def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
+        trained = (sample[1:] >= 0).tolist()
+        tokens = np.where(sample < 0, ~sample, sample).tolist()
+        shown: dict[str, Any] = {"tokens": self.pieces(tokens, outputs["loss"][: len(trained)].tolist(), trained)}
+        if "written" in outputs:
+            shown["prompt"] = self.decode(tokens[: int(outputs["prompt"])])
+            shown["continuation"] = str(self.tokenizer.decode(outputs["written"].tolist(), skip_special_tokens=True))
+        return shown
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens))
+
+
+def _texts(lessons: Lessons) -> list[str]:
+    return [message["content"] for one in lessons.conversations for message in one]
