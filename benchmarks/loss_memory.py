@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -167,7 +168,7 @@ def main() -> None:
     if given.way:
         print(json.dumps(measured(given)))
         return
-    print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
+    print(f"# {date.today()}  {shlex.join(['python', *sys.argv])}")
     where = torch.cuda.get_device_name() if given.device != "cpu" else f"cpu, {os.cpu_count()} cores"
     print(f"# torch {torch.__version__}, Python {platform.python_version()}, {where}, {given.threads} thread(s)")
     print(f"# {given.tokens:,} tokens, {given.entries:,} entries, width {given.width:,}; {given.rounds} rounds")

@@ -44,7 +44,7 @@ def test_augmentation_moves_the_image_and_keeps_the_label():
 @pytest.mark.parametrize("pack", ["joined", "documents", "none"])
 def test_every_token_is_a_target_exactly_once(text_folder, pack):
     task = CausalLM(str(text_folder), block=16, pack=pack)
-    for name, part in task.eval_sets().items():
+    for part in task.eval_sets().values():
         samples = [part[i] for i in range(len(part))]
         batch = task.collate(samples)
         targets = batch["target"][batch["target"] >= 0]
