@@ -340,3 +340,9 @@ def test_models_that_come_to_their_logits_in_another_way_are_refused():
     model.get_output_embeddings = lambda: nn.Conv1d(1, 1, 1)
     with pytest.raises(ValueError, match="a Conv1d"):
         without_logits(model)
+
+
+def test_float16_is_refused():
+    hidden, weight = torch.randn(3, 4, dtype=torch.float16), torch.randn(5, 4, dtype=torch.float16)
+    with pytest.raises(ValueError, match="in fp16, where the gradients of logits are below its range"):
+        chunked_cross_entropy(hidden, weight, torch.tensor([0, 1, 2]))

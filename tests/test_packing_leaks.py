@@ -195,7 +195,7 @@ def test_an_answer_ends_where_it_ends():
     with torch.no_grad():
         prompt = torch.tensor([5, 6, 7])
         free = written(model, [prompt], 12)[0]
-        ended = written(model, [prompt], 12, end=int(free[4]))[0]
+        ended = written(model, [prompt], 12, ends=[int(free[4])])[0]
     first = free.tolist().index(int(free[4]))
     assert torch.equal(ended[: first + 1], free[: first + 1]) and set(ended[first:].tolist()) == {int(free[4])}
 

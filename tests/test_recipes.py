@@ -35,6 +35,7 @@ SMALL = {
         "--eval.micro",
         "64",
     ],  # ragged: every text's last sample is shorter
+    "sft": ["--task.layers", "1", "--task.width", "32"],  # packed
     "snippets": ["--task.layers", "1", "--task.width", "32", "--eval.micro", "64"],
 }
 SGD = [
@@ -65,7 +66,7 @@ def corpus(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("recipe", ["digits", "gpt", pytest.param("snippets", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["digits", "gpt", "sft", pytest.param("snippets", marks=pytest.mark.slow)])
 def test_the_same_weights_four_ways(corpus, recipe):
     weights, losses = {}, {}
     for way, (config, ranks, words) in WAYS.items():
@@ -127,7 +128,7 @@ def test_the_schedule_is_the_same_on_two_ranks_and_with_accumulation(tmp_path):
 
 
 def test_the_packaged_recipes_read_and_print(capsys):
-    assert packaged() == ["digits", "gpt", "images", "snippets"]
+    assert packaged() == ["digits", "gpt", "images", "llama", "sft", "snippets"]
     for name in packaged():
         assert read([name]).name == name
     with pytest.raises(SystemExit) as end:

@@ -15,7 +15,7 @@ from oneloop.data.rows.cache import key_of
 from oneloop.data.rows.ragged import Ragged, ragged
 from oneloop.data.rows.sources import Source, combined, first_columns, named_sources, notes_of, opened, whole
 from oneloop.tasks.language.chat import Chat, template_of
-from oneloop.tasks.language.conversations import encoded
+from oneloop.tasks.language.conversations import encoded, is_text
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import Fused, LanguageModel
 from oneloop.tasks.language.lessons import LESSONS, Lessons
@@ -138,15 +138,17 @@ class SFT(LanguageModel):
     def _encoded(self, source: Source, rows: Any) -> tuple[Ragged, Any]:
         columns = source.columns
         first = rows[0][columns["prompt"] or columns["messages"]]
-        texts = columns["prompt"] and isinstance(first, str) and not first.lstrip().startswith("[{")
-        chat = None if texts else self._chat_of()
+        chat = None if columns["prompt"] and is_text(first) else self._chat_of()
         made_by = [*self._made_by, chat and chat.template, dict(columns)]
         content = {**rows.fingerprint(), "made by": key_of(made_by)}
         make = partial(encoded, columns=columns, tokenizer=self.tokenizer, chat=chat)
         return ragged(rows, make, made_by=made_by, what=f"tokenizing {source.where}"), content
 
     def _samples(self, texts: Ragged, content: Any, part: str) -> Padded | Packed:
-        made = spans(texts, self.length, self.overlong)
+        try:
+            made = spans(texts, self.length, self.overlong)
+        except ValueError as error:
+            raise ValueError(f"{part}: {error} (task.length, task.overlong)") from error
         self._of_data += [f"{part}: {line}" for line in made.about(self.overlong)]
         return Packed(made, content) if self.packed and part == "train" else Padded(made, content)
 
@@ -218,8 +220,10 @@ class SFT(LanguageModel):
         room = getattr(config, "max_position_embeddings", None) or self.length + _WRITTEN
         count = max(1, min(_WRITTEN, int(first.sum(1).max()) + 8, room - int(given.max())))
         prompts = [row[:length] for row, length in zip(batch["input"], given.tolist(), strict=True)]
-        end = int(batch["target"][0][first[0]][-1])
-        return {"written": written(model, prompts, count, end=end), "prompt": given}
+        special = {self.tokenizer.eos_token_id} if self._chat is None else self._chat.special
+        said = [row[at].tolist() for row, at in zip(batch["target"], first, strict=True)]
+        ends = {next((token for token in reversed(one) if token in special), one[-1]) for one in said}
+        return {"written": written(model, prompts, count, ends=sorted(ends)), "prompt": given}
 
     def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
         trained = (sample[1:] >= 0).tolist()

@@ -103,7 +103,10 @@ def _by_datasets(there: Found, files: Sequence[Path], draft: Path) -> None:
             cache_dir=str(work),
             **options,
         )
-        _write(iter(made.data.table.cast(made.features.arrow_schema).to_batches()), draft)
+        table, schema = made.data.table, made.features.arrow_schema
+        same = table.schema.equals(schema)  # arrow cannot cast an object one of whose keys is nothing in all rows
+        table = table.replace_schema_metadata(schema.metadata) if same else table.cast(schema)
+        _write(iter(table.to_batches()), draft)
     except Exception as error:  # datasets raises whatever its reader raised
         raise ValueError(_reason(error, there.root)) from error
     finally:

@@ -119,8 +119,10 @@ def first_columns(source: Source, choices: Sequence[Mapping[str, str]], open_: C
             if not isinstance(error.__cause__, NoColumn):
                 raise
             there = str(error.__cause__).partition("; ")[2]
-    wanted = " or ".join(" and ".join(filter(None, columns.values())) for columns in choices)
-    raise ValueError(f"{source.where}: the columns {wanted} are needed, and {there}")
+    wanted = [[key for key, name in columns.items() if name] for columns in choices]
+    fewest = [" and ".join(keys) for keys in wanted if not any(set(other) < set(keys) for other in wanted)]
+    keys = " or ".join(f"task.{key}" for key in dict.fromkeys(key for one in wanted for key in one))
+    raise ValueError(f"{source.where}: {there}; {' or '.join(fewest)} are needed; name other columns with {keys}")
 
 
 def _named(source: Source, window: int, kinds: Sequence[str], *, whole: bool = False) -> Mapping[str, Rows]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_WAYS_OUT = (
-    "install trl, which has templates to train with for some families of models, or give one whose assistant turns"
-    " stand between {% generation %} and {% endgeneration %}: --task.chat_template FILE"
+_FILE = (
+    "give one whose assistant turns stand between {% generation %} and {% endgeneration %}: --task.chat_template FILE"
 )
 _PROBE: list[dict[str, Any]] = [
-    {"role": "user", "content": "a"},
-    {"role": "assistant", "content": "b", "reasoning_content": "c"},
-    {"role": "user", "content": "d"},
-    {"role": "assistant", "content": "e"},
+    {"role": "user", "content": "first question"},
+    {"role": "assistant", "content": "first answer", "reasoning_content": "thoughts"},
+    {"role": "user", "content": "second question"},
+    {"role": "assistant", "content": "second answer"},
 ]
 
 
@@ -51,9 +51,11 @@ class Chat:
             )
         self.template: str = template or own
         self.note = "what the assistant says is known from the template's generation marks"
-        self._ends = {tokenizer.eos_token_id, *tokenizer.all_special_ids}
-        self._ends |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        if not self.marked:
+        self.special = {tokenizer.eos_token_id, *tokenizer.all_special_ids}
+        self.special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        if self.marked:
+            self._check_marks()
+        else:
             self.note = "what the assistant says is known by prefixes of the template"
             if not self._keeps_prefixes() and (known := _of_trl(tokenizer, template)):
                 self.template = known
@@ -88,12 +90,13 @@ class Chat:
         if not self.marked:
             said = self._by_prefixes(text, messages, tools, given)
         elif given:
-            begin = len(self.render(messages[:given], tools))
-            said = [(start, stop) for start, stop in said if start >= begin]
+            said = self._behind(text, said, messages, tools, given)
         tokens, places = _placed(self.tokenizer, text, add_special_tokens=False)
         trained = np.zeros(len(tokens), dtype=bool)
         for start, stop in said:
             first, last = _from(places, start), _upto(places, stop)
+            if first < last and places[first, 0] < start and tokens[first] in self.special:
+                first += 1  # a header that takes the blanks behind it
             trained[first : self._end(tokens, first, last)] = True
         found = np.array(tokens, dtype=np.int32)
         return np.where(trained, found, ~found)
@@ -114,9 +117,15 @@ class Chat:
                 return_assistant_tokens_mask=marks,
                 **self.tokenizer.special_tokens_map,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise ValueError(f"the chat template refuses it: {' '.join(str(error).split())}") from error
-        return texts[0], [(int(a), int(b)) for a, b in spans[0]] if marks else []
+        except Exception as error:  # a template is a program
+            told = f"{type(error).__name__}: " if not isinstance(error, jinja2.TemplateError) else ""
+            raise ValueError(f"the chat template refuses it: {told}{' '.join(str(error).split())}") from error
+        said = list[tuple[int, int]]()
+        for start, stop in spans[0] if marks else ():
+            if said and said[-1][1] == start:  # a turn in two marks
+                start = said.pop()[0]
+            said.append((int(start), int(stop)))
+        return texts[0], said
 
     def _by_prefixes(self, text: str, messages: Sequence[Any], tools: Any, given: int) -> list[tuple[int, int]]:
         """From where to where the assistant speaks: what its turns add to what was before them."""
@@ -124,15 +133,54 @@ class Chat:
         for at, message in enumerate(messages):
             if at < given or message["role"] != "assistant":
                 continue
+            if not at:
+                raise ValueError(
+                    "message 1 is by the assistant, and what the template puts before it is not known; put a message"
+                    " before it, or drop it"
+                )
             before = self.render(messages[:at], tools, prompt=True)
             upto = text if at == len(messages) - 1 else self.render(messages[: at + 1], tools)
             if not (text.startswith(upto) and upto.startswith(before)):
                 raise ValueError(
                     f"the chat template does not tell what the assistant says in message {at + 1}: it renders the"
-                    f" beginning otherwise when more follows (it drops thoughts, say), and has no marks; {_WAYS_OUT}"
+                    f" beginning otherwise when more follows (it drops thoughts, say), and has no marks; {_way_out()}"
                 )
             said.append((len(before), len(upto)))
         return said
+
+    def _behind(
+        self, text: str, said: list[tuple[int, int]], messages: Sequence[Any], tools: Any, given: int
+    ) -> list[tuple[int, int]]:
+        """Of the marked places those behind a prompt of so many messages.
+
+        Raises:
+            ValueError: there are fewer than the assistant's turns before or behind its end.
+        """
+        begin = len(commonprefix([text, self.render(messages[:given], tools)]))  # noqa: RUF071 letter by letter
+        kept = [(start, stop) for start, stop in said if start >= begin]
+        turns = [message["role"] == "assistant" for message in messages]
+        if len(kept) < sum(turns[given:]) or len(said) - len(kept) < sum(turns[:given]):
+            raise ValueError(
+                f"the chat template does not tell where the prompt ends and the completion begins; {_FILE}"
+            )
+        return kept
+
+    def _check_marks(self) -> None:
+        """Refuses marks that are not where the assistant speaks.
+
+        Raises:
+            ValueError: says so.
+        """
+        try:
+            text, said = self._rendered(_PROBE, None, marks=True)
+        except ValueError:
+            return  # it wants other conversations
+        for answer in ("first answer", "second answer"):
+            if not any(answer in text[start:stop] for start, stop in said):
+                raise ValueError(
+                    f"the chat template's generation marks are not around what the assistant says ({answer!r} stands"
+                    " outside; a mark inside {% set %} is counted from another place); move them"
+                )
 
     def _keeps_prefixes(self) -> bool:
         try:
@@ -147,20 +195,21 @@ class Chat:
         Raises:
             ValueError: there is no such token.
         """
-        end = last
-        while end > first and tokens[end - 1] not in self._ends:
-            if not self.marked or not self.tokenizer.decode([tokens[end - 1]]).isspace():
-                break
-            end -= 1
-        while not self.marked and end > first and tokens[end - 1] not in self._ends:
-            end -= 1
-        said = self.tokenizer.decode(tokens[end:last]).strip()
-        if end <= first or tokens[end - 1] not in self._ends or said:
-            where = "put it before {% endgeneration %}" if self.marked else "end each turn with it"
+        whole = self.tokenizer.decode(tokens[first:last])
+        ends = [at for at in range(first, last) if tokens[at] in self.special]
+        end = ends[-1] + 1 if ends else first
+        if not ends or self.tokenizer.decode(tokens[end:last]).strip():
+            where = "put it before {% endgeneration %}" if self.marked else "end each turn with one"
+            own = f" (this tokenizer's is {self.tokenizer.eos_token!r})" if self.tokenizer.eos_token else ""
             raise ValueError(
-                "no special token ends what the assistant says"
-                f" ({self.tokenizer.decode(tokens[first:last])[-40:]!r}), so the model would not learn to stop; {where}"
-                " in --task.chat_template FILE"
+                f"no special token ends what the assistant says ({whole[-40:]!r}), so the model would not learn to"
+                f" stop; {where}{own} in --task.chat_template FILE"
+            )
+        plain = [token for token in tokens[first:end] if token not in self.special]
+        if not self.tokenizer.decode(plain).strip():
+            raise ValueError(
+                f"the chat template writes nothing of what the assistant says ({whole!r}: it may have tool calls,"
+                " thoughts or blanks alone); take a template that writes them, or leave the row out"
             )
         return last if self.marked else end
 
@@ -174,9 +223,14 @@ def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]
         ValueError: the tokenizer has no end token.
     """
     if (end := tokenizer.eos_token_id) is None:
-        raise ValueError("the tokenizer has no end token, so the model would not learn to stop; give it one")
+        raise ValueError(
+            "the tokenizer has no end token, so the model would not learn to stop; set eos_token in the"
+            " tokenizer_config.json beside the model"
+        )
     tokens, places = _placed(tokenizer, prompt + completion)
-    while tokens[-1:] == [end]:  # which some tokenizers add
+    while len(tokens) > 1 and not places[len(tokens) - 1].any():  # added behind the text
+        tokens = tokens[:-1]
+    while tokens[-1:] == [end]:
         tokens = tokens[:-1]
     border, begin = _from(places[: len(tokens)], len(prompt)), tokenizer.bos_token_id
     while begin is not None and tokens[:2] == [begin, begin]:  # added to a text that has one
@@ -219,6 +273,11 @@ def template_of(file: str) -> str:
     except jinja2.TemplateError as error:
         raise ValueError(f"task.chat_template {file!r} is no Jinja template: {error}") from error
     return text
+
+
+def _way_out() -> str:
+    known = "TRL knows none like it" if find_spec("trl") else "install trl, which has some to train with"
+    return f"{known}; {_FILE}"
 
 
 def _of_trl(tokenizer: Any, template: str | None) -> str | None:

@@ -65,7 +65,15 @@ def chunked_cross_entropy(
         ignore: value of targets that do not count.
         change: what the model does to its logits after its output layer; each logit by itself or each row.
         entries: logits held at once.
+
+    Raises:
+        ValueError: the products are float16, in which small gradients of logits are lost.
     """
+    if _kind(hidden) is torch.float16:
+        raise ValueError(
+            "the loss without the logits is asked for in fp16, where the gradients of logits are below its range before"
+            " the loss scale reaches them; take bf16, or set task.fused_loss false"
+        )
     return Losses(*_Chunked.apply(hidden, weight, bias, target, ignore, change, entries, torch.is_grad_enabled()))
 
 
@@ -83,9 +91,7 @@ class _Chunked(torch.autograd.Function):
         differentiable: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs = [differentiable and need for need in ctx.needs_input_grad[:3]]
-        device = hidden.device.type
-        autocast = _autocast(hidden, device)
-        kind = torch.get_autocast_dtype(device) if autocast else hidden.dtype
+        device, kind = hidden.device.type, _kind(hidden)
         exact = torch.promote_types(kind, torch.float32)
         layer = weight.detach().to(kind), None if bias is None else bias.detach().to(kind)
         each = torch.empty(target.shape, dtype=exact, device=hidden.device)
@@ -96,7 +102,7 @@ class _Chunked(torch.autograd.Function):
             torch.zeros_like(bias, dtype=exact) if bias is not None and needs[2] else None,
         ]
         size = max(1, entries // len(weight))
-        with torch.autocast(device, enabled=False) if autocast else nullcontext():
+        with torch.autocast(device, enabled=False) if _autocast(hidden) else nullcontext():
             for number in range(-(-len(hidden) // size)):  # so torch.compile's guard is on this, not on the tokens
                 part = slice(number * size, (number + 1) * size)
                 states, wanted = hidden[part].detach().to(kind), target[part]
@@ -120,9 +126,15 @@ class _Chunked(torch.autograd.Function):
         return *(None if saved is None else saved.mul_(slope) for saved in ctx.saved_tensors), *[None] * 5
 
 
-def _autocast(hidden: Tensor, device: str) -> bool:
+def _autocast(hidden: Tensor) -> bool:
+    device = hidden.device.type
     available = torch.amp.is_autocast_available(device)
     return available and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+
+
+def _kind(hidden: Tensor) -> torch.dtype:
+    """Type of the products."""
+    return torch.get_autocast_dtype(hidden.device.type) if _autocast(hidden) else hidden.dtype
 
 
 def _chunk(

@@ -38,12 +38,17 @@ def encoded(row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | N
     if columns["messages"]:
         return _chat(chat).encode(conversation(row[columns["messages"]]), tools)
     prompt, completion = row[columns["prompt"]], row[columns["completion"]]
-    if isinstance(prompt, str) and isinstance(completion, str) and _read(prompt) is None:
+    if is_text(prompt) != is_text(completion):
+        raise ValueError(
+            f"the prompt is {_briefly(prompt)}, and the completion {_briefly(completion)}; both must be texts, or both"
+            " messages"
+        )
+    if is_text(prompt):
         if not completion:
             raise ValueError("the completion is empty; fill it, or leave the row out")
         return completed(tokenizer, prompt, completion)
-    before, after = conversation(prompt), conversation(completion)
-    return _chat(chat).encode([*before, *after], tools, given=len(before))
+    template, before, after = _chat(chat), conversation(prompt), conversation(completion)
+    return template.encode([*before, *after], tools, given=len(before))
 
 
 def _chat(chat: Chat | None) -> Chat:
@@ -52,58 +57,87 @@ def _chat(chat: Chat | None) -> Chat:
     return chat
 
 
+def is_text(value: Any) -> bool:
+    """Whether a prompt or completion is a text, and no messages as JSON."""
+    return isinstance(value, str) and read(value) is None
+
+
 def conversation(value: Any) -> list[dict[str, Any]]:
     """The messages of a conversation.
 
     Raises:
         ValueError: it is none: what was found, and where in it.
     """
-    value = _read(value) if isinstance(value, str) else value
-    if not isinstance(value, Sequence) or isinstance(value, str) or not len(value):
+    found = read(value) if isinstance(value, str) else value
+    if not isinstance(found, Sequence) or not len(found):
         raise ValueError(f"a list of messages is needed, and there is {_briefly(value)}")
-    return [_message(one, number) for number, one in enumerate(value, start=1)]
+    return [_message(one, number) for number, one in enumerate(found, start=1)]
 
 
 def _message(given: Any, number: int) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise ValueError(f"message {number} is {_briefly(given)}, and needs a role and a content")
-    message = _without_nothing(given)
+    message: dict[str, Any] = _without_nothing(given)
     if "from" in message and "role" not in message:
-        message = {"role": _FROM.get(message["from"], message["from"]), "content": message.get("value", "")}
+        said = {"content": message["value"]} if "value" in message else {}
+        message = {"role": _FROM.get(message["from"], message["from"]), **said}
     role = message.get("role")
     if role is None:
         raise ValueError(f"message {number} has no role; it has {', '.join(message) or 'nothing'}")
     if role not in ROLES:
         raise ValueError(f"message {number} is by {role!r}, which is none of {', '.join(ROLES)}; rename it")
-    content = message.get("content")
-    for part in content if isinstance(content, list) else []:
-        if not isinstance(part, Mapping) or part.get("type") != "text":
+    if role == "assistant":
+        message = {"content": "", **message}
+        if not any(message.get(key) for key in _SAID):
+            raise ValueError(f"message {number}: the assistant says nothing; fill it, or leave the row out")
+    if "content" not in message:
+        raise ValueError(f"message {number} has no content; it has {', '.join(given)}")
+    message["content"] = _text(message["content"], number)
+    if "tool_calls" in message:
+        message["tool_calls"] = _calls(message["tool_calls"], number)
+    return message
+
+
+def _text(content: Any, number: int) -> str:
+    """A content as text; of several parts they follow one another."""
+    if isinstance(content, str):
+        return content
+    for part in content if isinstance(content, list) else [content]:
+        if not isinstance(content, list):
+            raise ValueError(f"message {number}: its content is {_briefly(content)}; text is needed")
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"message {number} holds more than text ({_briefly(part)}); this task reads text alone")
-    if role == "assistant" and not any(message.get(key) for key in _SAID):
-        raise ValueError(f"message {number}: the assistant says nothing; fill it, or leave the row out")
-    for call in message.get("tool_calls") or ():
+    return "".join(part["text"] for part in content)
+
+
+def _calls(calls: Any, number: int) -> list[Any]:
+    """Calls of tools, their arguments as objects: templates write them themselves."""
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise ValueError(f"message {number}: its tool_calls are {_briefly(calls)}; a list of objects is needed")
+    for call in calls:
         if isinstance(function := call.get("function"), dict) and isinstance(function.get("arguments"), str):
             function["arguments"] = _object(function["arguments"])
-    return {"content": "", **message} if role == "assistant" else message
+    return calls
 
 
 def _tools(value: Any) -> list[Any] | None:
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
-    tools = _read(value) if isinstance(value, str) else value
+    tools = read(value) if isinstance(value, str) else value
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping | str) for tool in tools):
         raise ValueError(f"the tools are {_briefly(value)}; a list of JSON schemas is needed")
     return [_without_nothing(json.loads(tool) if isinstance(tool, str) else tool) for tool in tools]
 
 
-def _read(text: str) -> Any:
-    """A list that stands as JSON in a text; None where none does."""
+def read(text: str) -> list[Any] | None:
+    """A list of objects that stands as JSON in a text; None where none does."""
     if not text.lstrip().startswith("["):
         return None
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except ValueError:
         return None
+    return found if found and all(isinstance(one, dict) for one in found) else None
 
 
 def _object(text: str) -> Any:

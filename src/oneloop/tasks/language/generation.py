@@ -17,7 +17,7 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 def written(
-    model: nn.Module, prompts: Sequence[Tensor], count: int, *, end: int | None = None, choose: Choose = greedy
+    model: nn.Module, prompts: Sequence[Tensor], count: int, *, ends: Sequence[int] = (), choose: Choose = greedy
 ) -> Tensor:
     """What a model of transformers writes after each prompt: (prompts, count) tokens.
 
@@ -28,7 +28,7 @@ def written(
         model: in eval mode, whole or sharded.
         prompts: 1-D each, with a token at least.
         count: tokens of each answer.
-        end: a token after which the rest of a row is this token.
+        ends: tokens after which the rest of a row is the same token.
         choose: a token from logits.
     """
     device, longest = prompts[0].device, max(map(len, prompts))
@@ -39,6 +39,7 @@ def written(
         mask[row, longest - len(prompt) :] = 1
     places = (mask.cumsum(1) - 1).clamp(min=0)
     said, past = list[Tensor](), None
+    stops = torch.tensor(ends, dtype=torch.int64, device=device)
     done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     for at in range(longest, longest + count):
         made = model(
@@ -49,9 +50,8 @@ def written(
             use_cache=True,
         )
         past, token = made.past_key_values, choose(made.logits[:, -1].float())
-        if end is not None:
-            token = torch.where(done, end, token)
-            done |= token == end
+        token = torch.where(done, tokens[:, -1], token)
+        done |= torch.isin(token, stops)
         said.append(token)
         tokens = token[:, None]
     return torch.stack(said, dim=1)

@@ -69,7 +69,9 @@ class LanguageModel(Task):
 
     def _fuses(self, tokens: Tensor, entries: int) -> bool:
         if self.fused_loss == "auto":
-            return self._fusible and tokens.device.type == "cuda" and tokens.numel() * entries > MANY_LOGITS
+            half = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is torch.float16
+            many = tokens.device.type == "cuda" and tokens.numel() * entries > MANY_LOGITS
+            return self._fusible and many and not half
         return self._fusible
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

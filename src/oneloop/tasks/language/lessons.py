@@ -1,41 +1,74 @@
-"""Conversations that are always there: lessons on made-up words, a few rules that hold for every word.
+"""Conversations that are always there: lessons on days, months, numbers and opposites, made on the spot.
 
-They are made on the spot, the same everywhere. Words of validation and test do not occur in training.
+A later question may be short ("And july?"): what is asked is to be known from the one before.
 """
 
 from __future__ import annotations
 
 import random
-import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from oneloop.data.rows.cache import key_of
 
 Message = dict[str, str]
 
-_SYSTEMS = ("You are a careful teacher.", "Answer with the word alone.")
-_RULES: dict[str, tuple[tuple[str, ...], Callable[[str], str]]] = {
-    "capitals": (("Write {} in capitals.", "{} in capitals, please."), str.upper),
-    "first": (("Which letter does {} begin with?", "The first letter of {}?"), lambda word: word[0]),
-    "last": (("Which letter does {} end with?", "The last letter of {}?"), lambda word: word[-1]),
-    "twice": (("Say {} twice.", "{}, two times."), lambda word: f"{word} {word}"),
-    "spell": (("Spell {}.", "How do you spell {}?"), lambda word: "-".join(word)),
-}
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_SYSTEMS = ("You are a patient teacher.", "Answer in one word.")
+_ROUNDS = (
+    _words("monday tuesday wednesday thursday friday saturday sunday"),
+    _words("january february march april may june july august september october november december"),
+    _words("spring summer autumn winter"),
+)
+_NUMBERS = _words(
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+)
+_OPPOSITES = _words(
+    "hot cold big small early late open closed light dark full empty old new near far fast slow wet dry"
+)
+
+
+def _beside(step: int) -> Callable[[str], str]:
+    beside = {row[at]: row[(at + step) % len(row)] for row in _ROUNDS for at in range(len(row))}
+    return beside.__getitem__
+
+
+def _sum(text: str) -> str:
+    one, _, other = text.split()
+    return _NUMBERS[int(one) + int(other)]
+
+
+_NAMES = [name for row in _ROUNDS for name in row]
+_SUMS = [f"{one} plus {other}" for one in range(9) for other in range(9)]
+_RULES: list[tuple[Sequence[str], Sequence[str], Callable[[str], str]]] = [
+    (_NAMES, ("What comes after {}?", "After {} comes what?"), _beside(1)),
+    (_NAMES, ("What comes before {}?", "Before {} comes what?"), _beside(-1)),
+    (_SUMS, ("What is {}?", "How much is {}?"), _sum),
+    ([*map(str, range(17))], ("How is {} written?", "Write {} as a word."), lambda text: _NUMBERS[int(text)]),
+    (
+        _OPPOSITES,
+        ("What is the opposite of {}?", "Say the opposite of {}."),
+        lambda word: _OPPOSITES[_OPPOSITES.index(word) ^ 1],
+    ),
+]
 _AGAIN = ("And {}?", "The same for {}.")
 LESSONS = {"train": 4000, "validation": 200, "test": 200}
 
 
 class Lessons:
-    """Rows of one to three questions and answers; a later question may ask for the same rule again.
+    """Rows of one to three questions and answers.
 
     Args:
         part: train, validation or test.
     """
 
     def __init__(self, part: str) -> None:
-        draw, seen = random.Random(17), set[str]()
-        made = {name: [_lesson(draw, seen) for _ in range(count)] for name, count in LESSONS.items()}
+        draw = random.Random(17)
+        made = {name: [_lesson(draw) for _ in range(count)] for name, count in LESSONS.items()}
         self.part, self.conversations = part, made[part]
 
     def __len__(self) -> int:
@@ -53,21 +86,15 @@ class Lessons:
         return {"lessons": key_of(self.conversations)}
 
 
-def _lesson(draw: random.Random, seen: set[str]) -> list[Message]:
+def _lesson(draw: random.Random) -> list[Message]:
     messages = [{"role": "system", "content": draw.choice(_SYSTEMS)}] if draw.random() < 0.3 else []
-    rule = ""
+    asked, rule = False, draw.choice(_RULES)
     for _ in range(draw.randint(1, 3)):
-        word = _new_word(draw, seen)
-        again = bool(rule) and draw.random() < 0.5
-        rule = rule if again else draw.choice([*_RULES])
-        asked, answered = _RULES[rule]
-        messages.append({"role": "user", "content": draw.choice(_AGAIN if again else asked).format(word)})
-        messages.append({"role": "assistant", "content": answered(word)})
+        again = asked and draw.random() < 0.5
+        rule = rule if again else draw.choice(_RULES)
+        things, questions, answered = rule
+        thing = draw.choice(things)
+        messages.append({"role": "user", "content": draw.choice(_AGAIN if again else questions).format(thing)})
+        messages.append({"role": "assistant", "content": answered(thing)})
+        asked = True
     return messages
-
-
-def _new_word(draw: random.Random, seen: set[str]) -> str:
-    while (word := "".join(draw.choices(string.ascii_lowercase, k=draw.randint(3, 6)))) in seen:
-        pass
-    seen.add(word)
-    return word

@@ -78,7 +78,10 @@ def known(name: str, *, entries: int, length: int, key: str, **weights: bool) ->
     if longest and length > longest:
         raise ValueError(f"task.{key} {length} is longer than the {longest} positions of {name}; lower it")
     if entries > config.vocab_size:
-        raise ValueError(f"{name}: its tokenizer has {entries:,} entries, and the model {config.vocab_size:,}")
+        raise ValueError(
+            f"{name}: its tokenizer has {entries:,} entries, and the model {config.vocab_size:,}; it is of another"
+            " model, or the embeddings were not resized"
+        )
     return model, notes
 
 

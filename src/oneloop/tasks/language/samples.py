@@ -96,8 +96,25 @@ def spans(texts: Ragged, length: int, overlong: Overlong) -> Spans:
         texts.values, starts[keep], stops[keep], length, of[keep], int(long.sum()), int((~keep).sum()), len(long)
     )
     if not len(made):
-        raise ValueError(f"none of {made.whole:,} texts holds a token to be trained within {length:,} tokens")
+        raise ValueError(_nothing(texts, made, overlong))
     return made
+
+
+def _nothing(texts: Ragged, made: Spans, overlong: Overlong) -> str:
+    """What is wrong, and what to do, where no sample is left."""
+    trained = np.flatnonzero(np.asarray(texts.values) >= 0)
+    if not len(trained):
+        return f"none of {made.whole:,} texts holds a token to be trained: no assistant speaks, nothing is completed"
+    if overlong == "drop" and made.overlong == made.whole:
+        return f"all of {made.whole:,} texts are longer than {made.length:,} tokens; raise the length, or cut them"
+    ends = np.asarray(texts.ends)
+    starts = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
+    text = np.searchsorted(ends, trained, side="right")
+    least = int((trained - starts[text]).min())
+    return (
+        f"none of {made.whole:,} texts holds a token to be trained within {made.length:,} tokens; the first one"
+        f" stands at token {least:,}: raise the length"
+    )
 
 
 def _targets(values: NDArray[np.int32], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,0 +1,321 @@
+"""What is wrong with chats, their templates and their models: one message, what was found and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+
+from oneloop.tasks.sft import SFT
+from test_chat import CHATML, a_model, of_trl, tokenizer_of, tokenizer_with, turns, written
+from worlds import run, train
+
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATS = [{"messages": turns("hi", word)} for word in ("yo", "a b c", "x")]
+
+
+class Bad(NamedTuple):
+    """What is given, by keys of the task, and all that the message must say."""
+
+    lay: Callable[[Path], dict[str, Any]]
+    says: tuple[str, ...]
+
+
+def rows(*made: Any, **keys: Any) -> Callable[[Path], dict[str, Any]]:
+    """Rows for a good model."""
+
+    def lay(folder: Path) -> dict[str, Any]:
+        return {"data": str(written(folder / "data", made)), "model": good(folder), "length": 64, **keys}
+
+    return lay
+
+
+def chat(*messages: Any, **keys: Any) -> Callable[[Path], dict[str, Any]]:
+    """A good conversation, and this one after it."""
+    return rows(CHATS[0], {"messages": list(messages)}, **keys)
+
+
+def good(folder: Path) -> str:
+    return str(a_model(folder / "model", tokenizer_with(CHATML, PLAIN)))
+
+
+def with_template(template: str | None, *special: str, data: Any = CHATS) -> Callable[[Path], dict[str, Any]]:
+    """A model whose tokenizer has this template."""
+
+    def lay(folder: Path) -> dict[str, Any]:
+        model = a_model(folder / "model", tokenizer_with(special or CHATML, template))
+        return {"data": str(written(folder / "data", data)), "model": str(model), "length": 64}
+
+    return lay
+
+
+def with_file(text: str | None) -> Callable[[Path], dict[str, Any]]:
+    """A file as the template."""
+
+    def lay(folder: Path) -> dict[str, Any]:
+        if text is not None:
+            (folder / "mine.jinja").write_text(text)
+        return rows(*CHATS, chat_template=str(folder / "mine.jinja"))(folder)
+
+    return lay
+
+
+def with_model(make: Callable[[int], Any], **keys: Any) -> Callable[[Path], dict[str, Any]]:
+    """Another model, of as many entries as the tokenizer."""
+
+    def lay(folder: Path) -> dict[str, Any]:
+        given = rows(*CHATS, **keys)(folder)
+        torch.manual_seed(0)
+        make(len(tokenizer_with(CHATML, PLAIN))).save_pretrained(given["model"])
+        return given
+
+    return lay
+
+
+def without_end(folder: Path) -> dict[str, Any]:
+    tokenizer = tokenizer_with(CHATML, None)
+    tokenizer.eos_token = None
+    model = a_model(folder / "model", tokenizer)
+    return {"data": str(written(folder / "data", [{"prompt": "a", "completion": "b"}] * 3)), "model": str(model)}
+
+
+def mamba(entries: int) -> Any:
+    sizes = {"hidden_size": 8, "state_size": 4, "num_hidden_layers": 1}
+    return transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=entries, **sizes))
+
+
+def gpt_neo(entries: int) -> Any:
+    sizes = {"hidden_size": 8, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]}
+    return transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(vocab_size=entries, **sizes))
+
+
+def mixtral(entries: int) -> Any:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(vocab_size=entries, num_key_value_heads=2, num_local_experts=2, **sizes)
+    config.router_aux_loss_coef = 0.02
+    return transformers.MixtralForCausalLM(config)
+
+
+def small_llama(entries: int) -> Any:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=entries - 7, **sizes))
+
+
+def short_llama(entries: int) -> Any:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=entries, max_position_embeddings=48, **sizes)
+    return transformers.LlamaForCausalLM(config)
+
+
+CHANGED = PLAIN.replace("{{ m.content }}", "{% if loop.last %}<think></think>{% endif %}{{ m.content }}")
+LONGER = [{"messages": turns("hi", "yo", "and", "so")} for _ in range(3)]
+USER, IMAGE = {"role": "user", "content": "?"}, {"type": "image", "url": "a.png"}
+
+# kind: (what is given, what the message must say)
+BAD = {
+    "a template that changes a turn when more follows": Bad(
+        with_template(CHANGED, data=LONGER),
+        (
+            "train.jsonl, row 0",
+            "does not tell what the assistant says in message 2",
+            "{% generation %}",
+            "--task.chat",
+        ),
+    ),
+    "a template of TRL's that is changed": Bad(
+        lambda folder: with_template("{#- mine #}" + of_trl("qwen3"), data=LONGER)(folder),
+        ("train.jsonl, row 0", "does not tell what the assistant says in message 2", "--task.chat_template FILE"),
+    ),
+    "no chat template": Bad(with_template(None), ("the tokenizer has no chat template", "--task.chat_template FILE")),
+    "a template file that is not there": Bad(with_file(None), ("task.chat_template", "mine.jinja", "cannot be read")),
+    "a template file that is no Jinja": Bad(
+        with_file("{% for m in messages %}{{ m.content"), ("task.chat_template", "mine.jinja", "is no Jinja template")
+    ),
+    "a template that raises": Bad(
+        with_file(PLAIN + "{{ raise_exception('only for birds') }}"),
+        ("train.jsonl, row 0", "the chat template refuses it: only for birds"),
+    ),
+    "a template that ends no turn": Bad(
+        with_template("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"),
+        (
+            "train.jsonl, row 0",
+            "no special token ends what the assistant says",
+            "end each turn with one (this tokenizer's is '<|im_end|>')",
+            "--task.chat",
+        ),
+    ),
+    "marks that leave out the end": Bad(
+        with_template(
+            "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"
+            "{% endfor %}"
+        ),
+        ("no special token ends what the assistant says", "put it before {% endgeneration %}"),
+    ),
+    "an assistant that says nothing": Bad(
+        chat(USER, {"role": "assistant", "content": ""}),
+        ("train.jsonl, row 1: message 2: the assistant says nothing", "fill it, or leave the row out"),
+    ),
+    "a role that is none": Bad(
+        chat({"role": "human", "content": "?"}, {"role": "assistant", "content": "x"}),
+        ("train.jsonl, row 1: message 1 is by 'human'", "none of system, developer, user, assistant, tool; rename it"),
+    ),
+    "messages that are texts": Bad(
+        rows(*[{"messages": ["hi", "yo"]}] * 3), ("train.jsonl, row 0: message 1 is 'hi'", "needs a role and a content")
+    ),
+    "no such columns": Bad(
+        rows(*[{"text": "hi", "label": 1}] * 3),
+        ("it has text, label; messages or prompt and completion are needed; name other columns with task.messages",),
+    ),
+    "a message without a role": Bad(
+        chat({"content": "hi"}, {"role": "assistant", "content": "x"}),
+        ("train.jsonl, row 1: message 1 has no role; it has content",),
+    ),
+    "a picture": Bad(
+        rows(*[{"messages": [USER | {"content": [IMAGE]}, *turns("yo", first="assistant")]}] * 3),
+        ("train.jsonl, row 0: message 1 holds more than text", "this task reads text alone"),
+    ),
+    "no messages": Bad(chat(), ("train.jsonl, row 1: a list of messages is needed, and there is []",)),
+    "no conversation": Bad(
+        rows(*[{"messages": None}] * 2, {"messages": turns("hi", "yo")}),
+        ("train.jsonl, row 0: a list of messages is needed, and there is nothing",),
+    ),
+    "tools that are none": Bad(
+        rows(*[{**CHATS[0], "tools": "look"}] * 3),
+        ("train.jsonl, row 0: the tools are 'look'; a list of JSON schemas is needed",),
+    ),
+    "an empty completion": Bad(
+        rows({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}),
+        ("train.jsonl, row 1: the completion is empty; fill it, or leave the row out",),
+    ),
+    "texts and conversations": Bad(
+        rows({"prompt": "a", "completion": "b"}, {"prompt": '[{"role": "user"}]', "completion": '[{"role": "user"}]'}),
+        ("train.jsonl, row 1", "other rows hold texts", "sets of their own"),
+    ),
+    "a tokenizer without an end": Bad(
+        without_end, ("train.jsonl, row 0: the tokenizer has no end token, so the model would not learn to stop",)
+    ),
+    "nothing to train": Bad(
+        rows(*[{"messages": [USER]}] * 3), ("train: none of 3 texts holds a token to be trained: no assistant speaks",)
+    ),
+    "answers behind the end": Bad(
+        rows(*[{"messages": turns("q" * 200, "yo")}] * 3),
+        ("none of 3 texts holds a token to be trained within 64 tokens",),
+    ),
+    "a model that is none": Bad(
+        rows(*CHATS, model="llama"), ("task.model 'llama' is neither a folder that transformers saved, nor hf:ID",)
+    ),
+    "more entries than the model has": Bad(
+        with_model(small_llama), ("its tokenizer has 307 entries, and the model 300",)
+    ),
+    "longer than the model's positions": Bad(
+        with_model(short_llama), ("task.length 64 is longer than the 48 positions of", "lower it")
+    ),
+    "a state space with packed documents": Bad(
+        with_model(mamba), ("task.pack documents", "state", "task.pack none pads instead")
+    ),
+    "attention of its own with packed documents": Bad(
+        with_model(gpt_neo), ("task.pack documents", "its attention is its own", "task.pack none pads instead")
+    ),
+    "experts": Bad(
+        with_model(mixtral),
+        (
+            "MixtralForCausalLM sends tokens to experts",
+            "router_aux_loss_coef 0.02",
+            "task.router_loss none leaves it out",
+        ),
+    ),
+}
+TYPED = [
+    "no chat template",
+    "a template file that is not there",
+    "an assistant that says nothing",
+    "no such columns",
+    "nothing to train",
+    "a state space with packed documents",
+]
+
+
+@pytest.mark.parametrize("name", [name for name in BAD if name not in TYPED])
+def test_it_is_told(tmp_path, name):
+    given = BAD[name].lay(tmp_path)
+    with pytest.raises(ValueError) as told:
+        SFT(**given).model()
+    message = str(told.value)
+    assert all(word in message for word in BAD[name].says), message
+    assert "\n" not in message and len(message) < 700
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_it_is_told_at_the_command_line(tmp_path, name):
+    given = BAD[name].lay(tmp_path)
+    words = ["digits", "--task", "sft", "--duration", "2", "--batch.size", "2", "--track", "none", "--run.dir", "run"]
+    for key, value in given.items():
+        words += [f"--task.{key}", str(value)]
+    before = sorted(tmp_path.iterdir())
+    world = run(train, words, folder=tmp_path)
+    assert world.codes == [2] and all(word in world.output for word in BAD[name].says), world.output
+    assert "Traceback" not in world.output and len(world.output.splitlines()) <= 4, world.output
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("make", "keys"), [(mixtral, {"router_loss": "none"}), (mamba, {"pack": "none"}), (gpt_neo, {"pack": "none"})]
+)
+def test_what_the_messages_advise_works(tmp_path, make, keys):
+    task = SFT(**with_model(make, **keys)(tmp_path))
+    model, mine = task.model(), task.train_set()
+    batch = task.collate([mine[index] for index in range(len(mine))])
+    total, _ = task.loss(model, batch)
+    total.backward()
+    assert torch.isfinite(total) and task.weight(batch) > 3
+
+
+def test_what_a_template_leaves_out_is_not_an_answer(tmp_path):
+    """Marks around the assistant's turns, as a message advises, for a template that had none."""
+    marked = CHANGED.replace(
+        "{{ m.content }}<|im_end|>",
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}"
+        "{{ m.content }}<|im_end|>{% endif %}",
+    )
+    (tmp_path / "marked.jinja").write_text(marked)
+    given = BAD["a template that changes a turn when more follows"].lay(tmp_path)
+    task = SFT(**given, chat_template=str(tmp_path / "marked.jinja"), pack="none")
+    sample = task.train_set()[0]
+    assert task.decode([token for token in sample.tolist() if token >= 0]) == "yo<|im_end|>so<|im_end|>"
+
+
+UNTOLD = {
+    "calls that are texts": (chat(USER, {"role": "assistant", "content": "x", "tool_calls": ["look"]}), "tool_calls"),
+    "a template that fails otherwise": (with_file(PLAIN + "{{ 1 // (messages | length - 2) }}"), "the chat template"),
+    "a message that is only said": (rows(*[{"messages": "hello"}] * 3), "there is 'hello'"),
+    "a number as a content": (chat(USER, {"role": "assistant", "content": {"text": "x"}}), "content"),
+    "a message without a content": (
+        rows(*[{"messages": [{"from": "human"}, {"from": "gpt", "value": "x"}]}] * 3),
+        "message 1 has no content",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNTOLD)
+def test_what_is_not_told_yet(tmp_path, name):
+    lay, says = UNTOLD[name]
+    with pytest.raises(ValueError, match=says):
+        SFT(**lay(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["llama 3", "phi 3"])
+@pytest.mark.parametrize("key", ["tool_calls", "reasoning_content"])
+def test_what_a_template_does_not_write_is_told(name, key):
+    from oneloop.tasks.language.chat import Chat
+
+    call = [{"type": "function", "function": {"name": "look", "arguments": {"n": 1}}}]
+    said = {"role": "assistant", "content": "", key: call if key == "tool_calls" else "thoughts"}
+    with pytest.raises(ValueError, match="writes nothing of what the assistant says"):
+        Chat(tokenizer_of(name)).encode([USER, said])
