@@ -35,7 +35,7 @@ SMALL = {
         "--eval.micro",
         "64",
     ],  # ragged: every text's last sample is shorter
-    "sft": ["--task.layers", "1", "--task.width", "32"],  # packed
+    "sft": ["--task.layers", "1", "--task.width", "32", "--task.length", "64"],  # packed
     "snippets": ["--task.layers", "1", "--task.width", "32", "--eval.micro", "64"],
 }
 SGD = [

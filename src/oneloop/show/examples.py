@@ -158,7 +158,9 @@ def with_earlier(now: dict[str, Any], before: Mapping[str, Any]) -> dict[str, An
         now: ``step`` and ``samples``.
         before: the same of the evaluation before, if there was one; of a later step it is passed over.
     """
-    known = {one.get("index"): one for one in before.get("samples") or () if "continuation" in one}
+    old_samples = before.get("samples")
+    written = [one for one in old_samples if "continuation" in one] if isinstance(old_samples, list) else []
+    known = {one.get("index"): one for one in written}
     samples = []
     for sample in now["samples"]:
         old = known.get(sample["index"], {}) if "continuation" in sample else {}

@@ -1,0 +1,98 @@
+"""Supervised fine-tuning from the command line: the same answers on every split, and what is to be seen of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from oneloop.show.examples import with_earlier
+from oneloop.show.report.page import report
+from oneloop.tasks.language.lessons import Lessons
+from silent_cases import unfinished
+from worlds import run, train
+
+SMALL = ["sft", "--task.layers", "1", "--task.width", "32", "--optimizer.name", "sgd", "--optimizer.lr", "0.1"]
+SMALL += ["--eval.samples", "4", "--track", "none", "--log.every", "1", "--run.dir", "run"]
+
+
+def written(folder: Path) -> list[dict]:
+    found = json.loads((folder / "run" / "examples.json").read_text())
+    return [one for one in found["samples"] if "continuation" in one]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    world = run(train, [*SMALL, "--duration", "12", "--eval.every", "4", "--save.every", "6"], folder=folder)
+    world.ok()
+    (folder / "output").write_text(world.output)
+    return folder
+
+
+def test_the_start_shows_what_is_trained(alone):
+    said = (alone / "output").read_text()
+    assert "documents packed into" in said and "none sees another" in said
+    assert "known from the template's generation marks" in said
+    [line] = [line for line in said.splitlines() if "a sample, what is trained in «»" in line]
+    first = [one["content"] for one in Lessons("train").conversations[0] if one["role"] == "assistant"]
+    assert [piece.partition("»")[0] for piece in line.split("«")[2:]] == [f"{said}<|im_end|>" for said in first]
+
+
+def test_answers_are_kept_as_training_goes_on(alone):
+    samples = written(alone)
+    assert len(samples) == 4
+    for one in samples:
+        assert [step for step, _ in one["earlier"]] == [4, 8]
+        assert one["prompt"].endswith("<|im_start|>assistant\n")
+        assert [text for text, loss in one["tokens"] if loss is not None]
+    page = report([alone / "run"])
+    assert page.count("As training went on") == 4 and page.count("What is trained of a sample") == 1
+    assert "step 8: <code>" in page and '<span class="soft">' in page
+
+
+def test_what_was_written_before_goes_back_with_a_resume():
+    def at(step: int, text: str) -> dict:
+        return {"step": step, "samples": [{"index": 3, "continuation": text}, {"index": 4, "worst": True}]}
+
+    first = with_earlier(at(10, "a"), {})
+    second = with_earlier(at(20, "b"), first)
+    assert "earlier" not in first["samples"][0] and second["samples"][0]["earlier"] == [[10, "a"]]
+    assert with_earlier(at(20, "c"), second)["samples"][0]["earlier"] == [[10, "a"]]  # the same step once more
+    assert "earlier" not in with_earlier(at(5, "d"), second)["samples"][0]
+    assert with_earlier(at(30, "e"), {"samples": 3})["samples"][0] == {"index": 3, "continuation": "e"}
+    found = first
+    for step in range(20, 400, 10):
+        found = with_earlier(at(step, "x"), found)
+    steps = [step for step, _ in found["samples"][0]["earlier"]]
+    assert steps[0] == 10 and steps == sorted(steps) and 4 <= len(steps) <= 8
+
+
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_the_same_weights_and_answers_on_two_processes(alone, tmp_path, config):
+    words = [*SMALL, "--duration", "12", "--eval.every", "4", "--save.every", "6", "--batch.micro", "2"]
+    run(train, words, ranks=2, config=config, folder=tmp_path).ok()
+    final = [load_file(folder / "run" / "final" / "model.safetensors") for folder in (alone, tmp_path)]
+    for name, tensor in final[0].items():
+        assert (tensor - final[1][name]).abs().max() < 1e-5
+    assert [one["continuation"] for one in written(alone)] == [one["continuation"] for one in written(tmp_path)]
+    unfinished(tmp_path / "run", 6)
+    run(train, words, ranks=2, config=config, folder=tmp_path).ok()
+    again = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert all((tensor == final[1][name]).all() for name, tensor in again.items())
+
+
+def test_a_mixture_of_conversations_and_prompts(tmp_path):
+    chats = [{"messages": one} for one in Lessons("train").conversations[:60]]
+    texts = [{"prompt": f"{number} and one is", "completion": f" {number + 1}"} for number in range(60)]
+    for name, rows in {"chats": chats, "texts": texts}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = json.dumps([{"data": "chats.jsonl", "weight": 3}, {"data": "texts.jsonl", "weight": 1}])
+    words = [*SMALL, "--task.data", data, "--task.held_out", "0.2", "--task.pack", "none", "--duration", "4"]
+    run(train, words, folder=tmp_path).ok()
+    ended = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert {"eval/loss/chats", "eval/loss/texts", "eval/perplexity", "eval/accuracy", "eval/exact"} <= ended.keys()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 <= line["train/padding"] < 0.8 for line in lines if "train/loss" in line)
