@@ -10,6 +10,7 @@ forward waits for the device. Masks of padding, and none, are treated as transfo
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -97,7 +98,12 @@ def _attend(
     if attention_mask is not None and attention_mask.dtype in (torch.uint8, torch.int32):
         window = _window(module, query.shape[2], sliding_window)
         if attention_mask.dtype is torch.int32:
-            if query.dtype in (torch.float16, torch.bfloat16) and not dropout:
+            if (
+                query.dtype in (torch.float16, torch.bfloat16)
+                and query.is_cuda
+                and not dropout
+                and query.shape[3] <= 256
+            ):
                 return _of_different_lengths(query, key, value, attention_mask.flatten(), scaling, window), None
             attention_mask = borders(_numbered(query, attention_mask.flatten()), torch.empty(0))
         attention_mask = _mask(query, attention_mask, window)
@@ -147,8 +153,14 @@ def _of_different_lengths(
 
     rows, _, length, _ = query.shape
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    how: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scaling, "num_splits": 1}
-    how["enable_gqa"] = key.shape[1] != query.shape[1]
+    how: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scaling}
+    known, groups = signature(varlen_attn).parameters, query.shape[1] // key.shape[1]
+    if "num_splits" in known:  # of later versions of torch
+        how["num_splits"] = 1
+    if "enable_gqa" in known:
+        how["enable_gqa"] = groups > 1
+    else:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     made: Any = varlen_attn(query, key, value, cuts, cuts, length, length, **how)
     return made.unflatten(0, (rows, length))  # type: ignore[no-any-return]
 

@@ -128,7 +128,7 @@ class _Chunked(torch.autograd.Function):
 
 def _autocast(hidden: Tensor) -> bool:
     device = hidden.device.type
-    available = torch.amp.is_autocast_available(device)
+    available = device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
     return available and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
 
 
