@@ -18,7 +18,8 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn import functional as F
 
-from oneloop.tasks.language.chat import Chat, completed
+from oneloop.tasks.language.chat import Chat
+from oneloop.tasks.language.completions import completed
 from oneloop.tasks.language.conversations import encoded
 from oneloop.tasks.language.samples import IGNORE, spans
 from oneloop.tasks.language.tokens import chat_tokenizer

@@ -12,6 +12,7 @@ from oneloop.show.examples import with_earlier
 from oneloop.show.report.page import report
 from oneloop.tasks.language.lessons import Lessons
 from silent_cases import unfinished
+from test_after import apply
 from worlds import run, train
 
 SMALL = ["sft", "--task.layers", "1", "--task.width", "32", "--optimizer.name", "sgd", "--optimizer.lr", "0.1"]
@@ -96,3 +97,39 @@ def test_a_mixture_of_conversations_and_prompts(tmp_path):
     assert {"eval/loss/chats", "eval/loss/texts", "eval/perplexity", "eval/accuracy", "eval/exact"} <= ended.keys()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(0 <= line["train/padding"] < 0.8 for line in lines if "train/loss" in line)
+
+
+def questions(folder: Path) -> list[dict]:
+    """Rows that ask: with an answer, without one, a prompt too long, and turns before."""
+    long = [{"role": "user", "content": "so " * 200 + "What comes after monday?"}]
+    told = [{"role": "user", "content": "What is 3 plus 4?"}, {"role": "assistant", "content": "seven"}]
+    made = [told, told[:1], long, [*told, {"role": "user", "content": "And 1 plus 1?"}], told]
+    rows = [{"messages": one} for one in made]
+    (folder / "asked.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return rows
+
+
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_every_question_is_answered(alone, tmp_path, config):
+    import transformers
+
+    rows = questions(tmp_path)
+    made = []
+    for ranks, kind in ((1, "single"), (3 if config == "ddp" else 2, config)):
+        words = ["predict", str(alone / "run"), "--data", "asked.jsonl", "--to", f"{kind}.jsonl"]
+        run(apply, words, ranks=ranks, config=kind, folder=tmp_path).ok()
+        made.append([json.loads(line) for line in (tmp_path / f"{kind}.jsonl").read_text().splitlines()])
+    said, other = made
+    assert [one["row"] for one in said] == list(range(5)) == [one["row"] for one in other]
+    assert [one["answer"] for one in said] == [one["answer"] for one in other]
+    assert [one["loss"] is None for one in said] == [False, True, True, True, False] and said[0]["tokens"] > 1
+    assert said[0]["answer"] == said[1]["answer"] == said[4]["answer"]
+
+    final = alone / "run" / "final"
+    model = transformers.AutoModelForCausalLM.from_pretrained(final).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(final)
+    for one, row in list(zip(said, rows, strict=True))[1:4]:
+        given = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_tensors="pt")
+        tokens = given["input_ids"][:, -64:]  # half of the positions are for the answer
+        whole = model.generate(tokens, max_new_tokens=64, do_sample=False, pad_token_id=1)
+        assert one["answer"] == tokenizer.decode(whole[0, tokens.shape[1] :], skip_special_tokens=True)

@@ -50,7 +50,8 @@ def predictions(
     here.
 
     Args:
-        task: its ``loss`` gives outputs; its ``predicted`` makes columns of them, else they are taken as they are.
+        task: its ``loss`` gives outputs, and where it ``writes`` its ``generate`` too; its ``predicted`` makes columns
+            of them, else they are taken as they are.
         model: whole or sharded; nothing of it is changed.
         dataset: map-style.
         accelerator: its ranks share the samples.
@@ -72,6 +73,8 @@ def predictions(
         shown = tracked(batches, "predicting", total=len(share.places))
         for places, source, batch in zip(share.places, share.sources, shown, strict=True):
             _, outputs = task.loss(model, batch)
+            if getattr(task, "writes", False):
+                outputs = {**outputs, **task.generate(model, batch)}  # type: ignore[attr-defined]
             if source is None:
                 continue  # of a rank that has none left, and must call the model as often as the others
             said = _columns(task, task.predicted(batch, outputs), len(places)) if hasattr(task, "predicted") else {}

@@ -49,6 +49,8 @@ class Task(Objective, Protocol):
         ``generate(model, batch) -> dict[str, Tensor]``: more outputs, of the few samples that are shown at every
         evaluation (not of the worst). Every process calls it with the same samples, and must call the model equally
         often. Under FSDP2 only ``model(...)`` itself can be called.
+        ``writes: bool``: True has ``oneloop predict`` call ``generate`` too, of every sample: it must then call the
+        model equally often for any samples.
         ``progress``: an attribute (None in the class) in which a run puts a :class:`Progress`, for a ``loss`` that
         changes along the run (a warm-up of one of its terms, say).
         ``samples_of(data, *, labelled) -> Dataset``: every row of another place, in its order, for ``oneloop evaluate``

@@ -9,26 +9,25 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from oneloop.data.rows.cache import key_of
 from oneloop.data.rows.ragged import Ragged, ragged
 from oneloop.data.rows.sources import Source, combined, first_columns, named_sources, notes_of, opened, whole
 from oneloop.tasks.language.chat import Chat, template_of
-from oneloop.tasks.language.conversations import encoded, is_text
+from oneloop.tasks.language.conversations import asked, encoded, is_text
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import Fused, LanguageModel
 from oneloop.tasks.language.lessons import LESSONS, Lessons
 from oneloop.tasks.language.models import Architecture, Shape, from_scratch, known
-from oneloop.tasks.language.samples import IGNORE, Overlong, Packed, Padded, Spans, collated, spans
+from oneloop.tasks.language.samples import IGNORE, Overlong, Packed, Padded, collated, ends_of, spans
 from oneloop.tasks.language.tokens import chat_tokenizer
 from oneloop.tasks.metrics import TextSums
 from oneloop.tasks.transformers_models import is_transformers, tokenizer_of
 
 _VERSION = 1
 """raised where the same row becomes other tokens than before"""
-_WRITTEN = 64
-"""tokens of an answer in the report at most"""
 
 
 class SFT(LanguageModel):
@@ -56,6 +55,7 @@ class SFT(LanguageModel):
         width: of the residual stream.
         vocab: entries of the tokenizer from scratch, a byte-level BPE trained on the conversations.
         length: tokens of a sample.
+        answer: tokens of an answer, at most, in the report and in what predict writes.
         overlong: longer ones are cut there, split into several, or dropped.
         pack: documents (samples that fit together fill one row, and none sees another); none (each by itself, padded;
             those of a step of similar length).
@@ -84,6 +84,7 @@ class SFT(LanguageModel):
         width: int = 128,
         vocab: int = 512,
         length: int = 256,
+        answer: int = 64,
         overlong: Overlong = "cut",
         pack: Literal["documents", "none"] = "documents",
         fused_loss: Fused = "auto",
@@ -92,7 +93,7 @@ class SFT(LanguageModel):
         super().__init__(fused_loss=fused_loss, packed=pack == "documents", router_loss=router_loss)
         self.name, self.weights = model, {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
         self.shape = Shape(architecture, layers, heads, width, length)
-        self.length, self.overlong, self.window = length, overlong, window
+        self.length, self.answer, self.overlong, self.window = length, answer, overlong, window
         self.columns = {"messages": messages, "prompt": prompt, "completion": completion, "tools": tools}
         template = None if chat_template is None else template_of(chat_template)
         if model is None:
@@ -117,7 +118,11 @@ class SFT(LanguageModel):
         each = [{part: self._samples(*text, part) for part, text in parts.items()} for parts in texts]
         self._sets = combined(sources, each)
         self._most = max(getattr(sets["train"], "most", 1) for sets in each)
-        self.notes = self._of_data = [*self._of_data, self._marked(each[0]["train"].spans)]
+        some = [part["train"].spans[index] for part in each for index in range(min(100, len(part["train"].spans)))]
+        self._ends = sorted({end for one in some for end in self._ends_in(one)})
+        self.notes = self._of_data = [*self._of_data, self._marked(some[0])]
+
+    writes = True
 
     # --- samples ---
 
@@ -129,19 +134,20 @@ class SFT(LanguageModel):
         return self._chat
 
     @staticmethod
-    def _choices(columns: Mapping[str, str]) -> list[dict[str, str]]:
+    def _choices(columns: Mapping[str, str], *, labelled: bool = True) -> list[dict[str, str]]:
         """What a place's columns may be, the first that is there."""
         none = dict.fromkeys(columns, "")
         kinds = [("messages", "tools"), ("messages",), ("prompt", "completion", "tools"), ("prompt", "completion")]
+        kinds += [] if labelled else [("prompt", "tools"), ("prompt",)]
         return [none | {key: columns[key] for key in kind} for kind in kinds]
 
-    def _encoded(self, source: Source, rows: Any) -> tuple[Ragged, Any]:
+    def _encoded(self, source: Source, rows: Any, *, labelled: bool = True) -> tuple[Ragged, Any]:
         columns = source.columns
         first = rows[0][columns["prompt"] or columns["messages"]]
         chat = None if columns["prompt"] and is_text(first) else self._chat_of()
-        made_by = [*self._made_by, chat and chat.template, dict(columns)]
+        made_by = [*self._made_by, chat and chat.template, dict(columns), labelled]
         content = {**rows.fingerprint(), "made by": key_of(made_by)}
-        make = partial(encoded, columns=columns, tokenizer=self.tokenizer, chat=chat)
+        make = partial(encoded if labelled else asked, columns=columns, tokenizer=self.tokenizer, chat=chat)
         return ragged(rows, make, made_by=made_by, what=f"tokenizing {source.where}"), content
 
     def _samples(self, texts: Ragged, content: Any, part: str) -> Padded | Packed:
@@ -152,10 +158,21 @@ class SFT(LanguageModel):
         self._of_data += [f"{part}: {line}" for line in made.about(self.overlong)]
         return Packed(made, content) if self.packed and part == "train" else Padded(made, content)
 
-    def _marked(self, made: Spans) -> str:
-        """The first sample, what is trained in it marked."""
+    def _ends_in(self, sample: NDArray[np.int32]) -> list[int]:
+        """The tokens that end what is trained of a sample, turn by turn."""
+        special = {self.tokenizer.eos_token_id} if self._chat is None else self._chat.special
+        ends, inside = list[int](), False
+        for token in reversed(sample.tolist()):
+            if token >= 0 and not inside and token in special:
+                ends.append(token)
+                inside = True
+            inside = inside and token >= 0
+        return ends
+
+    def _marked(self, sample: NDArray[np.int32]) -> str:
+        """A sample, what is trained in it marked."""
         pieces, before = list[str](), False
-        tokens = made[0].tolist()
+        tokens = sample.tolist()
         for token in [*tokens, None]:
             trained = token is not None and token >= 0 and bool(pieces)
             pieces.append(("«" if trained else "»") * (trained != before))
@@ -172,9 +189,14 @@ class SFT(LanguageModel):
 
     def samples_of(self, data: str, *, labelled: bool) -> Padded:
         source = first_columns(
-            Source(data, self.columns), self._choices(self.columns), partial(whole, window=self.window)
+            Source(data, self.columns),
+            self._choices(self.columns, labelled=labelled),
+            partial(whole, window=self.window),
         )
-        made = self._samples(*self._encoded(source, source.parts["all"]), "all")
+        texts, content = self._encoded(source, source.parts["all"], labelled=labelled)
+        if not labelled:
+            return Padded(ends_of(texts, self.length), content)
+        made = self._samples(texts, content, "all")
         assert isinstance(made, Padded)
         return made
 
@@ -212,18 +234,27 @@ class SFT(LanguageModel):
         metrics.update(outputs["loss"].double().sum(), known.sum(), right=right.sum(), whole=exact)
 
     def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The likeliest answer to what stands before each sample's first trained token."""
+        """The likeliest answer to what stands before each sample's first trained token; all equally long."""
         known = batch["target"] != IGNORE
-        given = known.int().argmax(1) + 1
-        first = known & (torch.cumsum(~known, 1) == (given - 1)[:, None])
+        given = torch.where(known.any(1), known.int().argmax(1) + 1, batch["length"])
         config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-        room = getattr(config, "max_position_embeddings", None) or self.length + _WRITTEN
-        count = max(1, min(_WRITTEN, int(first.sum(1).max()) + 8, room - int(given.max())))
-        prompts = [row[:length] for row, length in zip(batch["input"], given.tolist(), strict=True)]
-        special = {self.tokenizer.eos_token_id} if self._chat is None else self._chat.special
-        said = [row[at].tolist() for row, at in zip(batch["target"], first, strict=True)]
-        ends = {next((token for token in reversed(one) if token in special), one[-1]) for one in said}
-        return {"written": written(model, prompts, count, ends=sorted(ends)), "prompt": given}
+        room = getattr(config, "max_position_embeddings", None) or self.length + self.answer
+        count = max(1, min(self.answer, room // 2))
+        prompts = [row[:length][count - room :] for row, length in zip(batch["input"], given.tolist(), strict=True)]
+        return {"written": written(model, prompts, count, ends=self._ends), "prompt": given}
+
+    def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
+        """The answer to what stands before each sample's first trained token, and the figures of those there are."""
+        figures = super().predicted(batch, outputs)
+        some = [tokens > 0 for tokens in figures["tokens"]]
+        figures = {
+            name: [value if there else None for value, there in zip(values, some, strict=True)]
+            for name, values in figures.items()
+        }
+        return {"answer": [self._answer(tokens) for tokens in outputs["written"].tolist()], **figures}
+
+    def _answer(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
         trained = (sample[1:] >= 0).tolist()
@@ -231,7 +262,7 @@ class SFT(LanguageModel):
         shown: dict[str, Any] = {"tokens": self.pieces(tokens, outputs["loss"][: len(trained)].tolist(), trained)}
         if "written" in outputs:
             shown["prompt"] = self.decode(tokens[: int(outputs["prompt"])])
-            shown["continuation"] = str(self.tokenizer.decode(outputs["written"].tolist(), skip_special_tokens=True))
+            shown["continuation"] = self._answer(outputs["written"].tolist())
         return shown
 
     def decode(self, tokens: list[int]) -> str:

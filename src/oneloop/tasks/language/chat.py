@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from oneloop.tasks.language.completions import first_behind, placed, upto
+
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FILE = (
     "give one whose assistant turns stand between {% generation %} and {% endgeneration %}: --task.chat_template FILE"
@@ -73,7 +75,7 @@ class Chat:
     def prompt(self, messages: Sequence[Any], tools: Any = None) -> list[int]:
         """Tokens of a conversation that the assistant is to answer."""
         text = self.render(messages, tools, prompt=True)
-        return _placed(self.tokenizer, text, add_special_tokens=False)[0]
+        return placed(self.tokenizer, text, add_special_tokens=False)[0]
 
     def encode(self, messages: Sequence[Any], tools: Any = None, *, given: int = 0) -> NDArray[np.int32]:
         """Tokens of a conversation; those that are not trained as their complements.
@@ -91,10 +93,10 @@ class Chat:
             said = self._by_prefixes(text, messages, tools, given)
         elif given:
             said = self._behind(text, said, messages, tools, given)
-        tokens, places = _placed(self.tokenizer, text, add_special_tokens=False)
+        tokens, places = placed(self.tokenizer, text, add_special_tokens=False)
         trained = np.zeros(len(tokens), dtype=bool)
         for start, stop in said:
-            first, last = _from(places, start), _upto(places, stop)
+            first, last = first_behind(places, start), upto(places, stop)
             if first < last and places[first, 0] < start and tokens[first] in self.special:
                 first += 1  # a header that takes the blanks behind it
             trained[first : self._end(tokens, first, last)] = True
@@ -212,48 +214,6 @@ class Chat:
                 " thoughts or blanks alone); take a template that writes them, or leave the row out"
             )
         return last if self.marked else end
-
-
-def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]:
-    """Tokens of a text and how it goes on; the first as their complements. The last one is the tokenizer's end token.
-
-    A token of both, where the tokenizer makes one, is trained.
-
-    Raises:
-        ValueError: the tokenizer has no end token.
-    """
-    if (end := tokenizer.eos_token_id) is None:
-        raise ValueError(
-            "the tokenizer has no end token, so the model would not learn to stop; set eos_token in the"
-            " tokenizer_config.json beside the model"
-        )
-    tokens, places = _placed(tokenizer, prompt + completion)
-    while len(tokens) > 1 and not places[len(tokens) - 1].any():  # added behind the text
-        tokens = tokens[:-1]
-    while tokens[-1:] == [end]:
-        tokens = tokens[:-1]
-    border, begin = _from(places[: len(tokens)], len(prompt)), tokenizer.bos_token_id
-    while begin is not None and tokens[:2] == [begin, begin]:  # added to a text that has one
-        tokens, border = tokens[1:], border - 1
-    found = np.array([*tokens, end], dtype=np.int32)
-    return np.where(np.arange(len(found)) < border, ~found, found)
-
-
-def _placed(tokenizer: Any, text: str, **how: bool) -> tuple[list[int], NDArray[np.int64]]:
-    """Tokens of a text, and from which to which letter each is, (tokens, 2)."""
-    made = tokenizer(text, return_offsets_mapping=True, verbose=False, **how)
-    return list(made["input_ids"]), np.array(made["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-
-
-def _from(places: NDArray[np.int64], letter: int) -> int:
-    """The first token that ends behind a letter's beginning: of tokens on both sides it is one."""
-    return int((places[:, 1] <= letter).sum())
-
-
-def _upto(places: NDArray[np.int64], letter: int) -> int:
-    """The first token that does not begin before a letter."""
-    at = _from(places, letter)
-    return at + int(at < len(places) and places[at, 0] < letter)
 
 
 def template_of(file: str) -> str:

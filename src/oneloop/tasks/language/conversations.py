@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.data.rows.rows import Row
-from oneloop.tasks.language.chat import Chat, completed
+from oneloop.tasks.language.chat import Chat
+from oneloop.tasks.language.completions import completed, prompted
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _FROM = {"human": "user", "gpt": "assistant", "observation": "tool", **{role: role for role in ROLES}}
@@ -49,6 +50,33 @@ def encoded(row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | N
         return completed(tokenizer, prompt, completion)
     template, before, after = _chat(chat), conversation(prompt), conversation(completion)
     return template.encode([*before, *after], tools, given=len(before))
+
+
+def asked(row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | None) -> NDArray[np.int32]:
+    """Tokens of what is to be answered: all complements, and one that nobody reads; where the row tells the answer to
+    its last question, as :func:`encoded` has it, that answer alone is a target.
+
+    Args:
+        row: with its columns' values.
+        columns: as of :func:`encoded`; there need be no completion.
+        tokenizer: of prompts that are texts.
+        chat: of conversations.
+
+    Raises:
+        ValueError: what is wrong with it.
+    """
+    tools = _tools(row[columns["tools"]]) if columns["tools"] else None
+    given = row[columns["messages"] or columns["prompt"]]
+    if columns["completion"] and row[columns["completion"]]:
+        return encoded(row, columns, tokenizer, chat)
+    if columns["prompt"] and is_text(given):
+        tokens = prompted(tokenizer, given)
+    else:
+        messages = conversation(given)
+        if messages[-1]["role"] == "assistant" and len(messages) > 1:
+            return _chat(chat).encode(messages, tools, given=len(messages) - 1)
+        tokens = _chat(chat).prompt(messages, tools)
+    return ~np.array([*tokens, 0], dtype=np.int32)
 
 
 def _chat(chat: Chat | None) -> Chat:

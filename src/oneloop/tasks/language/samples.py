@@ -100,6 +100,14 @@ def spans(texts: Ragged, length: int, overlong: Overlong) -> Spans:
     return made
 
 
+def ends_of(texts: Ragged, length: int) -> Spans:
+    """The last tokens of every text, whether a target is among them or not, in their order."""
+    stops = np.asarray(texts.ends, dtype=np.int64)
+    starts = np.concatenate([np.zeros(1, np.int64), stops])[:-1]
+    cut = np.maximum(starts, stops - length - 1)
+    return Spans(texts.values, cut, stops, length, np.arange(len(stops)), int((cut > starts).sum()), 0, len(stops))
+
+
 def _nothing(texts: Ragged, made: Spans, overlong: Overlong) -> str:
     """What is wrong, and what to do, where no sample is left."""
     trained = np.flatnonzero(np.asarray(texts.values) >= 0)
@@ -203,9 +211,9 @@ def collated(samples: Sequence[Any], *, width: int = 0, most: int = 1) -> dict[s
         most: spans of a row at most.
 
     Returns:
-        ``input`` and ``target``, (samples, width); the share of ``padding``; of rows also ``position`` in the document,
-        number of the ``document``, and ``cuts``, int32, where documents begin in all rows one after another. Padding is
-        a document of its own.
+        ``input`` and ``target``, (samples, width); the share of ``padding``; of spans their ``length``; of rows of
+        spans ``position`` in the document, number of the ``document``, and ``cuts``, int32, where documents begin in
+        all rows one after another. Padding is a document of its own.
     """
     rows = [sample if isinstance(sample, list) else [sample] for sample in samples]
     width = width or max(sum(len(one) - 1 for one in row) for row in rows)
@@ -232,5 +240,7 @@ def collated(samples: Sequence[Any], *, width: int = 0, most: int = 1) -> dict[s
     if isinstance(samples[0], list):
         cuts += [len(rows) * width] * (len(rows) * (most + 1) + 1 - len(cuts))
         batch |= {"position": position, "document": document, "cuts": np.array(cuts, dtype=np.int32)}
+    else:
+        batch["length"] = np.array([len(row[0]) - 1 for row in rows])
     made = {name: torch.from_numpy(array) for name, array in batch.items()}
     return made | {"padding": torch.tensor(1 - filled / given.size)}
