@@ -81,7 +81,7 @@ def test_every_kind_of_file_trains_every_task(tmp_path, name):
         "token_classification": {"accuracy", "macro_f1", "matthews"},
         "image_classification": {"accuracy", "macro_f1", "matthews"},
         "text_regression": {"spearman", "pearson", "mean_absolute_error"},
-        "causal_lm": {"perplexity", "bits_per_byte"},
+        "causal_lm": {"perplexity", "accuracy", "bits_per_byte"},
     }[CASES[name][0]]
     assert wanted | {"loss"} == figures
     data = json.loads((tmp_path / "single" / "environment.json").read_text())["data"]

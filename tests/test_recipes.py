@@ -66,7 +66,9 @@ def corpus(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("recipe", ["digits", "gpt", "sft", pytest.param("snippets", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "recipe", ["digits", "gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sft", "snippets"))]
+)
 def test_the_same_weights_four_ways(corpus, recipe):
     weights, losses = {}, {}
     for way, (config, ranks, words) in WAYS.items():
