@@ -500,7 +500,10 @@ def test_prompts_and_completions_as_texts():
     for tokenizer, begin in ((plain, ""), (with_begin, "<s>"), (with_both, "<s>")):
         assert said(tokenizer, completed(tokenizer, "what is it?", " 42")) == f"{begin}what is it?« 42</s>»"
         assert said(tokenizer, completed(tokenizer, "a\n", "b</s>")) == f"{begin}a\n«b</s>»"
-        assert said(tokenizer, completed(tokenizer, "", "b")) == f"{begin}«b</s>»"
+        if begin:
+            assert said(tokenizer, completed(tokenizer, "", "b")) == f"{begin}«b</s>»"
+    with pytest.raises(ValueError, match="the prompt is empty, so the completion's first token could not be trained"):
+        completed(plain, "", "b")
     for tokenizer in (with_begin, with_both):  # a text that has one, to which one is added
         assert said(tokenizer, completed(tokenizer, "<s>what", "x")) == "<s>what«x</s>»"
     for prompt, completion in (("é🙂", "🙂é"), ("what is ", "it?"), ("a\n", "\nb")):

@@ -171,7 +171,10 @@ BAD = {
     ),
     "no such columns": Bad(
         rows(*[{"text": "hi", "label": 1}] * 3),
-        ("it has text, label; messages or prompt and completion are needed; name other columns with task.messages",),
+        (
+            "it has text, label; messages or prompt and completion are needed",
+            "there is no 'messages' and no 'prompt'; name other columns with task.messages",
+        ),
     ),
     "a message without a role": Bad(
         chat({"content": "hi"}, {"role": "assistant", "content": "x"}),
@@ -199,7 +202,7 @@ BAD = {
         ("train.jsonl, row 1", "other rows hold texts", "sets of their own"),
     ),
     "a tokenizer without an end": Bad(
-        without_end, ("train.jsonl, row 0: the tokenizer has no end token, so the model would not learn to stop",)
+        without_end, ("the tokenizer has no end token, so the model would not learn to stop",)
     ),
     "nothing to train": Bad(
         rows(*[{"messages": [USER]}] * 3), ("train: none of 3 texts holds a token to be trained: no assistant speaks",)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from oneloop.show.examples import with_earlier
 from oneloop.show.report.page import report
 from oneloop.tasks.language.lessons import Lessons
+from oneloop.tasks.sft import SFT
 from silent_cases import unfinished
 from test_after import apply
 from worlds import run, train
@@ -133,3 +134,104 @@ def test_every_question_is_answered(alone, tmp_path, config):
         tokens = given["input_ids"][:, -64:]  # half of the positions are for the answer
         whole = model.generate(tokens, max_new_tokens=64, do_sample=False, pad_token_id=1)
         assert one["answer"] == tokenizer.decode(whole[0, tokens.shape[1] :], skip_special_tokens=True)
+
+
+def a_model(folder: Path, *, end: str = "<|im_end|>") -> Path:
+    """A small Llama from scratch, whose tokenizer ends texts with ``end`` and turns with <|im_end|>."""
+    import torch
+    import transformers
+
+    from oneloop.tasks.language.tokens import chat_tokenizer
+
+    tokenizer = chat_tokenizer(["what is it? yes or no, a b c"] * 3, 300)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]})
+    tokenizer.eos_token = end
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=128, **sizes)
+    config.eos_token_id = tokenizer.eos_token_id
+    model = transformers.LlamaForCausalLM(config)
+    model.generation_config.temperature = 0.6
+    model.generation_config.do_sample = True
+    model.save_pretrained(folder)
+    return folder
+
+
+def lines(file: Path, rows: list[dict]) -> str:
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(file)
+
+
+PAIRS = [{"prompt": f"what is {number}? ", "completion": "yes " * (1 + number % 3)} for number in range(40)]
+
+
+def test_another_end_token_is_another_data_set(tmp_path):
+    data = lines(tmp_path / "pairs.jsonl", PAIRS)
+    made = {}
+    for end in ("<|im_end|>", "<|endoftext|>"):
+        task = SFT(data, model=str(a_model(tmp_path / "model", end=end)), length=64, pack="none")
+        last = {task.decode([int(task.train_set()[index][-1])]) for index in range(5)}
+        assert last == {end} and task._ends == [task.tokenizer.eos_token_id]
+        made[end] = task.train_set().fingerprint()
+    assert made["<|im_end|>"] != made["<|endoftext|>"]
+    (tmp_path / "model" / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    with pytest.raises(ValueError, match="the tokenizer has no end token"):
+        SFT(data, model=str(tmp_path / "model"), length=64)
+
+
+def test_a_model_that_ends_its_turns_otherwise_stops_in_transformers(tmp_path):
+    import transformers
+
+    a_model(tmp_path / "model", end="<|endoftext|>")
+    lines(tmp_path / "chats.jsonl", [{"messages": one} for one in Lessons("train").conversations[:40]])
+    words = ["sft", "--task.model", "model", "--task.data", "chats.jsonl", "--task.held_out", "0.2", "--duration", "2"]
+    world = run(train, [*words, "--batch.size", "2", "--track", "none", "--run.dir", "run"], folder=tmp_path)
+    world.ok()
+    assert "answers end with '<|im_end|>', and the tokenizer's end token is '<|endoftext|>'" in world.output
+    assert "adamw, learning rate 0.003 at most; schedule cosine" in world.output and "held out: val" in world.output
+    final = tmp_path / "run" / "final"
+    found = transformers.GenerationConfig.from_pretrained(final)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(final)
+    assert found.eos_token_id == [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert found.temperature == 0.6 and found.do_sample
+
+
+def test_the_ends_of_answers_are_those_of_whole_texts(tmp_path):
+    model = str(a_model(tmp_path / "model", end="<|endoftext|>"))
+    data = lines(tmp_path / "a.jsonl", [{"prompt": f"{one}?", "completion": "yes " * 60} for one in range(20)])
+    task = SFT(data, model=model, length=16)  # all ends are cut off
+    assert task._ends == [task.tokenizer.eos_token_id]
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<|im_start|>" + "yes " * 60}]
+    data = lines(tmp_path / "b.jsonl", [{"messages": [{**said[0], "content": f"{n}?"}, said[1]]} for n in range(20)])
+    task = SFT(data, model=model, length=32)
+    assert set(task._ends) == {task.tokenizer.eos_token_id, task.tokenizer.convert_tokens_to_ids("<|im_end|>")}
+
+
+def test_questions_that_do_not_fit_keep_their_end_and_have_no_figures(tmp_path):
+    lines(tmp_path / "pairs.jsonl", PAIRS)
+    a_model(tmp_path / "model")
+    words = ["sft", "--task.model", "model", "--task.data", "pairs.jsonl", "--task.length", "32", "--duration", "2"]
+    words += ["--task.held_out", "0.2", "--task.answer", "4", "--batch.size", "2", "--track", "none"]
+    run(train, [*words, "--run.dir", "run"], folder=tmp_path).ok()
+    rows = [{"prompt": "what is 1? ", "completion": "yes " * 60}, {"prompt": "so " * 60 + "what is 2? "}]
+    rows += [{"prompt": "what is 3? ", "completion": "yes "}]
+    lines(tmp_path / "asked.jsonl", [{"completion": None, **row} for row in rows])
+    world = run(apply, ["predict", "run", "--data", "asked.jsonl", "--to", "said.jsonl"], folder=tmp_path)
+    world.ok()
+    assert "2 of 3 rows are longer than 32 tokens" in world.output
+    said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    assert said[0]["prompt"] == "what is 1?" and said[1]["prompt"].endswith("so what is 2? ")
+    assert [one["loss"] is None for one in said] == [True, True, False] == [one["target"] is None for one in said]
+    assert said[2]["target"] == "yes "
+    lines(tmp_path / "empty.jsonl", [{"prompt": "what?"}, {"prompt": ""}])
+    world = run(apply, ["predict", "run", "--data", "empty.jsonl", "--to", "none.jsonl"], folder=tmp_path)
+    assert world.codes == [2] and "empty.jsonl, row 1: the prompt is empty" in world.output
+    assert not list(tmp_path.glob("*none*"))
+
+
+def test_a_recipe_that_is_a_task_is_told(tmp_path):
+    world = run(train, ["causal_lm", "--task.data", "texts"], folder=tmp_path)
+    assert world.codes == [2] and "'causal_lm' is a task, and a recipe is needed" in world.output

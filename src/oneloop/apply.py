@@ -130,7 +130,8 @@ def _predicted(
         rows = write(to, said, accelerator=run.accelerator)
     except OSError as error:
         raise ValueError(f"--to {to} cannot be written: {error.strerror}") from error
-    return f"{rows:,} rows of {of.about} are in {to}"
+    warning = getattr(dataset, "warning", "")
+    return f"{rows:,} rows of {of.about} are in {to}" + (f"\n{warning}" if warning else "")
 
 
 if __name__ == "__main__":

@@ -67,6 +67,11 @@ def load(source: str) -> tuple[str, dict[str, Any]]:
     else:
         path = Path(source)
         if path.suffix not in (".yaml", ".yml"):
+            if source in CHOICES["task"]:
+                raise BadInput(
+                    f"{source!r} is a task, and a recipe is needed ({', '.join(packaged())}); name the task beside it:"
+                    f" RECIPE --task {source}"
+                )
             raise BadInput(
                 f"recipe {source!r} is none of the packaged ones ({', '.join(packaged())}), nor the path of"
                 f" a .yaml file{suggestion(source, packaged())}"

@@ -27,6 +27,9 @@ def start_lines(
         f" precision {run.accelerator.mixed_precision}"
     )
     yield f"{split}; {job.steps:,} steps ({recipe.duration}, {job.steps * split.size:,} samples)"
+    yield f"{recipe.optimizer.name}, learning rate {job.rate.peak:.3g} at most; schedule {recipe.schedule.name}"
+    if job.eval_sets:
+        yield f"held out: {', '.join(f'{name} {len(part):,} samples' for name, part in job.eval_sets.items())}"
     yield _promise(job, model, seen)
     if about := getattr(job.train_set, "about", lambda: None)():
         yield f"data: {about}"

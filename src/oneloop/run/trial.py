@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from oneloop.basics.files import replacing
@@ -93,6 +94,9 @@ def by_size(job: Job) -> list[int]:
     """Indices of training samples, the largest first; of equal samples the first few thousand."""
     if job.collate.sample_weight is not None:
         return list(range(min(len(job.train_set), 4096)))
+    if (lengths := getattr(job.train_set, "lengths", None)) is not None:  # of texts, which tell it by themselves
+        longest: list[int] = np.argsort(-lengths, kind="stable")[:4096].tolist()
+        return longest
     samples = Keyed(job.train_set, seed=job.recipe.seed)
 
     def size(index: int) -> int:

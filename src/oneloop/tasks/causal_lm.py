@@ -74,6 +74,8 @@ class CausalLM(LanguageModel):
         router_loss: Literal["refuse", "none"] = "refuse",
     ) -> None:
         super().__init__(fused_loss=fused_loss, packed=pack == "documents", router_loss=router_loss)
+        if pack not in ("joined", "documents", "none"):
+            raise ValueError(f"task.pack {pack!r} is none of joined, documents, none")
         self.shape = Shape(architecture, layers, heads, width, block, dropout)
         self.name, self.weights = model, {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
         if model is not None and not is_transformers(model):
@@ -92,14 +94,19 @@ class CausalLM(LanguageModel):
         else:
             self.tokenizer = Bytes() if tokenizer == "bytes" else BPE(whole, vocab, kept=kept)
             self._made_by = [tokenizer, *([] if tokenizer == "bytes" else [vocab, kept])]
+        self._of_data: list[str] = []
         self._sizes = torch.from_numpy(self.tokenizer.token_bytes)
         each = [{name: self._samples(part, name) for name, part in parts.items()} for parts in texts]
         self._sets = combined(sources, each)
         self._most = max(getattr(sets["train"], "most", 1) for sets in each)
         self.sample_weight = float(block) if pack == "joined" else None
-        self.notes = [
-            "texts are joined and cut: a sample may hold several, and each sees those before it there; see task.pack"
-        ] * (pack == "joined")
+        if pack == "joined":
+            self._of_data.append(
+                "texts are joined and cut: a sample may hold several, and each sees those before it; see task.pack"
+            )
+        elif pack == "none" and len(sources) > 1:
+            self._of_data.append("a mixture's samples come in its own order, not by length: they need more padding")
+        self.notes = self._of_data
 
     def _samples(self, part: Texts, name: str) -> Any:
         tokens = part.tokens(self.tokenizer.encode, made_by=self._made_by, what=f"tokenizing {name}")
@@ -107,11 +114,13 @@ class CausalLM(LanguageModel):
         if self.pack == "joined":
             return Blocks(tokens, self.block, whole=name == "train", content=content)
         made = spans(tokens, self.block, "split")
+        self._of_data += [f"{name}: {line}" for line in made.about("split")]
         return Packed(made, content) if self.packed and name == "train" else Padded(made, content)
 
     def bare_model(self) -> nn.Module:
         if self.name is not None:
-            model, self.notes = known(self.name, entries=self.entries, length=self.block, key="block", **self.weights)
+            model, said = known(self.name, entries=self.entries, length=self.block, key="block", **self.weights)
+            self.notes = [*self._of_data, *said]
             return model
         return from_scratch(
             self.shape, entries=self.entries, begin=self.tokenizer.separator, end=self.tokenizer.separator
@@ -169,5 +178,5 @@ class CausalLM(LanguageModel):
         return str(self.tokenizer.decode(tokens))
 
     def save(self, model: nn.Module, folder: Path) -> None:
-        super().save(model, folder)
+        self.save_model(model, folder)
         self.tokenizer.save(folder)

@@ -16,13 +16,14 @@ from oneloop.data.rows.cache import key_of
 from oneloop.data.rows.ragged import Ragged, ragged
 from oneloop.data.rows.sources import Source, combined, first_columns, named_sources, notes_of, opened, whole
 from oneloop.tasks.language.chat import Chat, template_of
+from oneloop.tasks.language.completions import end_of, ends_in, other_ends
 from oneloop.tasks.language.conversations import asked, encoded, is_text
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import Fused, LanguageModel
 from oneloop.tasks.language.lessons import LESSONS, Lessons
 from oneloop.tasks.language.models import Architecture, Shape, from_scratch, known
-from oneloop.tasks.language.samples import IGNORE, Overlong, Packed, Padded, collated, ends_of, spans
-from oneloop.tasks.language.tokens import chat_tokenizer
+from oneloop.tasks.language.samples import IGNORE, Asked, Overlong, Packed, Padded, collated, spans
+from oneloop.tasks.language.tokens import chat_tokenizer, tokenizer_key
 from oneloop.tasks.metrics import TextSums
 from oneloop.tasks.transformers_models import is_transformers, tokenizer_of
 
@@ -93,18 +94,15 @@ class SFT(LanguageModel):
         super().__init__(fused_loss=fused_loss, packed=pack == "documents", router_loss=router_loss)
         self.name, self.weights = model, {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
         self.shape = Shape(architecture, layers, heads, width, length)
+        if answer < 1:
+            raise ValueError(f"task.answer {answer} is no answer at all; 64 tokens are usual")
         self.length, self.answer, self.overlong, self.window = length, answer, overlong, window
         self.columns = {"messages": messages, "prompt": prompt, "completion": completion, "tools": tools}
         template = None if chat_template is None else template_of(chat_template)
-        if model is None:
-            self.tokenizer = chat_tokenizer(_texts(Lessons("train")), vocab)
-        elif is_transformers(model):
-            self.tokenizer = tokenizer_of(model, trust_remote_code=trust_remote_code)
-        else:
-            raise ValueError(f"task.model {model!r} is neither a folder that transformers saved, nor hf:ID")
+        self.tokenizer = _tokenizer(model, vocab, trust_remote_code=trust_remote_code)
         self._template = template
         self._chat: Chat | None = None
-        self._made_by = [_VERSION, key_of(self.tokenizer.backend_tokenizer.to_str()), template]
+        self._made_by = [_VERSION, tokenizer_key(self.tokenizer), template]
         self._of_data: list[str] = []
         if data == "lessons":
             columns = dict.fromkeys(self.columns, "") | {"messages": "messages"}
@@ -118,9 +116,12 @@ class SFT(LanguageModel):
         each = [{part: self._samples(*text, part) for part, text in parts.items()} for parts in texts]
         self._sets = combined(sources, each)
         self._most = max(getattr(sets["train"], "most", 1) for sets in each)
-        some = [part["train"].spans[index] for part in each for index in range(min(100, len(part["train"].spans)))]
-        self._ends = sorted({end for one in some for end in self._ends_in(one)})
-        self.notes = self._of_data = [*self._of_data, self._marked(some[0])]
+        if len(sources) > 1 and not self.packed:
+            self._of_data.append("a mixture's samples come in its own order, not by length: they need more padding")
+        special = {self.tokenizer.eos_token_id} if self._chat is None else self._chat.special
+        self._ends = sorted({end for parts in texts for end in ends_in(parts["train"][0], special, self.tokenizer)})
+        self._of_data += [*other_ends(self._ends, self.tokenizer), self._marked(each[0]["train"].spans[0])]
+        self.notes = self._of_data
 
     writes = True
 
@@ -145,6 +146,11 @@ class SFT(LanguageModel):
         columns = source.columns
         first = rows[0][columns["prompt"] or columns["messages"]]
         chat = None if columns["prompt"] and is_text(first) else self._chat_of()
+        if chat is None:
+            end_of(self.tokenizer)
+            plain = "prompts and completions are joined as they stand"
+            plain += ", without the chat template: for turns give messages" * bool(self.tokenizer.chat_template)
+            self._of_data += [plain] * (plain not in self._of_data)
         made_by = [*self._made_by, chat and chat.template, dict(columns), labelled]
         content = {**rows.fingerprint(), "made by": key_of(made_by)}
         make = partial(encoded if labelled else asked, columns=columns, tokenizer=self.tokenizer, chat=chat)
@@ -154,20 +160,9 @@ class SFT(LanguageModel):
         try:
             made = spans(texts, self.length, self.overlong)
         except ValueError as error:
-            raise ValueError(f"{part}: {error} (task.length, task.overlong)") from error
+            raise ValueError(f"{part}: {error} (task.length)") from error
         self._of_data += [f"{part}: {line}" for line in made.about(self.overlong)]
         return Packed(made, content) if self.packed and part == "train" else Padded(made, content)
-
-    def _ends_in(self, sample: NDArray[np.int32]) -> list[int]:
-        """The tokens that end what is trained of a sample, turn by turn."""
-        special = {self.tokenizer.eos_token_id} if self._chat is None else self._chat.special
-        ends, inside = list[int](), False
-        for token in reversed(sample.tolist()):
-            if token >= 0 and not inside and token in special:
-                ends.append(token)
-                inside = True
-            inside = inside and token >= 0
-        return ends
 
     def _marked(self, sample: NDArray[np.int32]) -> str:
         """A sample, what is trained in it marked."""
@@ -195,7 +190,7 @@ class SFT(LanguageModel):
         )
         texts, content = self._encoded(source, source.parts["all"], labelled=labelled)
         if not labelled:
-            return Padded(ends_of(texts, self.length), content)
+            return Asked(texts, self.length, content)
         made = self._samples(texts, content, "all")
         assert isinstance(made, Padded)
         return made
@@ -217,7 +212,7 @@ class SFT(LanguageModel):
         return len(self.tokenizer)
 
     def save(self, model: nn.Module, folder: Path) -> None:
-        super().save(model, folder)
+        self.save_model(model, folder, ends=self._ends)
         if self._template is not None:
             self.tokenizer.chat_template = self._template
         self.tokenizer.save_pretrained(folder)
@@ -244,14 +239,28 @@ class SFT(LanguageModel):
         return {"written": written(model, prompts, count, ends=self._ends), "prompt": given}
 
     def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
-        """The answer to what stands before each sample's first trained token, and the figures of those there are."""
+        """What stands before each sample's first trained token, what the model answers, and where the right answer is
+        known, that and the figures."""
         figures = super().predicted(batch, outputs)
         some = [tokens > 0 for tokens in figures["tokens"]]
         figures = {
             name: [value if there else None for value, there in zip(values, some, strict=True)]
             for name, values in figures.items()
         }
-        return {"answer": [self._answer(tokens) for tokens in outputs["written"].tolist()], **figures}
+        rows = zip(batch["input"].tolist(), batch["target"].tolist(), outputs["prompt"].tolist(), strict=True)
+        told = [(self.decode(tokens[:given]), self._first_answer(target)) for tokens, target, given in rows]
+        prompts, targets = zip(*told, strict=True)
+        answers = [self._answer(tokens) for tokens in outputs["written"].tolist()]
+        return {"prompt": list(prompts), "answer": answers, "target": list(targets), **figures}
+
+    def _first_answer(self, target: list[int]) -> str | None:
+        """What is trained first in a sample; None where nothing is."""
+        said = list[int]()
+        for token in target:
+            if token == IGNORE and said:
+                break
+            said += [token] * (token != IGNORE)
+        return self._answer(said) if said else None
 
     def _answer(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -267,6 +276,15 @@ class SFT(LanguageModel):
 
     def decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens))
+
+
+def _tokenizer(model: str | None, vocab: int, *, trust_remote_code: bool) -> Any:
+    """The model's, or one from scratch."""
+    if model is None:
+        return chat_tokenizer(_texts(Lessons("train")), vocab)
+    if not is_transformers(model):
+        raise ValueError(f"task.model {model!r} is neither a folder that transformers saved, nor hf:ID")
+    return tokenizer_of(model, trust_remote_code=trust_remote_code)
 
 
 def _texts(lessons: Lessons) -> list[str]:

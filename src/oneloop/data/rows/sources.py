@@ -111,6 +111,7 @@ def first_columns(source: Source, choices: Sequence[Mapping[str, str]], open_: C
     Raises:
         ValueError: it has none of them, and what it has; or what else is wrong with it.
     """
+    missing = list[str]()
     for columns in choices:
         source.columns = columns
         try:
@@ -118,11 +119,16 @@ def first_columns(source: Source, choices: Sequence[Mapping[str, str]], open_: C
         except ValueError as error:
             if not isinstance(error.__cause__, NoColumn):
                 raise
-            there = str(error.__cause__).partition("; ")[2]
+            there, missing = str(error.__cause__).partition("; ")[2], [*missing, error.__cause__.column]
     wanted = [[key for key, name in columns.items() if name] for columns in choices]
     fewest = [" and ".join(keys) for keys in wanted if not any(set(other) < set(keys) for other in wanted)]
     keys = " or ".join(f"task.{key}" for key in dict.fromkeys(key for one in wanted for key in one))
-    raise ValueError(f"{source.where}: {there}; {' or '.join(fewest)} are needed; name other columns with {keys}")
+    needed = [choices[at][key] for at, keys_ in enumerate(wanted) for key in keys_ if " and ".join(keys_) in fewest]
+    lacking = " and no ".join(repr(name) for name in dict.fromkeys(missing) if name in needed)
+    raise ValueError(
+        f"{source.where}: {there}; {' or '.join(fewest)} are needed, and there is no {lacking}; name other columns with"
+        f" {keys}"
+    )
 
 
 def _named(source: Source, window: int, kinds: Sequence[str], *, whole: bool = False) -> Mapping[str, Rows]:

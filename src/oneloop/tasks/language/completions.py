@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from oneloop.data.rows.ragged import Ragged
+
+_LOOKED_AT = 100
+"""texts"""
 
 
 def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]:
@@ -16,14 +22,26 @@ def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]
     Raises:
         ValueError: the tokenizer has no end token.
     """
-    if (end := tokenizer.eos_token_id) is None:
+    end = end_of(tokenizer)
+    tokens, places = _without_ends(tokenizer, prompt + completion)
+    found, border = np.array([*tokens, end], dtype=np.int32), first_behind(places, len(prompt))
+    if not border:
+        raise ValueError("the prompt is empty, so the completion's first token could not be trained; fill it")
+    return np.where(np.arange(len(found)) < border, ~found, found)
+
+
+def end_of(tokenizer: Any) -> int:
+    """The tokenizer's end token.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if tokenizer.eos_token_id is None:
         raise ValueError(
             "the tokenizer has no end token, so the model would not learn to stop; set eos_token in the"
             " tokenizer_config.json beside the model"
         )
-    tokens, places = _without_ends(tokenizer, prompt + completion)
-    found = np.array([*tokens, end], dtype=np.int32)
-    return np.where(np.arange(len(found)) < first_behind(places, len(prompt)), ~found, found)
+    return int(tokenizer.eos_token_id)
 
 
 def prompted(tokenizer: Any, prompt: str) -> list[int]:
@@ -58,3 +76,26 @@ def upto(places: NDArray[np.int64], letter: int) -> int:
     """The first token that does not begin before a letter."""
     at = first_behind(places, letter)
     return at + int(at < len(places) and places[at, 0] < letter)
+
+
+def ends_in(texts: Ragged, special: Collection[int], tokenizer: Any) -> set[int]:
+    """The tokens that end what is trained of the first texts, turn by turn; and the tokenizer's end token.
+
+    Args:
+        texts: tokens; complements are not trained.
+        special: tokens that may end a turn; a line break may stand behind them.
+        tokenizer: of transformers.
+    """
+    ends, inside = {tokenizer.eos_token_id} - {None}, False
+    for token in reversed(texts.values[: texts.ends[min(_LOOKED_AT, len(texts.ends)) - 1]].tolist()):
+        if token in special and not inside:
+            ends.add(token)
+        inside = token >= 0 and (inside or token in special or not tokenizer.decode([token]).isspace())
+    return ends
+
+
+def other_ends(ends: Collection[int], tokenizer: Any) -> list[str]:
+    """What to say where answers end with another token than the tokenizer's end token."""
+    others = [end for end in ends if end != tokenizer.eos_token_id]
+    said = f"answers end with {tokenizer.decode(others)!r}, and the tokenizer's end token is {tokenizer.eos_token!r}"
+    return [f"{said}: generation_config.json in final/ names both, so that transformers stops there"] if others else []

@@ -76,6 +76,8 @@ def asked(row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | Non
         if messages[-1]["role"] == "assistant" and len(messages) > 1:
             return _chat(chat).encode(messages, tools, given=len(messages) - 1)
         tokens = _chat(chat).prompt(messages, tools)
+    if not tokens:
+        raise ValueError("the prompt is empty; fill it, or leave the row out")
     return ~np.array([*tokens, 0], dtype=np.int32)
 
 

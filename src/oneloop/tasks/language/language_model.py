@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
 
@@ -128,5 +130,12 @@ class LanguageModel(Task):
         """Tokens as text."""
         raise NotImplementedError
 
-    def save(self, model: nn.Module, folder: Path) -> None:
+    @staticmethod
+    def save_model(model: nn.Module, folder: Path, *, ends: Sequence[int] = ()) -> None:
+        """Writes what transformers needs to load the weights, and to generate: texts end with one of ``ends`` too."""
         model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
+        if (how := deepcopy(getattr(model, "generation_config", None))) is not None:
+            own = how.eos_token_id if isinstance(how.eos_token_id, list) else [how.eos_token_id]
+            known = list(dict.fromkeys([*(end for end in own if end is not None), *ends]))
+            how.eos_token_id = known[0] if len(known) == 1 else known or None
+            (folder / "generation_config.json").write_text(how.to_json_string())

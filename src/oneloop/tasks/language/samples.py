@@ -100,14 +100,6 @@ def spans(texts: Ragged, length: int, overlong: Overlong) -> Spans:
     return made
 
 
-def ends_of(texts: Ragged, length: int) -> Spans:
-    """The last tokens of every text, whether a target is among them or not, in their order."""
-    stops = np.asarray(texts.ends, dtype=np.int64)
-    starts = np.concatenate([np.zeros(1, np.int64), stops])[:-1]
-    cut = np.maximum(starts, stops - length - 1)
-    return Spans(texts.values, cut, stops, length, np.arange(len(stops)), int((cut > starts).sum()), 0, len(stops))
-
-
 def _nothing(texts: Ragged, made: Spans, overlong: Overlong) -> str:
     """What is wrong, and what to do, where no sample is left."""
     trained = np.flatnonzero(np.asarray(texts.values) >= 0)
@@ -155,6 +147,11 @@ class Padded:
             raise IndexError(index)
         return self.spans[index]
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens that a model reads of each."""
+        return self.spans.lengths
+
     def order(self, *, seed: int, batch: int) -> Ordered:
         """By length within a few steps: a function of seed, epoch and the global batch."""
         return Bucketed(self.spans.lengths, seed=seed, batch=batch)
@@ -162,6 +159,39 @@ class Padded:
     def fingerprint(self) -> dict[str, Any] | None:
         """What the texts are, by content; None where they do not tell."""
         return self.content and {"samples": len(self), **self.content}
+
+    def about(self) -> str:
+        """How long they are, for a person."""
+        lengths = self.lengths
+        return f"{len(self):,} samples of {lengths.mean():.0f} tokens on average, {lengths.max():,} at most, padded"
+
+
+class Asked(Padded):
+    """What is to be answered, a text each, in their order. Of a longer one the end of its prompt is kept alone.
+
+    Args:
+        texts: their tokens; targets are the answer, where it is known, and the last token is read by nobody.
+        length: tokens that a model reads at most.
+        content: what the texts are, for :meth:`fingerprint`.
+    """
+
+    def __init__(self, texts: Ragged, length: int, content: dict[str, Any] | None) -> None:
+        stops = np.asarray(texts.ends, dtype=np.int64)
+        starts = np.concatenate([np.zeros(1, np.int64), stops])[:-1]
+        cut = int((stops - starts > length + 1).sum())
+        super().__init__(Spans(texts.values, starts, stops, length, np.arange(len(stops)), cut, 0, len(stops)), content)
+        self.warning = (
+            f"{cut:,} of {len(stops):,} rows are longer than {length:,} tokens: what fits of the end of their prompts"
+            " is answered, and they have no figures"
+        ) * bool(cut)
+
+    def __getitem__(self, index: int) -> NDArray[np.int32]:
+        tokens, length = super().__getitem__(index), self.spans.length
+        if len(tokens) <= length + 1:
+            return tokens
+        known = np.flatnonzero(tokens >= 0)
+        prompt = tokens[: known[0] if len(known) else -1]
+        return np.append(prompt[-length:], np.int32(~0))
 
 
 class Packed:
@@ -185,6 +215,11 @@ class Packed:
         if not 0 <= index < len(self):
             raise IndexError(index)
         return [self.spans[member] for member in self.bins[index].tolist()]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens that a model reads of each: all are of one length."""
+        return np.full(len(self), self.spans.length)
 
     def order(self, *, seed: int, batch: int) -> Ordered:
         return Order(len(self), seed=seed)

@@ -89,7 +89,16 @@ class BPE:
         return str(self.model.decode(list(tokens)))
 
     def save(self, folder: Path) -> None:
-        self.model.save(str(folder / "tokenizer.json"))
+        from transformers import PreTrainedTokenizerFast
+
+        PreTrainedTokenizerFast(tokenizer_object=self.model, eos_token="<|endoftext|>").save_pretrained(folder)
+
+
+def tokenizer_key(model: Any) -> str:
+    """Tells a tokenizer of transformers from others: also by its special tokens, which are not in its file."""
+    about = {name: getattr(model, name, None) for name in ("eos_token_id", "bos_token_id", "add_bos_token")}
+    about |= {"add_eos_token": getattr(model, "add_eos_token", None), "special": sorted(model.all_special_ids)}
+    return key_of(type(model).__name__, model.backend_tokenizer.to_str(), about, model.special_tokens_map)
 
 
 class Vocabulary:
@@ -108,7 +117,7 @@ class Vocabulary:
         if self.model.eos_token_id is None:
             raise ValueError(f"task.model {name!r}: its tokenizer has no end token, which parts one text from the next")
         self.separator: int = self.model.eos_token_id
-        self.content = key_of(self.model.backend_tokenizer.to_str())
+        self.content = tokenizer_key(self.model)
         tokens = self.model.convert_ids_to_tokens(range(len(self.model)))
         special = set(self.model.all_special_ids)
         by_bytes = "ByteLevel" in type(self.model.backend_tokenizer.decoder).__name__
