@@ -35,6 +35,7 @@ SMALL = {
         "--eval.micro",
         "64",
     ],  # ragged: every text's last sample is shorter
+    "llama": ["--task.layers", "1", "--task.width", "32", "--task.vocab", "512", "--task.data", "corpus"],  # packed
     "sft": ["--task.layers", "1", "--task.width", "32", "--task.length", "64"],  # packed
     "snippets": ["--task.layers", "1", "--task.width", "32", "--eval.micro", "64"],
 }
