@@ -81,7 +81,7 @@ def _reads_and_reduces() -> dict[str, bool]:
     return {"read": bool(names & set(READS)), "collective": any(name.startswith("c10d::allreduce") for name in names)}
 
 
-OPTIMIZERS = ["adamw", pytest.param("sgd", marks=pytest.mark.slow), "muon"]
+OPTIMIZERS = ["adamw", pytest.param("sgd", marks=pytest.mark.slow), pytest.param("muon", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -293,6 +293,7 @@ def test_texts_that_do_not_fit_are_told(tmp_path):
         reader(str(gpt(tmp_path / "gpt")), {"length": 12}).encode("")
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_of_transformers_own_trainer(tmp_path):
     write(tmp_path / "data", "jsonl", rows(240))
     bert(tmp_path / "bert")

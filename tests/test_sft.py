@@ -110,7 +110,7 @@ def questions(folder: Path) -> list[dict]:
     return rows
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("config", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_every_question_is_answered(alone, tmp_path, config):
     import transformers
 
