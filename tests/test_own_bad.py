@@ -346,6 +346,35 @@ def test_one_process_prepares_while_the_others_wait_at_a_lock(tmp_path):
     assert len({rank for rank, _ in lines}) == 1 and len({text for _, text in lines}) == len(lines) > 100
 
 
+class Counted:
+    """Rows of numbers."""
+
+    def __len__(self) -> int:
+        return 4700
+
+    def __getitem__(self, index: int) -> dict:
+        return {"number": index}
+
+    def fingerprint(self) -> str:
+        return "counted"
+
+
+def made_often(times: int) -> int:
+    """As in a run, where a signal is only noted: processes forked from it would inherit that, and not end at one."""
+    import signal
+
+    def make(row):
+        return np.full(1, row["number"], np.int32)
+
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    made = [ragged(Counted(), make, made_by=time, what="making").values for time in range(times)]
+    return sum(int((values == np.arange(4700)).all()) for values in made)
+
+
+def test_processes_that_prepare_rows_always_end():
+    assert run(made_often, 60, timeout=60).ok() == [60]
+
+
 def test_tokens_of_rows_are_those_of_the_same_texts_in_memory(tmp_path):
     from oneloop.tasks.causal_lm import CausalLM
 

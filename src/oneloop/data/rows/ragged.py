@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from oneloop.basics.orphans import die_with
 from oneloop.basics.progress import tracked
 from oneloop.data.rows.cache import alone, key_of
 from oneloop.data.rows.rows import Row, Rows
@@ -75,14 +78,25 @@ def _in_order(rows: Rows, make: Callable[[Row], NDArray[np.int32]], shards: list
         if cores == 1 or multiprocessing.current_process().daemon:
             yield from map(_of_shard, shards)
             return
-        with multiprocessing.get_context("fork").Pool(cores) as pool:
-            yield from pool.imap(_of_shard, shards)
+        context = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(cores, context, initializer=_begin, initargs=(os.getpid(),)) as pool:
+            try:
+                yield from pool.map(_of_shard, shards)
+            finally:
+                pool.shutdown(cancel_futures=True)
     finally:
         _work.clear()
 
 
 _work: list[Any] = []
 """rows and function, for the processes that are forked: neither need be picklable"""
+
+
+def _begin(parent: int) -> None:
+    """A forked process has this one's signal handlers, which only note; whether to stop is this one's to decide."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    die_with(parent)
 
 
 def _of_shard(shard: range) -> list[Any]:
