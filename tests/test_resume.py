@@ -71,8 +71,14 @@ def same(one: Path, other: Path) -> None:
 
 
 # 37 samples in batches of 8: steps 2, 14 are in mid-epoch, step 37 * n / 8 never is whole; 14 is in the fourth epoch.
-@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("optimizer", "ranks", "config"),
+    [
+        *(("adamw", *split) for split in ((1, "single"), (2, "ddp"), (2, "fsdp2"))),
+        ("muon", 1, "single"),
+        *(pytest.param("muon", 2, config, marks=pytest.mark.slow) for config in ("ddp", "fsdp2")),
+    ],
+)
 def test_a_resumed_run_is_the_run_left_alone(tmp_path, recipe, ranks, config, optimizer):
     words = [recipe, "--optimizer.name", optimizer, "--batch.micro", "2"]
     run(train, [*words, "--run.dir", "alone"], ranks=ranks, config=config, folder=tmp_path).ok()
