@@ -166,7 +166,8 @@ def hurt(content: bytes, draw: random.Random) -> bytes:
     return b"".join(lines)
 
 
-def test_two_thousand_corruptions_of_a_run_folder(tmp_path, whole):
+@pytest.mark.parametrize("times", [300, pytest.param(2000, marks=pytest.mark.slow)])
+def test_two_thousand_corruptions_of_a_run_folder(tmp_path, whole, times):
     """Whatever happens to a file beside the checkpoints: the start finds the run's own recipe, metrics.jsonl holds
     lines that were written, and a damaged end is never taken for a good one."""
     import yaml
@@ -180,7 +181,7 @@ def test_two_thousand_corruptions_of_a_run_folder(tmp_path, whole):
     names = ["recipe.yaml", "summary.json", "metrics.jsonl", "examples.json", "environment.json"]
     names += ["final/model.safetensors", f"final/{MANIFEST}"]
     detected = dict.fromkeys(names, 0)
-    for number in range(2000):
+    for number in range(times):
         name = names[number % len(names)]
         source = whole / ("cut" if name == "metrics.jsonl" else "run")
         content = (source / name).read_bytes()

@@ -170,6 +170,7 @@ def typed(words: list[str], where: Path, hub: Hub) -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
+@pytest.mark.slow
 def test_a_set_of_the_hub_is_its_commit(tmp_path):
     made = {"train.parquet": rows(60), "validation.parquet": rows(9, first=60)}
     with Hub(tmp_path / "hub", "someone/texts") as hub:

@@ -111,6 +111,7 @@ def test_a_page_is_drawn_also_where_all_together_fail():
     assert "NaN" not in as_page(results).split('id="charts">')[1].split("</script>")[0]
 
 
+@pytest.mark.slow
 def test_what_hangs_is_ended():
     words = ["digits", "--task", "test_worth.Fails", "--task.how", "hang", "--batch.size", "64"]
     began = time.monotonic()
