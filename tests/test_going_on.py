@@ -167,7 +167,7 @@ def hurt(content: bytes, draw: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("times", [300, pytest.param(2000, marks=pytest.mark.slow)])
-def test_two_thousand_corruptions_of_a_run_folder(tmp_path, whole, times):
+def test_corruptions_of_a_run_folder(tmp_path, whole, times):
     """Whatever happens to a file beside the checkpoints: the start finds the run's own recipe, metrics.jsonl holds
     lines that were written, and a damaged end is never taken for a good one."""
     import yaml
@@ -217,8 +217,9 @@ def test_two_thousand_corruptions_of_a_run_folder(tmp_path, whole, times):
         finally:
             (source / name).write_bytes(content)
     print(detected)
-    assert detected["final/model.safetensors"] > 280 and detected["summary.json"] > 250
-    assert detected["metrics.jsonl"] > 150 and detected["recipe.yaml"] > 50
+    share = times / 2000
+    assert detected["final/model.safetensors"] > 280 * share and detected["summary.json"] > 250 * share
+    assert detected["metrics.jsonl"] > 150 * share and detected["recipe.yaml"] > 50 * share
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
