@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from oneloop.basics.errors import BAD_INPUT, ERROR, BadInput
 from oneloop.basics.text import printable
@@ -30,7 +31,7 @@ _USAGE = """usage: oneloop new FILE.py | --configs [DIR]
        oneloop evaluate RUN [--data PLACE] [--checkpoint final|STEP|best|newest] [--weights raw|ema] [--json] …
        oneloop predict RUN --data PLACE --to FILE.parquet|jsonl|csv [--checkpoint …] [--weights …] [--raw]
        oneloop export RUN --to DIR [--checkpoint final|STEP|best|newest]
-                      [--weights raw|ema|power:SIGMA]
+                      [--weights raw|ema|power:SIGMA] [--merged]
 
 new     Writes a task to start from, which runs as it stands (then: oneloop launch --config_file single FILE.py:MyTask),
         or the accelerate config files that oneloop brings along, to be edited.
@@ -59,7 +60,7 @@ predict Writes what the model says of each row of a place (or of the run's own v
           oneloop launch --config_file ddp predict runs/digits --data new/ --to said.csv
 export  Writes a run's weights (by default those of final/, else of its newest checkpoint) as plain safetensors, with
         what the task adds (config, tokenizer): raw, an average by its name, or the power-function average of any width
-        (when trained with --ema.power)."""
+        (when trained with --ema.power). Adapters in peft's own format; --merged: added to the model they stand on."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -211,12 +212,14 @@ def worth(words: Sequence[str]) -> int:
 
 def export(words: Sequence[str]) -> int:
     """Writes the weights of one checkpoint."""
-    given = parsed("export", words, {"--to": None, "--checkpoint": None, "--weights": "raw", "--task": None})
+    given = parsed(
+        "export", words, {"--to": None, "--checkpoint": None, "--weights": "raw", "--task": None, "--merged": False}
+    )
     if given["--to"] is None:
         raise BadInput("export needs a folder to write to: --to DIR")
     folder = chosen_of(Path(given["RUN"]), given["--checkpoint"], weights=given["--weights"])
     try:
-        _export(Path(given["RUN"]), folder, Path(given["--to"]), given["--weights"], given["--task"])
+        _export(Path(given["RUN"]), folder, given)
     except BadInput:
         raise
     except (ValueError, OSError) as error:
@@ -225,14 +228,16 @@ def export(words: Sequence[str]) -> int:
     return 0
 
 
-def _export(run: Path, checkpoint: Path, to: Path, weights: str, task: str | None) -> None:
+def _export(run: Path, checkpoint: Path, given: Mapping[str, Any]) -> None:
     from oneloop.run.trained import recipe_of
 
-    recipe = recipe_of(run, command="export", task=task)
+    recipe = recipe_of(run, command="export", task=given["--task"])
     from oneloop.run.build import make_task
     from oneloop.run.export import export_checkpoint
 
-    export_checkpoint(checkpoint, to, make_task(recipe), weights=weights)
+    how: dict[str, Any] = {"weights": given["--weights"], "merge": given["--merged"]}
+    how["base_dtype"] = recipe.machine.base_dtype
+    export_checkpoint(checkpoint, Path(given["--to"]), make_task(recipe), **how)
 
 
 def _store(run: str) -> Store:

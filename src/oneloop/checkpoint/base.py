@@ -1,10 +1,11 @@
 """Where a checkpoint's frozen parameters lie: written once, to ``base/`` beside the checkpoints, which name it by its
-checksum. Needs no torch.
+checksum; or only named there, where they are somebody else's. Needs no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from oneloop.checkpoint.headers import header
 from oneloop.checkpoint.store import changed, problems_of_files, read_manifest
 
 FILE = "frozen.safetensors"
+NAMED = "origin.json"
+"""in its place: what they were read from, and their names"""
 
 
 def base_of(checkpoint: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -29,12 +32,28 @@ def base_problems(checkpoint: Path) -> list[str]:
     if told is None:
         return []
     folder, entry = told
-    wrong = changed(folder, {FILE: entry}) or problems_of_files(folder)
+    wrong = changed(folder, {file_of(entry): entry}) or problems_of_files(folder)
     return [f"{folder.name}/{line}" for line in wrong]
+
+
+def file_of(entry: Mapping[str, Any]) -> str:
+    """The file's name, of what a manifest says of frozen parameters."""
+    return NAMED if entry.get("file") == NAMED else FILE
+
+
+def origin_of(checkpoint: Path) -> dict[str, Any] | None:
+    """What a checkpoint's frozen parameters were read from (``place`` with ``files`` or ``commit``) and their
+    ``names``; None where it is not only named."""
+    told = base_of(checkpoint)
+    if told is None or file_of(told[1]) != NAMED:
+        return None
+    return dict(json.loads((told[0] / NAMED).read_text()))
 
 
 def names_in(folder: Path) -> set[str]:
     """Names of the parameters in it."""
+    if not (folder / FILE).exists():
+        return {f"model.{name}" for name in json.loads((folder / NAMED).read_text())["names"]}
     return set(header(folder / FILE)) - {"__metadata__"}
 
 

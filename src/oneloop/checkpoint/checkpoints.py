@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from oneloop.basics.origin import Origin
 from oneloop.basics.progress import Working
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint import writer
@@ -31,7 +32,6 @@ from oneloop.checkpoint.state import (
     header_of,
     load_tensors,
     load_values,
-    model_tensors,
     optimizer_values,
     pieces,
     stage,
@@ -49,6 +49,7 @@ class Checkpoints:
     Args:
         root: the folder.
         accelerator: its ranks write together.
+        origin: what frozen parameters were read from, where a checkpoint should name it instead of holding them.
         sync: write in the training process instead of another one.
         max_failures: failing saves in a row that do not end the run.
         say: how a person is told of bad checkpoints, on rank 0.
@@ -59,6 +60,7 @@ class Checkpoints:
         root: Path,
         accelerator: Accelerator,
         *,
+        origin: Origin | None = None,
         sync: bool = False,
         max_failures: int = 3,
         say: Callable[[str], None] = print,
@@ -67,7 +69,7 @@ class Checkpoints:
         self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
         self._sync, self._say = sync, say
         self._host: Any = dist.new_group(backend="gloo") if self.ranks > 1 else None
-        self._base = Base(self.store, rank=self.rank, agree=self._all, say=say)
+        self._base = Base(self.store, origin=origin, rank=self.rank, agree=self._all, say=say)
         self._pin = accelerator.device.type == "cuda"
         self._process: WritingProcess | None = None
         self._attempt = 0
@@ -106,7 +108,7 @@ class Checkpoints:
             What went wrong with the last save, alike on all ranks; None where nothing did.
         """
         trouble = self.finish()
-        tensors = model_tensors(model, frozen=False) | optimizer_tensors(model, optimizer) | dict(extra or {})
+        tensors = self._base.others(model) | optimizer_tensors(model, optimizer) | dict(extra or {})
         mine = pieces(tensors, rank=self.rank, ranks=self.ranks, of_rank_0=buffers_of(model))
         header, size = header_of(mine)
         self._attempt += 1

@@ -1,11 +1,13 @@
 """Frozen parameters as one safetensors file, in an order that only names and types decide.
 
 The same parameters make the same bytes however they are sharded: so a damaged file can be made anew from the model as
-built, and is taken only where its checksum is the old one.
+built, and is taken only where its checksum is the old one. Parameters of somebody else's model are not written at all:
+its name, and what tells it from any other, take the file's place.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -18,9 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from xxhash import xxh3_128
 
-from oneloop.checkpoint.base import FILE, base_of, base_problems, fresh, names_in
+from oneloop.basics.origin import Origin
+from oneloop.checkpoint.base import FILE, NAMED, base_of, base_problems, file_of, fresh, names_in, origin_of
 from oneloop.checkpoint.state import Piece, header_of, model_tensors
-from oneloop.checkpoint.store import Store, flush, vouch
+from oneloop.checkpoint.store import Store, flush, vouch, write_file
 
 
 def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -68,6 +71,23 @@ def write_base(folder: Path, tensors: Mapping[str, Tensor], *, rank: int) -> tup
     return entry, trouble
 
 
+def write_origin(folder: Path, origin: Origin) -> tuple[dict[str, Any], str | None]:
+    """Writes what frozen parameters were read from to a folder. For one process.
+
+    Returns:
+        As :func:`write_base`.
+    """
+    text = json.dumps({**origin.told, "names": sorted(origin.names)}, indent=1).encode()
+    draft = folder.with_name(f".{folder.name}.draft")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        entry = write_file(draft / NAMED, text)
+    except OSError as error:
+        return {}, f"{type(error).__name__}: {error}"
+    return {"file": NAMED, **entry}, _in_place(draft, folder, entry, NAMED)
+
+
 def _put(stream: Any, state: Any, data: Any) -> None:
     stream.write(data)
     state.update(data)
@@ -78,7 +98,14 @@ def _sealed(stream: Any, draft: Path, folder: Path, entry: dict[str, Any]) -> st
     try:
         stream.flush()
         os.fsync(stream.fileno())
-        vouch(draft, {}, {FILE: entry})
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    return _in_place(draft, folder, entry, FILE)
+
+
+def _in_place(draft: Path, folder: Path, entry: dict[str, Any], file: str) -> str | None:
+    try:
+        vouch(draft, {}, {file: entry})
         flush(draft)
         shutil.rmtree(folder, ignore_errors=True)
         draft.rename(folder)
@@ -93,16 +120,38 @@ class Base:
 
     Args:
         store: of the checkpoints.
+        origin: what some were read from: these are named, and frozen ones beside them lie in every checkpoint.
         rank: this one; rank 0 writes.
         agree: gives every rank what all ranks have.
         say: how a person is told of what is mended, on rank 0.
     """
 
     def __init__(
-        self, store: Store, *, rank: int, agree: Callable[[Any], list[Any]], say: Callable[[str], None]
+        self,
+        store: Store,
+        *,
+        origin: Origin | None = None,
+        rank: int,
+        agree: Callable[[Any], list[Any]],
+        say: Callable[[str], None],
     ) -> None:
-        self._store, self._rank, self._agree, self._say = store, rank, agree, say
+        self._store, self._origin, self._rank, self._agree, self._say = store, origin, rank, agree, say
         self._known: tuple[Path, dict[str, Any]] | None = None
+
+    def others(self, model: nn.Module) -> dict[str, Tensor]:
+        """What a checkpoint holds of a model itself, by its names there."""
+        if self._origin is None:
+            return model_tensors(model, frozen=False)
+        names = self._origin.names
+        return {
+            name: tensor for name, tensor in model_tensors(model).items() if name.removeprefix("model.") not in names
+        }
+
+    def _names(self, model: nn.Module) -> set[str]:
+        """Of the parameters that no checkpoint holds."""
+        if self._origin is not None:
+            return {f"model.{name}" for name in self._origin.names}
+        return set(frozen_tensors(model))
 
     def kept(self, model: nn.Module) -> dict[str, Any]:
         """What a manifest says of the frozen parameters, which are written now if they are not yet. Every rank must
@@ -111,13 +160,13 @@ class Base:
         Raises:
             OSError: on all ranks: they could not be written.
         """
-        frozen = frozen_tensors(model)
-        if not frozen:
+        names = self._names(model)
+        if not names:
             return {}
-        if self._known is None or names_in(self._known[0]) != set(frozen):
+        if self._known is None or names_in(self._known[0]) != names:
             store = self._store
             folder = self._agree(fresh(store.root.parent, store.sealed()) if self._rank == 0 else None)[0]
-            self._known = folder, self._written(folder, frozen)
+            self._known = folder, self._written(folder, model)
         folder, entry = self._known
         return {"base": {"folder": folder.name, **entry}}
 
@@ -126,19 +175,30 @@ class Base:
         where they come out the same to the bit. Every rank must get here.
 
         Raises:
-            ValueError: they do not.
+            ValueError: they do not, or they were read from somewhere else.
         """
         told = base_of(checkpoint)
+        named = told is not None and file_of(told[1]) == NAMED
+        if named != (self._origin is not None):
+            one, other = ("only named", "the run's own") if named else ("the run's own", "only named")
+            raise ValueError(f"{checkpoint}: its frozen parameters are {one}, and those of the model are {other}")
         own = checkpoint.resolve().parent == self._store.root.resolve()
         self._known = told if own else None
         wrong = "; ".join(self._agree(base_problems(checkpoint) if self._rank == 0 else [])[0])
-        if told is None or not wrong:
-            return
-        folder, entry = told
+        if told is not None and wrong:
+            self._mend(checkpoint, *told, model, own=own, wrong=wrong)
+        if self._origin is not None:
+            other = self._origin.difference(origin_of(checkpoint) or {}) if self._rank == 0 else ""
+            if other := self._agree(other)[0]:
+                raise ValueError(f"{checkpoint} stands on {other}; give task.model what it was trained with")
+
+    def _mend(
+        self, checkpoint: Path, folder: Path, entry: dict[str, Any], model: nn.Module, *, own: bool, wrong: str
+    ) -> None:
         if not own:
             raise ValueError(f"{folder}, with the frozen parameters of {checkpoint}, is damaged ({wrong}); restore it")
         again = folder.with_name(f".{folder.name}.again")
-        made = self._written(again, frozen_tensors(model))
+        made = self._written(again, model)
         same = all(entry[key] == made[key] for key in made)
         if self._rank == 0:
             shutil.rmtree(folder if same else again, ignore_errors=True)
@@ -152,8 +212,13 @@ class Base:
                 " model as it is built now are others; restore the folder from a copy, or what the model was made from"
             )
 
-    def _written(self, folder: Path, frozen: Mapping[str, Tensor]) -> dict[str, Any]:
-        entry, trouble = self._agree(write_base(folder, frozen, rank=self._rank))[0]
+    def _written(self, folder: Path, model: nn.Module) -> dict[str, Any]:
+        made: Any = None
+        if self._origin is None:
+            made = write_base(folder, frozen_tensors(model), rank=self._rank)
+        elif self._rank == 0:
+            made = write_origin(folder, self._origin)
+        entry, trouble = self._agree(made)[0]
         if trouble is not None:
             raise OSError(f"{folder} with the frozen parameters cannot be written: {trouble}")
         return dict(entry)

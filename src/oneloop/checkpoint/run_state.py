@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from oneloop.basics.origin import Origin
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.state import load_tensors, model_tensors
 from oneloop.checkpoint.store import Keep, name_of, read_manifest
@@ -58,17 +59,20 @@ class RunState:
     def _extra(self) -> dict[str, Tensor]:
         return {name: tensor for average in self.averages for name, tensor in average.tensors().items()}
 
-    def size(self, optimizer_share: float) -> tuple[int, int]:
+    def size(self, optimizer_share: float, origin: Origin | None = None) -> tuple[int, int]:
         """Bytes of what is written once (the weights with their averages at the end, frozen ones in ``base/``), and of
         a checkpoint, about.
 
         Args:
             optimizer_share: bytes of the optimizer's state for each byte of the trained parameters.
+            origin: of what is only named.
         """
-        tensors = [*model_tensors(self.model).values(), *self._extra().values()]
-        weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        elsewhere = {f"model.{name}" for name in origin.names} if origin else set()
+        held = {name: tensor for name, tensor in model_tensors(self.model).items() if name not in elsewhere}
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in (*held.values(), *self._extra().values()))
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        frozen = sum(p.numel() * p.element_size() for p in self.model.parameters() if not p.requires_grad)
+        parameters = [] if origin else self.model.parameters()
+        frozen = sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad)
         return weights + frozen, weights - frozen + int(
             optimizer_share * sum(p.numel() * p.element_size() for p in trained)
         )

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from oneloop.basics.names import bare_name
 from oneloop.basics.tensors import as_real, optimized
-from oneloop.checkpoint.base import base_of
+from oneloop.checkpoint.base import base_of, origin_of
 
 _TYPES = {
     torch.float64: "F64",
@@ -175,7 +175,8 @@ def load_tensors(
     weights: str = "raw",
     cast: bool = False,
 ) -> None:
-    """Reads model and optimizer in place, each rank what it holds of them, whatever world wrote the files.
+    """Reads model and optimizer in place, each rank what it holds of them, whatever world wrote the files; what the
+    checkpoint only names is left as it is.
 
     Args:
         folder: the checkpoint.
@@ -188,11 +189,11 @@ def load_tensors(
     Raises:
         ValueError: the checkpoint is of another model, or has no such average.
     """
-    base = base_of(folder)
-    readers = [HuggingFaceStorageReader(str(place)) for place in (folder, *(base[:1] if base else ()))]
+    places, elsewhere = _places(folder)
+    readers = [HuggingFaceStorageReader(str(place)) for place in places]
     held = [reader.read_metadata().state_dict_metadata for reader in readers]
     saved = {name: about for several in held for name, about in several.items()}
-    targets = model_tensors(model)
+    targets = {name: tensor for name, tensor in model_tensors(model).items() if name not in elsewhere}
     _same_names({name for name in saved if name.startswith("model.")}, set(targets), folder)
     for name, target in targets.items():
         about: Any = saved[name]
@@ -225,6 +226,14 @@ def load_tensors(
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads what it holds
         for reader, names in zip(readers, held, strict=True):
             load({name: targets[name] for name in names if name in targets}, storage_reader=reader, no_dist=True)
+
+
+def _places(folder: Path) -> tuple[list[Path], set[str]]:
+    """Where a checkpoint's tensors lie, and the names of those that it only names."""
+    if (named := origin_of(folder)) is not None:
+        return [folder], {f"model.{name}" for name in named["names"]}
+    base = base_of(folder)
+    return [folder] if base is None else [folder, base[0]], set()
 
 
 def averages_in(saved: Mapping[str, Any]) -> list[str]:

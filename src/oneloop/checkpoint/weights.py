@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from oneloop.basics.files import replacing
+from oneloop.basics.hub import HUB, fetched
 from oneloop.basics.names import matches
+from oneloop.basics.origin import Origin
+from oneloop.checkpoint.state import model_tensors
+from oneloop.checkpoint.store import read_manifest
+
+_ADAPTERS = "adapter_model"
+"""peft's name of a file with adapters"""
 
 
 def tied_names(model: nn.Module) -> set[str]:
@@ -23,11 +33,14 @@ def tied_names(model: nn.Module) -> set[str]:
     return {name for name, tensor in state.items() if first.setdefault(id(tensor), name) != name}
 
 
-def gathered_weights(model: nn.Module) -> dict[str, Tensor]:
+def gathered_weights(model: nn.Module, origin: Origin | None = None) -> dict[str, Tensor]:
     """The whole model's weights in host memory, on rank 0; empty elsewhere. Every rank must get here.
 
-    Names are those of the bare model: no ``module.``, no ``_orig_mod.``. Tied weights stand there once.
+    Names are those of the bare model: no ``module.``, no ``_orig_mod.``. Tied weights stand there once. Of a model with
+    an ``origin`` only what was not read from there, by the names that it has outside.
     """
+    if origin is not None:
+        return _own_weights(model, origin)
     state: dict[str, Any] = get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
@@ -44,6 +57,15 @@ def gathered_weights(model: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
+def _own_weights(model: nn.Module, origin: Origin) -> dict[str, Tensor]:
+    weights = {}
+    for name, tensor in model_tensors(model).items():
+        if (name := name.removeprefix("model.")) not in origin.names:
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            weights[origin.outside(name)] = whole.cpu().clone()
+    return weights if not dist.is_initialized() or dist.get_rank() == 0 else {}
+
+
 def write_weights(file: Path, weights: dict[str, Tensor]) -> None:
     """One safetensors file, whole or not at all; none where there are no weights."""
     if weights:
@@ -57,14 +79,23 @@ def bare(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def load_weights(model: nn.Module, source: str, weights: str = "raw", *, leave_out: Sequence[str] = ()) -> list[str]:
-    """Loads weights into a model that is not yet wrapped: from a run folder, a folder, or a .safetensors file.
+def load_weights(
+    model: nn.Module,
+    source: str,
+    weights: str = "raw",
+    *,
+    leave_out: Sequence[str] = (),
+    origin: Origin | None = None,
+) -> list[str]:
+    """Loads weights into a model that is not yet wrapped: from a run folder, a folder, a repository of the hub, or a
+    .safetensors file.
 
     Args:
         model: to load into.
         source: where from.
         weights: ``raw``, or the name of an average (``ema``).
         leave_out: patterns of names that stay as they are, as of :func:`oneloop.basics.names.matches`.
+        origin: of the model's frozen parameters, which stay as they are too.
 
     Returns:
         The names that were left out.
@@ -72,23 +103,73 @@ def load_weights(model: nn.Module, source: str, weights: str = "raw", *, leave_o
     Raises:
         ValueError: there are none, they are not this model's, or a pattern takes none of its names.
     """
-    path, name = Path(source), "model.safetensors" if weights == "raw" else f"{weights}.safetensors"
-    tried = [path] if path.suffix == ".safetensors" else [path / "final" / name, path / name]
-    file = next((candidate for candidate in tried if candidate.is_file()), None)
-    if file is None:
-        raise ValueError(f"init.from {source!r}: no weights there (looked for {' and '.join(map(str, tried))})")
+    file = _file_of(source, weights, origin)
     try:
         loaded = load_file(file)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"init.from {source!r}: {file} cannot be read: {error}") from error
-    own = model.state_dict()
+    if origin is not None:
+        _refuse_other_origin(file.parent, source, origin)
+        inside = {origin.outside(name): name for name in model.state_dict() if name not in origin.names}
+        loaded = {inside.get(name, name): tensor for name, tensor in loaded.items()}
+    own = {name: tensor for name, tensor in model.state_dict().items() if origin is None or name not in origin.names}
     for pattern in leave_out:
         if not any(matches(pattern, name) for name in own):
             some = ", ".join([*own][:8])
             raise ValueError(f"init.leave_out {pattern!r} takes no parameter of the model; it has {some}, …")
     left = [name for name in own if any(matches(pattern, name) for pattern in leave_out)]
     loaded = {name: tensor for name, tensor in loaded.items() if not any(matches(p, name) for p in leave_out)}
-    missing = sorted(own.keys() - loaded.keys() - tied_names(model) - set(left))
+    _refuse_others(own, loaded, tied_names(model) | set(left), source, file)
+    with torch.no_grad():
+        model.load_state_dict(loaded, strict=False)
+    return left
+
+
+def _file_of(source: str, weights: str, origin: Origin | None) -> Path:
+    """The file with the weights that ``source`` and ``weights`` name."""
+    hub = source.startswith(HUB)
+    own, other = ("model", _ADAPTERS) if origin is None else (origin.file, "model")
+    if Path(source).suffix == ".safetensors" and not hub:
+        tried = [source]
+        found = Path(source) if Path(source).is_file() else None
+    else:
+        folders = [""] if hub else ["final/", ""]
+        names = [f"{folder}{own if weights == 'raw' else weights}.safetensors" for folder in folders]
+        tried = [f"{source}/{name}" for name in names]
+        found = next((file for name in names if (file := fetched(source, name)) is not None), None)
+        if found is None and any(fetched(source, f"{folder}{other}.safetensors") for folder in folders):
+            raise ValueError(
+                f"init.from {source!r} holds adapters, and the model has none; give them as task.model"
+                if origin is None
+                else f"init.from {source!r} holds a whole model, and only adapters are trained; give it as task.model"
+            )
+    if found is None:
+        raise ValueError(f"init.from {source!r}: no weights there (looked for {' and '.join(tried)})")
+    return found
+
+
+def _refuse_other_origin(folder: Path, source: str, origin: Origin) -> None:
+    """Refuses adapters that were made for another model."""
+    about = json.loads(file.read_text()) if (file := folder / "adapter_config.json").is_file() else {}
+    named = str(about.get("base_model_name_or_path") or "")
+    try:
+        there = read_manifest(folder)["about"].get("base")
+    except ValueError:
+        there = None
+    if there:
+        other = origin.difference(there)
+    else:
+        here = Path(origin.place.removeprefix(HUB).partition("@")[0]).name
+        other = f"{named}, and not {origin.place}" if named and Path(named).name != here else ""
+    if other:
+        raise ValueError(f"init.from {source!r}: its adapters are for {other}; give task.model that")
+
+
+def _refuse_others(
+    own: Mapping[str, Tensor], loaded: Mapping[str, Tensor], known: Collection[str], source: str, file: Path
+) -> None:
+    """Refuses weights that are not the model's; ``known`` need not be there."""
+    missing = sorted(own.keys() - loaded.keys() - set(known))
     unexpected = sorted(loaded.keys() - own.keys())
     shapes = [
         f"{name} {tuple(loaded[name].shape)} for {tuple(own[name].shape)}"
@@ -105,6 +186,3 @@ def load_weights(model: nn.Module, source: str, weights: str = "raw", *, leave_o
             f"init.from {source!r}: {file.name} is not of this model ({'; '.join(wrong)});"
             " choose weights of the same task.* settings"
         )
-    with torch.no_grad():
-        model.load_state_dict(loaded, strict=False)
-    return left

@@ -17,8 +17,10 @@ class MachineConfig:
     """on a GPU: batches wait in pinned host memory, and are copied while the device computes"""
     dtype: Literal["float32", "float64"] = "float32"
     """type of the weights; float64 is for proofs"""
-    base_dtype: Literal["bfloat16", "float16"] | None = None
-    """type of frozen matrices, with mixed precision (null: that of the others)"""
+    base_dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    """type of frozen matrices (null: their own): a half one, with mixed precision, or float32 for what is in half"""
+    quant_storage: Literal["auto", "uint8", "bfloat16", "float16", "float32"] = "auto"
+    """type that holds the bytes of matrices in 4 bits; FSDP2 shards floating ones only (auto: what fits)"""
     deterministic: bool = False
     """use only deterministic algorithms, and fail where an operation has none"""
     sync_each_batch: bool = False

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from oneloop.checkpoint.base import FILE, base_of
+from oneloop.basics.origin import Origin
+from oneloop.checkpoint.base import FILE, base_of, origin_of
 from oneloop.checkpoint.chosen import FINAL
 from oneloop.checkpoint.headers import header
 from oneloop.checkpoint.state import load_tensors
 from oneloop.checkpoint.store import MANIFEST, Store, problems, read_manifest, vouch
 from oneloop.checkpoint.weights import bare, gathered_weights, load_weights, write_weights
 from oneloop.ema import EMA, gamma, post_hoc
+from oneloop.machine.base import rounded
 from oneloop.tasks.base import Task
 
 TASK = "task"
@@ -39,23 +41,30 @@ def write_final(
     Args:
         folder: to write to.
         model: as prepared, or bare.
-        task: its ``save`` is called on rank 0, with a model whose tensors are whole.
+        task: its ``save`` is called on rank 0, with a model whose tensors are whole (of one with an ``origin``: as it
+            is).
         averages: of the model's weights.
         about: which weights they are, for MANIFEST.json, which also holds the size and checksum of every file.
     """
-    weights = gathered_weights(model)
+    origin: Origin | None = getattr(task, "origin", None)
+    weights = gathered_weights(model, origin)
     if weights:  # on rank 0
         (folder / MANIFEST).unlink(missing_ok=True)
-    write_weights(folder / "model.safetensors", weights)
+    write_weights(folder / f"{_file(origin)}.safetensors", weights)
     for ema in averages:
         with ema.swapped():
-            write_weights(folder / f"{ema.name}.safetensors", gathered_weights(model))
+            write_weights(folder / f"{ema.name}.safetensors", gathered_weights(model, origin))
     if weights:
         if hasattr(task, "state_dict"):
             (folder / f"{TASK}.json").write_text(json.dumps(task.state_dict()))
         if hasattr(task, "save"):
-            task.save(_whole(model, task, weights), folder)
-        vouch(folder, about)
+            task.save(_whole(model, task, weights) if origin is None else bare(model), folder)
+        vouch(folder, {**about, **({} if origin is None else {"base": origin.told})})
+
+
+def _file(origin: Origin | None) -> str:
+    """What the weights are called."""
+    return "model" if origin is None else origin.file
 
 
 def _whole(model: nn.Module, task: Task, weights: Mapping[str, Tensor]) -> nn.Module:
@@ -69,7 +78,15 @@ def _whole(model: nn.Module, task: Task, weights: Mapping[str, Tensor]) -> nn.Mo
     return made.train(model.training)
 
 
-def export_checkpoint(checkpoint: Path, folder: Path, task: Task, *, weights: str = "raw") -> None:
+def export_checkpoint(
+    checkpoint: Path,
+    folder: Path,
+    task: Task,
+    *,
+    weights: str = "raw",
+    merge: bool = False,
+    base_dtype: str | None = None,
+) -> None:
     """Writes the weights of a checkpoint as :func:`write_final` writes those of a run.
 
     Args:
@@ -78,23 +95,47 @@ def export_checkpoint(checkpoint: Path, folder: Path, task: Task, *, weights: st
         task: makes the model.
         weights: ``raw``; the name of an average; or ``power:SIGMA``, the power-function average of that width, mixed
             from those that this checkpoint and the others beside it hold.
+        merge: adapters into the model that they stand on.
+        base_dtype: of that model's matrices in the run.
 
     Raises:
-        ValueError: it is of another model, or there is no such average.
+        ValueError: it is of another model, stands on another one, there is no such average, or nothing to merge.
     """
     load_task_state(task, checkpoint)
     model = task.model()
+    origin: Origin | None = getattr(task, "origin", None)
+    refuse_other_origin(checkpoint, origin)
+    about = {"weights": weights, "checkpoint": checkpoint.name}
     if checkpoint.name == FINAL:
-        _in_types(model, _types_of(checkpoint / "model.safetensors"))
-        load_weights(model, str(checkpoint), weights)
-        write_final(folder, model, task, about=read_manifest(checkpoint)["about"] | {"weights": weights})
-        return
-    _as_saved(model, checkpoint)
-    if weights.startswith("power:"):
-        _mix(checkpoint, model, weights)
+        _in_types(model, _types_of(checkpoint / f"{_file(origin)}.safetensors"), origin)
+        load_weights(model, str(checkpoint), weights, origin=origin)
+        about = read_manifest(checkpoint)["about"] | {"weights": weights}
+        about.pop("base", None)
     else:
-        load_tensors(checkpoint, model, weights=weights)
-    write_final(folder, model, task, about={"weights": weights, "checkpoint": checkpoint.name})
+        _as_saved(model, checkpoint)
+        if weights.startswith("power:"):
+            _mix(checkpoint, model, weights)
+        else:
+            load_tensors(checkpoint, model, weights=weights)
+    if merge:
+        if not hasattr(task, "merge"):
+            raise ValueError("--merged: the run trained no adapters; its weights are whole as they are")
+        rounded(model, base_dtype)
+        model = task.merge(model)
+    write_final(folder, model, task, about=about)
+
+
+def refuse_other_origin(folder: Path, origin: Origin | None) -> None:
+    """Refuses a model that stands on another one than a checkpoint, or ``final/``, was trained on.
+
+    Raises:
+        ValueError: it does.
+    """
+    there = read_manifest(folder)["about"].get("base") if folder.name == FINAL else origin_of(folder)
+    if (origin is None) != (there is None):
+        raise ValueError(f"{folder} is of another model: only one of both stands on somebody else's")
+    if origin is not None and (other := origin.difference(there or {})):
+        raise ValueError(f"{folder} stands on {other}; put that back where task.model names it")
 
 
 def load_task_state(task: Task, folder: Path) -> None:
@@ -111,7 +152,7 @@ def load_task_state(task: Task, folder: Path) -> None:
 def _as_saved(model: nn.Module, checkpoint: Path) -> None:
     """Turns floating tensors into the types that they are kept in (machine.dtype, machine.base_dtype)."""
     saved = {name: kind for name, (kind, _) in read_manifest(checkpoint).get("tensors", {}).items()}
-    if base := base_of(checkpoint):
+    if (base := base_of(checkpoint)) and origin_of(checkpoint) is None:
         saved |= _types_of(base[0] / FILE)
     _in_types(model, {name.removeprefix("model."): kind for name, kind in saved.items() if name.startswith("model.")})
 
@@ -121,8 +162,10 @@ def _types_of(file: Path) -> dict[str, str]:
     return {name: about["dtype"] for name, about in header(file).items() if name != "__metadata__"}
 
 
-def _in_types(model: nn.Module, saved: Mapping[str, str]) -> None:
+def _in_types(model: nn.Module, saved: Mapping[str, str], origin: Origin | None = None) -> None:
     """Turns floating tensors into these types, in place."""
+    if origin is not None:
+        saved = {name: saved.get(origin.outside(name), "") for name in model.state_dict() if name not in origin.names}
     kinds = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and saved.get(name) in kinds:
@@ -152,17 +195,17 @@ def _mix(checkpoint: Path, model: nn.Module, wanted: str) -> None:
     last = max(seen for *_, seen, _ in saved)
     factors = post_hoc([(seen, sigma) for *_, seen, sigma in saved], (last, sigma_rel))
     wide = {False: torch.float64, True: torch.complex128}
-    total = {
-        name: torch.zeros_like(parameter, dtype=wide[parameter.is_complex()])
-        for name, parameter in model.named_parameters()
-    }
     averaged = set.intersection(*({*read_manifest(folder)["tensors"]} for folder, *_ in saved))
-    held = {name for name in total if all(f"ema.{average}.{name}" in averaged for _, average, *_ in saved)}
+    held = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if all(f"ema.{average}.{name}" in averaged for _, average, *_ in saved)
+    }
+    total = {name: torch.zeros_like(held[name], dtype=wide[held[name].is_complex()]) for name in held}
     for (folder, average, _, _), factor in zip(saved, factors, strict=True):
         load_tensors(folder, model, weights=average)
-        for name, parameter in model.named_parameters():
+        for name, parameter in held.items():
             total[name] += factor * parameter
     load_tensors(checkpoint, model)  # buffers, and what was not trained
-    for name, parameter in model.named_parameters():
-        if name in held:
-            parameter.copy_(total[name])
+    for name, parameter in held.items():
+        parameter.copy_(total[name])

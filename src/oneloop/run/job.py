@@ -118,7 +118,7 @@ class Job:
             BadInput: on every rank: it is in use, or there is too little room in it.
         """
         save = self.recipe.save
-        once, each = state.size(self.optimizer_share)  # of FSDP2: on all ranks
+        once, each = state.size(self.optimizer_share, getattr(self.task, "origin", None))  # of FSDP2: on all ranks
         with run.setting_up():
             if run.main:
                 there = len(Store(folder.path / "checkpoints").sealed())
@@ -222,6 +222,7 @@ class Job:
         """The checkpoints of the run in ``folder``."""
         save = self.recipe.save
         how: dict[str, Any] = {"sync": save.sync, "max_failures": save.max_failures, "say": run.display.say}
+        how["origin"] = getattr(self.task, "origin", None)
         checkpoints = Checkpoints(folder / "checkpoints", run.accelerator, **how)
         if run.ranks == 1:  # of several, one that fails ends at once: its part will never come
             run.closing.callback(checkpoints.close)

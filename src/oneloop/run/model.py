@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from oneloop.basics.memory import anonymous_memory
+from oneloop.basics.origin import Origin
 from oneloop.basics.seeds import key
 from oneloop.checkpoint.state import unsavable
 from oneloop.checkpoint.weights import load_weights
 from oneloop.data.groups import Split
+from oneloop.machine.base import hold_frozen
 from oneloop.machine.blocks import blocks, class_names
 from oneloop.machine.compile import compile_
 from oneloop.machine.in_turn import in_turn, local_processes
@@ -62,13 +63,15 @@ def build_model(recipe: Recipe, task: Task, split: Split, *, sharded: bool, devi
     if not isinstance(model, nn.Module):
         raise ValueError(f"{named(task)}.model returned a {type(model).__name__}; a torch.nn.Module is needed")
     _refuse_unfit(model, task, sharded=sharded)
+    origin: Origin | None = getattr(task, "origin", None)
     structure = re.sub(r" at 0x[0-9a-f]+", "", repr(model))  # of functions it may name
     in_dtype(model, torch_dtype(recipe))
     if recipe.init.source:
-        left = load_weights(model, recipe.init.source, recipe.init.weights, leave_out=recipe.init.leave_out)
+        init = recipe.init
+        left = load_weights(model, recipe.init.source, init.weights, leave_out=init.leave_out, origin=origin)
         notes += [f"init.leave_out: {len(left)} tensors begin as the task makes them"] if left else []
     parts = blocks(model, recipe.machine.blocks)
-    settings, said = _parameters(model, recipe, parts)
+    settings, said = _parameters(model, recipe, parts, origin, sharded=sharded)
     names = class_names(parts)
     notes += said + _lay_out(model, recipe, names, sharded=sharded, device=device)
     _refuse_inexact(recipe, model, split)
@@ -92,7 +95,7 @@ def _made(recipe: Recipe, task: Task, *, sharded: bool) -> tuple[Any, list[str]]
 
 
 def _parameters(
-    model: nn.Module, recipe: Recipe, parts: Sequence[nn.Module]
+    model: nn.Module, recipe: Recipe, parts: Sequence[nn.Module], origin: Origin | None, *, sharded: bool
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """What the recipe sets for single parameters, and what there is to tell a person; freezes, in place.
 
@@ -110,11 +113,13 @@ def _parameters(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("optimizer.groups freezes all parameters of the model; leave some of them to be trained")
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    _hold_base(frozen, recipe.machine.base_dtype)
+    machine = recipe.machine
+    notes += hold_frozen(model, machine.base_dtype, sharded=sharded, stored=machine.quant_storage)
     if frozen:
         size = sum(parameter.numel() * parameter.element_size() for parameter in frozen) / 1e6
         share = f"{sum(parameter.numel() for parameter in frozen):,} of {sum(sizes.values()):,} parameters"
-        notes.append(f"frozen: {share}: in base/ once ({size:,.1f} MB), without optimizer state or average")
+        where = "in base/ once" if origin is None else f"named in base/ ({origin.place})"
+        notes.append(f"frozen: {share}: {where} ({size:,.1f} MB), without optimizer state or average")
     if optimizer.layer_decay != 1:
         factors = layer_decay(model, parts, optimizer.layer_decay)
         for name, factor in factors.items():
@@ -123,22 +128,6 @@ def _parameters(
         least = min(factors.values())
         notes.append(f"layer-wise decay over {len(parts)} blocks: learning-rate factors from {least:.3g} to 1")
     return settings, notes
-
-
-def _hold_base(frozen: Sequence[nn.Parameter], dtype: str | None) -> None:
-    """Turns frozen matrices into the type that the recipe wants them in; norms and biases stay."""
-    if dtype is None:
-        return
-    if not frozen:
-        raise ValueError(f"machine.base_dtype {dtype} is asked for, and no parameter is frozen; see optimizer.groups")
-    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no":
-        raise ValueError(
-            f"machine.base_dtype {dtype} is asked for without mixed precision, and products take one type;"
-            " give accelerate --mixed_precision bf16, or leave it out"
-        )
-    for parameter in frozen:
-        if parameter.dtype is torch.float32 and parameter.ndim >= 2:
-            parameter.data = parameter.data.to(getattr(torch, dtype))
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:

@@ -12,18 +12,20 @@ from torch import nn
 
 from oneloop.basics.errors import BadInput
 from oneloop.basics.text import printable
+from oneloop.checkpoint.base import origin_of
 from oneloop.checkpoint.chosen import FINAL, chosen_of
 from oneloop.checkpoint.state import load_tensors
-from oneloop.checkpoint.store import Store
+from oneloop.checkpoint.store import Store, read_manifest
 from oneloop.checkpoint.weights import load_weights
 from oneloop.data.groups import Split
+from oneloop.machine.base import rounded
 from oneloop.recipe.mathematics import InitConfig
 from oneloop.recipe.names import CHOICES, from_there, source
 from oneloop.recipe.parse import read_again, task_name
 from oneloop.recipe.schema import Recipe
 from oneloop.run.build import make_task
 from oneloop.run.early import is_main
-from oneloop.run.export import load_task_state
+from oneloop.run.export import load_task_state, refuse_other_origin
 from oneloop.run.identity import data_differences, data_of
 from oneloop.run.model import BuiltModel, build_model, torch_dtype
 from oneloop.tasks.base import Progress, Task
@@ -109,21 +111,31 @@ def trained(
     chosen = chosen_of(run, checkpoint, weights=weights)
     plain = replace(recipe.machine, compile="none", recompute="none", offload=False, base_dtype=None)
     options = recipe.task.options
-    if recipe.task.name in CHOICES["task"] and options.get("pretrained") not in (None, False):
+    named = _stands_on_another(chosen)
+    if not named and recipe.task.name in CHOICES["task"] and options.get("pretrained") not in (None, False):
         options = {**options, "pretrained": False}  # the weights are the run's own
     bare = replace(recipe, init=InitConfig(), machine=plain, task=replace(recipe.task, options=options))
     task = make_task(bare)
     if not accept_changes:
         _compare(run, recipe, task)
     built = build_model(bare, task, Split(1, 1), sharded=sharded, device=device)
+    origin = getattr(task, "origin", None)
+    refuse_other_origin(chosen, origin)
+    if named:
+        rounded(built.model, recipe.machine.base_dtype)
     if chosen.name == FINAL:
-        load_weights(built.model, str(chosen), weights)
+        load_weights(built.model, str(chosen), weights, origin=origin)
     else:
         load_tensors(chosen, built.model, weights=weights, cast=True)
     load_task_state(task, chosen)
     if hasattr(task, "progress"):
         task.progress = Progress(lambda: 1, 1, 1)  # as at the end
     return Trained(recipe, task, built, f"{chosen.name} of {run}{'' if weights == 'raw' else f', {weights}'}")
+
+
+def _stands_on_another(chosen: Path) -> bool:
+    """Whether a checkpoint, or ``final/``, only names its frozen parameters."""
+    return "base" in read_manifest(chosen)["about"] if chosen.name == FINAL else origin_of(chosen) is not None
 
 
 def _compare(run: Path, recipe: Recipe, task: Task) -> None:

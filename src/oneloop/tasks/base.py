@@ -41,6 +41,9 @@ class Task(Objective, Protocol):
         :class:`oneloop.tasks.metrics.Metrics` (sums over samples, and the figures that they make) or a
         ``torchmetrics.MetricCollection``.
         ``save(model, folder) -> None``: more files for ``final/`` (a tokenizer, a config).
+        ``origin``: after ``model``, an :class:`oneloop.basics.origin.Origin` where frozen parameters are those of
+        somebody else's model: checkpoints and ``final/`` then name that, and hold the others alone.
+        ``merge(model) -> nn.Module``: a model without an origin, which says the same as this one.
         ``show(sample, outputs) -> dict``: how a person sees one held-out sample, given the rows of ``outputs`` that are
         its own: any of "image" (a tensor of (channels, height, width) or (height, width), of any range), "text",
         "tokens" (pairs of text and loss), "target" and "prediction" (text, numbers, or pictures and masks, which are

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from oneloop.data.rows.sources import Source, combined, named_sources
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import Fused, LanguageModel
-from oneloop.tasks.language.models import Architecture, Shape, from_scratch, known
+from oneloop.tasks.language.lora import LoRA
+from oneloop.tasks.language.models import Architecture, Shape, from_scratch
 from oneloop.tasks.language.samples import IGNORE, Packed, Padded, collated, spans
 from oneloop.tasks.language.texts import Texts, all_texts, texts_of
 from oneloop.tasks.language.tokens import BPE, Blocks, Bytes, Vocabulary
-from oneloop.tasks.transformers_models import is_transformers, tokenizer_of
 
 _WRITTEN, _TEMPERATURE = 48, 0.8
 
@@ -50,6 +50,7 @@ class CausalLM(LanguageModel):
             micro-batches of over 134 million logits (tokens x entries).
         router_loss: of models that send tokens to experts: refuse them where they have an auxiliary loss, which is no
             sum over samples; none leaves it out.
+        lora: adapters beside the layers of a trained model; they alone are trained.
     """
 
     def __init__(
@@ -72,14 +73,14 @@ class CausalLM(LanguageModel):
         dropout: float = 0.0,
         fused_loss: Fused = "auto",
         router_loss: Literal["refuse", "none"] = "refuse",
+        lora: LoRA = LoRA(),
     ) -> None:
-        super().__init__(fused_loss=fused_loss, packed=pack == "documents", router_loss=router_loss)
+        how: dict[str, Any] = {"packed": pack == "documents", "fused_loss": fused_loss, "router_loss": router_loss}
+        how |= {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
+        super().__init__(model=model, lora=lora, **how)
         if pack not in ("joined", "documents", "none"):
             raise ValueError(f"task.pack {pack!r} is none of joined, documents, none")
         self.shape = Shape(architecture, layers, heads, width, block, dropout)
-        self.name, self.weights = model, {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
-        if model is not None and not is_transformers(model):
-            raise ValueError(f"task.model {model!r} is neither a folder that transformers saved, nor hf:ID")
         self.column, self.window, self.pack, self.block = column, window, pack, block
         sources = named_sources(data, {"column": column})
         texts = [texts_of(source, share=held_out, window=window) for source in sources]
@@ -88,8 +89,8 @@ class CausalLM(LanguageModel):
         kept = None if None in told else told
         whole = (text for part in trained for text in part)
         self.tokenizer: Any
-        if model is not None:
-            self.tokenizer = Vocabulary(tokenizer_of(model, trust_remote_code=trust_remote_code), model)
+        if self.name is not None:
+            self.tokenizer = Vocabulary(self.known_tokenizer(), self.name)
             self._made_by = [self.tokenizer.content]
         else:
             self.tokenizer = Bytes() if tokenizer == "bytes" else BPE(whole, vocab, kept=kept)
@@ -119,7 +120,7 @@ class CausalLM(LanguageModel):
 
     def bare_model(self) -> nn.Module:
         if self.name is not None:
-            model, said = known(self.name, entries=self.entries, length=self.block, key="block", **self.weights)
+            model, said = self.known_model(length=self.block, key="block")
             self.notes = [*self._of_data, *said]
             return model
         return from_scratch(

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oneloop.tasks.transformers_models import HUB, auto_model, is_transformers, listed, place_of
+from oneloop.basics.hub import HUB, fetched
+from oneloop.tasks.transformers_models import auto_model, is_transformers, listed
 
 Pretrained = bool | str | None
 """nothing, the name's own weights, or a file or folder of them"""
@@ -206,18 +207,12 @@ def _weights_of(name: str, model: nn.Module, pretrained: bool | str | None) -> d
 
 def _file(name: str, file: str, *, needed: bool = True) -> Path | None:
     """A file of a folder, or of a hub repository."""
-    where, revision = place_of(name)
-    if not name.startswith(HUB):
-        if (path := Path(where) / file).is_file():
-            return path
-        if needed:
-            raise ValueError(f"task.pretrained {name!r}: no {path}; give a .safetensors file or a folder with one")
-        return None
-    from huggingface_hub import hf_hub_download
-
     try:
-        return Path(hf_hub_download(where, file, revision=revision))
-    except Exception as error:  # of many kinds
+        found = fetched(name, file)
+    except ValueError:
         if needed:
-            raise ValueError(f"{name} has no {file} that can be had: {' '.join(str(error).split())}") from error
+            raise
         return None
+    if found is None and needed:
+        raise ValueError(f"task.pretrained {name!r} has no {file}; give a .safetensors file, or what has one")
+    return found

@@ -21,11 +21,11 @@ from oneloop.tasks.language.conversations import asked, encoded, is_text
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import Fused, LanguageModel
 from oneloop.tasks.language.lessons import LESSONS, Lessons
-from oneloop.tasks.language.models import Architecture, Shape, from_scratch, known
+from oneloop.tasks.language.lora import LoRA
+from oneloop.tasks.language.models import Architecture, Shape, from_scratch
 from oneloop.tasks.language.samples import IGNORE, Asked, Overlong, Packed, Padded, collated, spans
 from oneloop.tasks.language.tokens import chat_tokenizer, tokenizer_key
 from oneloop.tasks.metrics import TextSums
-from oneloop.tasks.transformers_models import is_transformers, tokenizer_of
 
 _VERSION = 1
 """raised where the same row becomes other tokens than before"""
@@ -64,6 +64,7 @@ class SFT(LanguageModel):
             micro-batches of over 134 million logits (tokens x entries).
         router_loss: of models that send tokens to experts: refuse them where they have an auxiliary loss, which is no
             sum over samples; none leaves it out.
+        lora: adapters beside the layers of a trained model; they alone are trained.
     """
 
     def __init__(
@@ -90,16 +91,19 @@ class SFT(LanguageModel):
         pack: Literal["documents", "none"] = "documents",
         fused_loss: Fused = "auto",
         router_loss: Literal["refuse", "none"] = "refuse",
+        lora: LoRA = LoRA(),
     ) -> None:
-        super().__init__(fused_loss=fused_loss, packed=pack == "documents", router_loss=router_loss)
-        self.name, self.weights = model, {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
+        how: dict[str, Any] = {"packed": pack == "documents", "fused_loss": fused_loss, "router_loss": router_loss}
+        how |= {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
+        super().__init__(model=model, lora=lora, **how)
         self.shape = Shape(architecture, layers, heads, width, length)
         if answer < 1:
             raise ValueError(f"task.answer {answer} is no answer at all; 64 tokens are usual")
         self.length, self.answer, self.overlong, self.window = length, answer, overlong, window
         self.columns = {"messages": messages, "prompt": prompt, "completion": completion, "tools": tools}
         template = None if chat_template is None else template_of(chat_template)
-        self.tokenizer = _tokenizer(model, vocab, trust_remote_code=trust_remote_code)
+        scratch = self.name is None
+        self.tokenizer = chat_tokenizer(_texts(Lessons("train")), vocab) if scratch else self.known_tokenizer()
         self._template = template
         self._chat: Chat | None = None
         self._made_by = [_VERSION, tokenizer_key(self.tokenizer), template]
@@ -203,7 +207,7 @@ class SFT(LanguageModel):
     def bare_model(self) -> nn.Module:
         if self.name is None:
             return from_scratch(self.shape, entries=self.entries, begin=None, end=self.tokenizer.eos_token_id)
-        model, said = known(self.name, entries=self.entries, length=self.length, key="length", **self.weights)
+        model, said = self.known_model(length=self.length, key="length")
         self.notes = [*self._of_data, *said]
         return model
 
@@ -276,15 +280,6 @@ class SFT(LanguageModel):
 
     def decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens))
-
-
-def _tokenizer(model: str | None, vocab: int, *, trust_remote_code: bool) -> Any:
-    """The model's, or one from scratch."""
-    if model is None:
-        return chat_tokenizer(_texts(Lessons("train")), vocab)
-    if not is_transformers(model):
-        raise ValueError(f"task.model {model!r} is neither a folder that transformers saved, nor hf:ID")
-    return tokenizer_of(model, trust_remote_code=trust_remote_code)
 
 
 def _texts(lessons: Lessons) -> list[str]:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-HUB = "hf:"
+from oneloop.basics.hub import HUB, place_of
+from oneloop.data.rows.cache import content_of
 
 
 def is_transformers(name: str) -> bool:
@@ -18,16 +19,14 @@ def is_transformers(name: str) -> bool:
     return name.startswith(HUB) or (Path(name).expanduser() / "config.json").is_file()
 
 
-def place_of(name: str) -> tuple[str, str | None]:
-    """Folder or repository, and revision."""
-    if not name.startswith(HUB):
-        return str(Path(name).expanduser()), None
-    where, _, revision = name.removeprefix(HUB).partition("@")
-    return where, revision or None
-
-
 def auto_model(
-    kind: str, name: str, classes: Sequence[str] | None, *, pretrained: bool = True, trust_remote_code: bool = False
+    kind: str,
+    name: str,
+    classes: Sequence[str] | None,
+    *,
+    pretrained: bool = True,
+    trust_remote_code: bool = False,
+    **options: Any,
 ) -> tuple[nn.Module, list[str]]:
     """A model of transformers, and what a person should know of it.
 
@@ -37,6 +36,7 @@ def auto_model(
         classes: names of its outputs; None: it has none (a language model).
         pretrained: with its weights; else only its shape is taken.
         trust_remote_code: run code that lies beside the weights.
+        options: more for ``from_pretrained``; without them the weights are in float32.
 
     Raises:
         ValueError: it cannot be loaded, has no safetensors, or more than its head is missing.
@@ -55,13 +55,26 @@ def auto_model(
         config = transformers.AutoConfig.from_pretrained(where, **known, **labels)
         if not pretrained:
             return made.from_config(config, trust_remote_code=trust_remote_code), []
-        options = {"config": config, "use_safetensors": True, "dtype": torch.float32}
-        options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-        model, info = made.from_pretrained(where, **known, **options)
+        common = {"config": config, "use_safetensors": True, "dtype": torch.float32, **options}
+        common |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        model, info = made.from_pretrained(where, **known, **common)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ValueError(f"task.model {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
     other = {entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]}
     return model.train(), _judged(model, info["missing_keys"], info["unexpected_keys"], other, where)
+
+
+def origin_of(name: str, commit: str | None) -> dict[str, Any]:
+    """What tells a model from any other: the hub's commit, or checksums of its weights and its config.
+
+    Args:
+        name: a folder, or ``hf:ID[@REVISION]``.
+        commit: of the hub.
+    """
+    if commit is not None:
+        return {"commit": commit}
+    folder = Path(place_of(name)[0])
+    return content_of([*sorted(folder.glob("*.safetensors")), folder / "config.json"], folder)
 
 
 def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Any:

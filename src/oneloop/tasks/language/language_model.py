@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oneloop.basics.origin import Origin
 from oneloop.tasks.base import Task
 from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.chunked_loss import without_logits
-from oneloop.tasks.language.models import made_ready
+from oneloop.tasks.language.lora import LoRA, adapters, merged, put_on, save_config
+from oneloop.tasks.language.models import known, made_ready
 from oneloop.tasks.language.samples import IGNORE
 from oneloop.tasks.metrics import TextSums
+from oneloop.tasks.transformers_models import is_transformers, tokenizer_of
 
 Fused = bool | Literal["auto"]
 
@@ -33,17 +36,38 @@ class LanguageModel(Task):
         fused_loss: output layer and cross-entropy in one: true, false, or auto, where it pays.
         packed: several documents stand in a sample, and none sees another.
         router_loss: refuse or none.
+        model: a folder that transformers saved, or hf:ID[@REVISION], with a model or with adapters; None: the task
+            makes its own.
+        lora: of the adapters that it gets.
+        weights: ``pretrained`` and ``trust_remote_code``.
     """
 
     unit = "tokens"
 
-    def __init__(self, *, fused_loss: Fused, packed: bool, router_loss: str = "refuse") -> None:
-        self.fused_loss, self.packed, self.router_loss = fused_loss, packed, router_loss
+    def __init__(
+        self,
+        *,
+        fused_loss: Fused,
+        packed: bool,
+        router_loss: str,
+        model: str | None,
+        lora: LoRA | Mapping[str, Any],
+        **weights: bool,
+    ) -> None:
+        self.fused_loss, self.packed, self.router_loss, self.weights = fused_loss, packed, router_loss, weights
+        self.adapters = adapters(model, lora, pretrained=weights["pretrained"])
+        self.name = model if self.adapters is None else self.adapters.base
+        if self.name is not None and not is_transformers(self.name):
+            raise ValueError(f"task.model {self.name!r} is neither a folder that transformers saved, nor hf:ID")
         self.notes: list[str] = []
+        self.origin: Origin | None = None
         self._fusible, self._masked = False, False
 
     def model(self) -> nn.Module:
         model = self.bare_model()
+        if self.adapters is not None:
+            self.origin, said = put_on(model, self.adapters)
+            self.notes = [*self.notes, said]
         self._masked = made_ready(model, packed=self.packed, router_loss=self.router_loss)
         if self.fused_loss is not False:
             try:
@@ -53,6 +77,18 @@ class LanguageModel(Task):
                 if self.fused_loss is True:
                     raise ValueError(f"task.fused_loss: {error}") from error
         return model
+
+    def known_model(self, *, length: int, key: str) -> tuple[nn.Module, list[str]]:
+        """:func:`oneloop.tasks.language.models.known`, of the task's own."""
+        assert self.name is not None
+        lora = None if self.adapters is None else self.adapters.settings
+        return known(self.name, entries=self.entries, length=length, key=key, lora=lora, **self.weights)
+
+    def known_tokenizer(self) -> Any:
+        """The tokenizer of the task's own model, or of its adapters where one lies there."""
+        assert self.name is not None
+        place = self.name if self.adapters is None else self.adapters.tokenizer
+        return tokenizer_of(place, trust_remote_code=self.weights["trust_remote_code"])
 
     def bare_model(self) -> nn.Module:
         """A causal language model of transformers."""
@@ -130,9 +166,23 @@ class LanguageModel(Task):
         """Tokens as text."""
         raise NotImplementedError
 
-    @staticmethod
-    def save_model(model: nn.Module, folder: Path, *, ends: Sequence[int] = ()) -> None:
-        """Writes what transformers needs to load the weights, and to generate: texts end with one of ``ends`` too."""
+    def merge(self, model: nn.Module) -> nn.Module:
+        """The model without adapters, which are added to its weights; in place.
+
+        Raises:
+            ValueError: it has none.
+        """
+        if self.origin is None:
+            raise ValueError("--merged: the run trained no adapters; its weights are whole as they are")
+        self.origin = None
+        return merged(model)
+
+    def save_model(self, model: nn.Module, folder: Path, *, ends: Sequence[int] = ()) -> None:
+        """Writes what transformers needs to load the weights, and to generate (texts end with one of ``ends`` too); or
+        peft, to load the adapters."""
+        if self.origin is not None:
+            save_config(model, folder)
+            return
         model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
         if (how := deepcopy(getattr(model, "generation_config", None))) is not None:
             own = how.eos_token_id if isinstance(how.eos_token_id, list) else [how.eos_token_id]

@@ -8,6 +8,8 @@ from typing import Any, Literal
 from torch import nn
 
 from oneloop.tasks.language.attention import attend_within_documents
+from oneloop.tasks.language.four_bits import in_four_bits, settle_four_bits
+from oneloop.tasks.language.lora import LoRA
 from oneloop.tasks.transformers_models import auto_model
 
 Architecture = Literal["gpt2", "llama"]
@@ -59,7 +61,9 @@ def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> 
     return model  # type: ignore[no-any-return]
 
 
-def known(name: str, *, entries: int, length: int, key: str, **weights: bool) -> tuple[nn.Module, list[str]]:
+def known(
+    name: str, *, entries: int, length: int, key: str, lora: LoRA | None = None, **weights: bool
+) -> tuple[nn.Module, list[str]]:
     """A model that transformers knows, and what a person should know of it.
 
     Args:
@@ -67,12 +71,18 @@ def known(name: str, *, entries: int, length: int, key: str, **weights: bool) ->
         entries: of its tokenizer.
         length: of the samples.
         key: the task's key of that length.
+        lora: of adapters that it is to get; it is then in its own type, or in 4 bits.
         weights: ``pretrained``, ``trust_remote_code``.
 
     Raises:
         ValueError: it cannot be loaded, or does not fit samples or tokenizer.
     """
-    model, notes = auto_model("AutoModelForCausalLM", name, None, **weights)
+    options: dict[str, Any] = {} if lora is None else {"dtype": "auto"}
+    if lora is not None and lora.quantize is not None:
+        options |= in_four_bits(lora.quantize, double_quant=lora.double_quant)
+    model, notes = auto_model("AutoModelForCausalLM", name, None, **weights, **options)
+    if lora is not None and lora.quantize is not None:
+        settle_four_bits(model)
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     longest = getattr(config, "max_position_embeddings", None)
     if longest and length > longest:

@@ -1,0 +1,101 @@
+"""The types in which frozen parameters are held."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from oneloop.machine.strategy import HALF
+
+_STORED = {torch.uint8: 1, torch.bfloat16: 2, torch.float16: 2, torch.float32: 4}
+
+
+def hold_frozen(model: nn.Module, dtype: str | None, *, sharded: bool, stored: str = "auto") -> list[str]:
+    """Turns frozen parameters, in place, into the types in which a run holds them.
+
+    Args:
+        model: not wrapped yet.
+        dtype: of frozen matrices; norms and biases stay, and so does what is in 4 bits. None: all stay.
+        sharded: whether FSDP2 shards the model.
+        stored: the type that holds matrices in 4 bits; auto: uint8, and where they are sharded that of products.
+
+    Returns:
+        What there is to tell a person.
+
+    Raises:
+        ValueError: nothing is frozen, products would take two types, or a type cannot be sharded.
+    """
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if dtype is not None:
+        _hold_matrices(frozen, dtype, precision)
+    if precision == "no" and any(p.dtype is torch.float16 and not _in_four_bits(p) for p in frozen):
+        raise ValueError(
+            "the frozen model is in float16, and without mixed precision gradients in it would vanish unseen; give"
+            " accelerate --mixed_precision fp16 or bf16, or --machine.base_dtype float32"
+        )
+    packed = [module for module in model.modules() if _in_four_bits(getattr(module, "weight", None))]
+    if packed:
+        _store(packed, stored, precision, sharded=sharded)
+    elif stored != "auto":
+        raise ValueError(f"machine.quant_storage {stored} is given, and nothing is in 4 bits; see task.lora.quantize")
+    kinds = {str(p.dtype).removeprefix("torch.") for p in frozen if p.is_floating_point() and not _in_four_bits(p)}
+    if precision == "no" and kinds & {"bfloat16"}:
+        return ["the frozen model is in bfloat16, and its products too; --machine.base_dtype float32 has them exact"]
+    return []
+
+
+def _hold_matrices(frozen: Iterable[nn.Parameter], dtype: str, precision: str) -> None:
+    frozen = list(frozen)
+    if not frozen:
+        raise ValueError(f"machine.base_dtype {dtype} is asked for, and no parameter is frozen; see optimizer.groups")
+    if precision == "no" and dtype != "float32":
+        raise ValueError(
+            f"machine.base_dtype {dtype} is asked for without mixed precision, and products take one type;"
+            " give accelerate --mixed_precision bf16, or leave it out"
+        )
+    wanted = getattr(torch, dtype)
+    for parameter in frozen:
+        if parameter.is_floating_point() and not _in_four_bits(parameter):
+            wide = dtype == "float32" and parameter.dtype in (torch.bfloat16, torch.float16)
+            if wide or (parameter.dtype is torch.float32 and parameter.ndim >= 2):
+                parameter.data = parameter.data.to(wanted)
+
+
+def rounded(model: nn.Module, dtype: str | None) -> None:
+    """Gives frozen matrices the values that they have in this type, in place, and leaves them in their own."""
+    for parameter in model.parameters():
+        if dtype is not None and not parameter.requires_grad and parameter.ndim >= 2 and not _in_four_bits(parameter):
+            parameter.data = parameter.data.to(getattr(torch, dtype)).to(parameter.dtype)
+
+
+def _in_four_bits(weight: Any) -> bool:
+    return type(weight).__name__ == "Params4bit"
+
+
+def _store(packed: Iterable[Any], stored: str, precision: str, *, sharded: bool) -> None:
+    """Has another type hold the bytes of matrices in 4 bits: FSDP2 shards floating types alone, and casts all but that
+    of its products, which must not happen to them."""
+    products = HALF.get(precision, torch.float32)
+    wanted = (products if sharded else torch.uint8) if stored == "auto" else getattr(torch, stored)
+    if sharded and (wanted is torch.uint8 or (precision in HALF and wanted is not products)):
+        name = str(products).removeprefix("torch.")
+        raise ValueError(
+            f"machine.quant_storage {stored} is asked for under FSDP2 with products in {name}, which would"
+            f" {'not shard it' if wanted is torch.uint8 else 'cast its bytes'}; set {name}, or leave it out"
+        )
+    for module in packed:
+        if sharded and precision in HALF:
+            module.compute_dtype = products
+        weight = module.weight
+        rows, rest = divmod(weight.data.numel() * weight.data.element_size(), _STORED[wanted])
+        if rest:
+            raise ValueError(
+                f"machine.quant_storage {stored}: {rows * _STORED[wanted] + rest} bytes cannot be parted so"
+            )
+        weight.data = weight.data.view(-1).view(wanted).view(-1, 1)
+        weight.quant_storage = module.quant_storage = wanted

@@ -1,0 +1,77 @@
+"""Frozen linear layers in 4 bits, by bitsandbytes (QLoRA, Dettmers et al. 2023)."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, Literal
+
+from torch import nn
+
+FourBits = Literal["nf4", "fp4"]
+
+
+def in_four_bits(kind: FourBits, *, double_quant: bool) -> dict[str, Any]:
+    """How transformers is to load a model whose linear layers, but the output layer, are to be in 4 bits.
+
+    Raises:
+        ValueError: bitsandbytes is not installed.
+    """
+    try:
+        _import_bitsandbytes()
+    except ImportError as error:
+        raise ValueError(
+            f"task.lora.quantize {kind} needs bitsandbytes, which is not installed (pip install 'oneloop[lora]')"
+        ) from error
+    from transformers import BitsAndBytesConfig
+
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double_quant)
+    return {"quantization_config": how, "device_map": {"": "cpu"}}
+
+
+def _import_bitsandbytes() -> None:
+    """Imports it without the kernels that it would fetch from the hub, as compiled code, and run."""
+    if "bitsandbytes" in sys.modules:
+        return
+    before = sys.modules.get("kernels")
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    sys.modules["kernels"] = None  # type: ignore[assignment]
+    logger.setLevel(logging.ERROR)  # of its warning that there are none
+    try:
+        import bitsandbytes  # noqa: F401
+    finally:
+        logger.setLevel(level)
+        del sys.modules["kernels"]
+        if before is not None:
+            sys.modules["kernels"] = before
+
+
+def settle_four_bits(model: Any) -> None:
+    """Has layers in 4 bits compute in the model's own type, in evaluation as in training, and lets whoever places the
+    model place it anew."""
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.compute_dtype, module.compute_type_is_set = model.dtype, True
+            # In evaluation on a CPU with AVX-512 it would pack its weights anew, in place, for a product of its own.
+            module.support_avx512bf16_for_cpu = False
+    if hasattr(model, "hf_device_map"):
+        del model.hf_device_map  # accelerate would refuse to move it
+
+
+def quantized(module: nn.Module) -> bool:
+    """Whether it is a linear layer in 4 bits."""
+    return type(module).__name__ == "Linear4bit" and hasattr(module, "quant_state")
+
+
+def plain_layer(layer: Any, model: nn.Module) -> Any:
+    """A linear layer itself; of one in 4 bits, another with what these stand for."""
+    if not quantized(layer):
+        return layer
+    from bitsandbytes.functional import dequantize_4bit
+
+    made = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    made.weight.data = dequantize_4bit(layer.weight.data, layer.weight.quant_state).to(model.dtype)  # type: ignore[arg-type]
+    if layer.bias is not None:
+        made.bias.data = layer.bias.data
+    return made

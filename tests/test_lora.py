@@ -1,0 +1,372 @@
+"""Adapters on a frozen model: the same on every split, as peft and transformers know them, and nothing of the model
+itself in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from oneloop.cli import main
+from oneloop.data.order import order_of
+from oneloop.tasks.sft import SFT
+from silent_cases import unfinished
+from test_after import after
+from worlds import run, train
+
+SPLITS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
+WORDS = ["sft", "--task.length", "96", "--task.pack", "none", "--optimizer.lr", "0.001", "--schedule.name", "constant"]
+WORDS += ["--schedule.warmup", "0", "--batch.size", "8", "--track", "none", "--eval.every", "0", "--log.every", "1"]
+WORDS += ["--eval.samples", "0", "--run.dir", "run"]
+
+
+def a_base(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """A small Llama with a tokenizer, as transformers saves them; its matrices are whole blocks of bitsandbytes'."""
+    from oneloop.tasks.language.lessons import Lessons
+    from oneloop.tasks.language.tokens import chat_tokenizer
+
+    texts = [message["content"] for one in Lessons("validation").conversations[:200] for message in one]
+    tokenizer = chat_tokenizer(texts, 320)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=128, **sizes)
+    transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    return folder
+
+
+def of_words(folder: Path, *more: str, config: str = "single", ranks: int = 1):
+    return run(train, [*WORDS, *more], ranks=ranks, config=config, folder=folder)
+
+
+def adapters_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "run" / "final" / "adapter_model.safetensors")
+
+
+def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    scale = max(tensor.abs().max().item() for tensor in other.values())
+    return max((one[name] - other[name]).abs().max().item() for name in one) / scale
+
+
+def mean_loss(model: torch.nn.Module, samples) -> float:
+    """Of a plain model, one sample after the other."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    with torch.no_grad():
+        for index in range(len(samples)):
+            each = losses(model, samples[index])
+            total, count = total + each.double().sum(), count + len(each)
+    return (total / count).item()
+
+
+def losses(model: torch.nn.Module, sample) -> torch.Tensor:
+    """Of each trained token of a sample, whose others are written as ~token."""
+    marked = torch.tensor(sample.tolist())
+    tokens = torch.where(marked < 0, ~marked, marked)
+    trained = marked[1:] >= 0
+    logits = model(input_ids=tokens[None, :-1]).logits[0].float()
+    return F.cross_entropy(logits[trained], tokens[1:][trained], reduction="none")
+
+
+@pytest.fixture(scope="module")
+def peft_alone(tmp_path_factory) -> Path:
+    """A base, adapters as peft makes them (start), and what a plain loop makes of these in 40 steps (wanted)."""
+    folder = tmp_path_factory.mktemp("peft")
+    base = a_base(folder / "base")
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    model = get_peft_model(plain, config)
+    model.save_pretrained(folder / "start")
+    task = SFT(model=str(folder / "start"), length=96, pack="none")
+    samples = task.train_set()
+    order = order_of(samples, seed=0, batch=8)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0, betas=(0.9, 0.95)
+    )
+    for step in range(40):
+        each = [losses(model, samples[int(index)]) for index in order[step * 8 : step * 8 + 8][1]]
+        (sum(one.sum() for one in each) / sum(len(one) for one in each)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder / "wanted")
+    return folder
+
+
+def names_in(folder: Path) -> dict[str, int]:
+    """Tensors of all files in a folder, and their bytes."""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as held:
+            found |= {name: held.get_tensor(name).nbytes for name in held.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize(("config", "ranks"), SPLITS)
+def test_forty_steps_are_those_of_plain_peft(peft_alone, tmp_path, config, ranks):
+    before = {file.name: file.read_bytes() for file in (peft_alone / "base").iterdir()}
+    words = ["--task.model", str(peft_alone / "start"), "--duration", "40", "--optimizer.weight_decay", "0"]
+    words += ["--optimizer.clip", "0", "--optimizer.name", "adamw", "--optimizer.lr", "0.01"]
+    world = of_words(tmp_path, *words, config=config, ranks=ranks)
+    world.ok()
+    worst = furthest(adapters_of(tmp_path), load_file(peft_alone / "wanted" / "adapter_model.safetensors"))
+    print(f"{config}: furthest from plain peft after 40 steps: {worst:.1e}")
+    assert worst < 1e-5
+    assert {file.name: file.read_bytes() for file in (peft_alone / "base").iterdir()} == before
+
+    here = tmp_path / "run"
+    assert {file.name for file in (here / "base").iterdir()} == {"origin.json", "MANIFEST.json"}
+    told = json.loads((here / "base" / "origin.json").read_text())
+    assert told["place"] == str(peft_alone / "base") and "model.safetensors" in told["files"]
+    [path] = (here / "checkpoints").glob("step-*40")
+    held = names_in(path)
+    trained = {name for name in held if name.startswith("model.")}
+    assert len(trained) == 12 and all(".lora_" in name for name in held)
+    size = sum(file.stat().st_size for file in path.iterdir())
+    print(f"{config}: a checkpoint of {size:,} bytes, {sum(held.values()):,} of them tensors")
+    assert size < 0.25 * (peft_alone / "base" / "model.safetensors").stat().st_size
+    assert main(["verify", str(here)]) == 0
+    if ranks == 1:
+        as_others_load_it(tmp_path, peft_alone / "base")
+
+
+def as_others_load_it(folder: Path, base: Path) -> None:
+    printed = json.loads((folder / "run" / "summary.json").read_text())["eval/loss"]
+    final = folder / "run" / "final"
+    samples = SFT(model=str(base), length=96, pack="none").eval_sets()["validation"]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    alone = mean_loss(plain, samples)
+    by_peft = mean_loss(PeftModel.from_pretrained(plain, final).eval(), samples)
+    assert main(["export", str(folder / "run"), "--to", str(folder / "merged"), "--merged"]) == 0
+    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged").eval()
+    by_transformers = mean_loss(merged, samples)
+    print(f"printed {printed:.6f}, peft {by_peft:.6f}, merged {by_transformers:.6f}, without adapters {alone:.6f}")
+    assert by_peft == pytest.approx(printed, abs=1e-5) and by_transformers == pytest.approx(printed, abs=1e-5)
+    assert alone > printed + 0.3
+    assert transformers.AutoTokenizer.from_pretrained(folder / "merged").chat_template
+    assert not (folder / "merged" / "adapter_config.json").exists()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return a_base(tmp_path_factory.mktemp("base") / "small")
+
+
+def same(one: Path, other: Path) -> None:
+    files = sorted(file.name for file in one.glob("*.safetensors"))
+    assert files == sorted(file.name for file in other.glob("*.safetensors")) and files
+    for name in files:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "optimizer"),
+    [
+        ("fsdp2", 2, "adamw"),
+        *(
+            pytest.param(config, ranks, optimizer, marks=pytest.mark.slow)
+            for config, ranks in SPLITS
+            for optimizer in ("adamw", "muon")
+            if (config, optimizer) != ("fsdp2", "adamw")
+        ),
+    ],
+)
+def test_a_resumed_run_is_the_run_left_alone(base, tmp_path, config, ranks, optimizer):
+    words = ["--task.model", str(base), "--task.lora.rank", "4", "--task.lora.dropout", "0.1", "--duration", "8"]
+    words += ["--save.every", "4", "--optimizer.name", optimizer, "--ema.half_life", "16", "--task.pack", "documents"]
+    of_words(tmp_path, *words, config=config, ranks=ranks).ok()
+    shutil.copytree(tmp_path / "run" / "final", tmp_path / "final")
+    shutil.copytree(tmp_path / "run" / "checkpoints" / "step-00000008", tmp_path / "eight")
+    unfinished(tmp_path / "run", 4)
+    world = of_words(tmp_path, *words, config=config, ranks=ranks)
+    world.ok()
+    assert "going on from run/checkpoints/step-00000004" in world.output
+    same(tmp_path / "run" / "final", tmp_path / "final")
+    same(tmp_path / "run" / "checkpoints" / "step-00000008", tmp_path / "eight")
+
+
+@pytest.mark.slow
+def test_muon_trains_adapters_alike_on_every_split(base, tmp_path):
+    words = ["--task.model", str(base), "--task.lora.rank", "4", "--optimizer.name", "muon", "--duration", "40"]
+    found = {}
+    for config, ranks in SPLITS:
+        (tmp_path / config).mkdir()
+        of_words(tmp_path / config, *words, config=config, ranks=ranks).ok()
+        found[config] = adapters_of(tmp_path / config)
+    for config in ("ddp", "fsdp2"):
+        print(f"muon, 40 steps, {config}: {furthest(found[config], found['single']):.1e}")
+        assert furthest(found[config], found["single"]) < 1e-5
+
+
+def test_a_base_in_four_bits(base, tmp_path):
+    words = ["--task.model", str(base), "--task.lora.rank", "4", "--task.lora.quantize", "nf4", "--duration", "40"]
+    words += ["--save.every", "20", "--eval.every", "20"]
+    found = {}
+    for config, ranks in SPLITS:
+        (tmp_path / config).mkdir()
+        world = of_words(tmp_path / config, *words, config=config, ranks=ranks)
+        world.ok()
+        assert "in 4 bits (nf4)" in world.output
+        found[config] = adapters_of(tmp_path / config)
+    for config in ("ddp", "fsdp2"):
+        print(f"4 bits, 40 steps, {config}: {furthest(found[config], found['single']):.1e}")
+        assert furthest(found[config], found["single"]) < 1e-5
+    for config, ranks in SPLITS:
+        folder = tmp_path / config
+        shutil.copytree(folder / "run" / "final", folder / "final")
+        unfinished(folder / "run", 20)
+        world = of_words(folder, *words, config=config, ranks=ranks)
+        world.ok()
+        assert "going on from run/checkpoints/step-00000020" in world.output
+        same(folder / "run" / "final", folder / "final")
+    whole = tmp_path / "single" / "whole"
+    assert main(["export", str(tmp_path / "single" / "run"), "--to", str(whole), "--merged"]) == 0
+    merged = transformers.AutoModelForCausalLM.from_pretrained(whole).eval()
+    samples = SFT(model=str(base), length=96, pack="none").eval_sets()["validation"]
+    printed = json.loads((tmp_path / "single" / "run" / "summary.json").read_text())["eval/loss"]
+    assert mean_loss(merged, samples) == pytest.approx(printed, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks"), [*(pytest.param(*split, marks=pytest.mark.slow) for split in SPLITS[:2]), SPLITS[2]]
+)
+def test_figures_afterwards_are_those_of_the_run(base, tmp_path, config, ranks):
+    words = ["--task.model", str(base), "--task.lora.rank", "4", "--duration", "4", "--task.lora.quantize", "fp4"]
+    of_words(tmp_path, *words, config=config, ranks=ranks).ok()
+    printed = json.loads((tmp_path / "run" / "summary.json").read_text())["eval/loss"]
+    for more in ([], ["--checkpoint", "newest"]):
+        world = after(tmp_path, "evaluate", "run", "--json", *more, config=config, ranks=ranks)
+        world.ok()
+        [line] = [line for line in world.output.splitlines() if line.startswith("{")]
+        assert json.loads(line)["eval/loss"] == pytest.approx(printed, abs=1e-6)
+
+
+def test_a_base_in_bfloat16_stays_so_under_adapters_in_float32(tmp_path):
+    base = a_base(tmp_path / "half", dtype=torch.bfloat16)
+    words = ["--task.model", str(base), "--task.lora.rank", "4", "--duration", "6", "--eval.every", "3"]
+    found = {}
+    for config, ranks in SPLITS:
+        (tmp_path / config).mkdir()
+        world = of_words(tmp_path / config, *words, config=config, ranks=ranks)
+        world.ok()
+        assert "the frozen model is in bfloat16, and its products too" in world.output
+        found[config] = adapters_of(tmp_path / config)
+        assert {tensor.dtype for tensor in found[config].values()} == {torch.float32}
+    for config in ("ddp", "fsdp2"):
+        assert furthest(found[config], found["single"]) < 1e-2
+    wide = of_words(tmp_path / "single", *words, "--machine.base_dtype", "float32", "--run.dir", "wide")
+    wide.ok()
+    assert "the frozen model is in" not in wide.output
+    losses = [
+        json.loads((tmp_path / "single" / name / "summary.json").read_text())["eval/loss"] for name in ("run", "wide")
+    ]
+    assert 0 < abs(losses[0] - losses[1]) < 0.02
+    samples = SFT(model=str(base), length=96, pack="none").eval_sets()["validation"]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    by_peft = mean_loss(PeftModel.from_pretrained(plain, tmp_path / "single" / "wide" / "final").eval(), samples)
+    assert by_peft == pytest.approx(losses[1], abs=1e-5)
+
+
+def an_adapter(folder: Path, base: Path, **how) -> Path:
+    torch.manual_seed(5)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(plain, LoraConfig(**({"r": 4, "target_modules": "all-linear"} | how))).save_pretrained(folder)
+    return folder
+
+
+WRONG = [
+    (["--task.lora.rank", "0"], "task.lora.rank 0 is no adapter; 16 is usual (null: train all parameters)"),
+    (["--task.lora.alpha", "8"], "task.lora.alpha is given without task.lora.rank; 16 is usual"),
+    (["--task.lora.quantize", "nf4"], "task.lora.quantize is given without task.lora.rank"),
+    (["--task.lora.rank", "4", "--task.lora.dropout", "1"], "task.lora.dropout 1.0 must be at least 0 and below 1"),
+    (
+        ["--task.lora.rank", "4", "--task.lora.targets", '["q_proj", "query"]'],
+        "task.lora.targets 'query' matches no layer of the model; its linear layers are q_proj, k_proj, v_proj, o_proj",
+    ),
+    (
+        ["--task.lora.rank", "4", "--task.lora.targets", '["self_attn"]'],
+        "task.lora.targets 'self_attn' leads to LlamaAttention, which can have no adapter",
+    ),
+    (["--task.lora.rank", "4", "--task.lora.targets", '["lm_head"]'], "task.lora.targets 'lm_head' leads to Linear"),
+    (["--task.lora.rank", "4", "--task.pretrained", "false"], "is asked for on a model whose weights are drawn"),
+    (["--task.lora.rank", "4", "--init.from", "BASE"], "holds a whole model, and only adapters are trained"),
+    (["--init.from", "ADAPTER"], "holds adapters, and the model has none; give them as task.model"),
+    (["--task.lora.rank", "8", "--init.from", "ADAPTER"], "is not of this model (other shape: "),
+    (["--task.lora.rank", "4", "--init.from", "OTHER"], "its adapters are for "),
+    (["--task.lora.rank", "4", "--machine.quant_storage", "bfloat16"], "nothing is in 4 bits; see task.lora.quantize"),
+    (["--task.model", "ADAPTER", "--task.lora.rank", "4"], "holds adapters, which are trained on as they are"),
+    (["--task.model", "DORA"], "adapters of another kind than LoRA's own (use_dora True)"),
+]
+
+
+@pytest.fixture(scope="module")
+def places(base, tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("places")
+    other = a_base(folder / "another", seed=1)
+    made = {
+        "BASE": base,
+        "ADAPTER": an_adapter(folder / "adapter", base),
+        "OTHER": an_adapter(folder / "other", other),
+        "DORA": an_adapter(folder / "dora", base, use_dora=True),
+    }
+    return {name: str(place) for name, place in made.items()}
+
+
+@pytest.mark.parametrize(("words", "says"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
+def test_wrong_inputs_are_told(base, places, tmp_path, words, says):
+    given = [places.get(word, word) for word in words]
+    world = of_words(tmp_path, "--task.model", str(base), *given)
+    assert world.codes == [2], world.output
+    assert says in world.output and "Traceback" not in world.output, world.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_storage_that_does_not_shard_is_refused_under_fsdp2(base, tmp_path):
+    words = ["--task.model", str(base), "--task.lora.rank", "4", "--task.lora.quantize", "nf4", "--duration", "2"]
+    world = of_words(tmp_path, *words, "--machine.quant_storage", "uint8", config="fsdp2", ranks=2)
+    assert world.codes == [2, 2] and "which would not shard it; set float32, or leave it out" in world.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_base_that_has_changed_since_is_refused(tmp_path):
+    base = a_base(tmp_path / "base")
+    words = ["--task.model", str(base), "--task.lora.rank", "4", "--duration", "4", "--save.every", "2"]
+    of_words(tmp_path, *words).ok()
+    unfinished(tmp_path / "run", 2)
+    a_base(base, seed=1)
+    world = of_words(tmp_path, *words)
+    assert world.codes == [2] and "step-00000002 stands on " in world.output, world.output
+    assert "give task.model what it was trained with" in world.output
+    world = after(tmp_path, "evaluate", "run", "--checkpoint", "newest")
+    assert world.codes == [2] and "put that back where task.model names it" in world.output
+    a_base(base)
+    shutil.move(base, tmp_path / "elsewhere")  # the same model at another place
+    there = [word.replace(str(base), str(tmp_path / "elsewhere")) for word in words]
+    world = of_words(tmp_path, *there)
+    assert world.codes == [2] and "task.model" in world.output  # the recipe names another
+    world = of_words(tmp_path, *there, "--run.accept_changes", "true")
+    world.ok()
+    assert "going on from run/checkpoints/step-00000002" in world.output
+
+
+def test_adapters_are_taken_on_where_they_were_left(base, tmp_path):
+    of_words(tmp_path, "--task.model", str(base), "--task.lora.rank", "4", "--duration", "3").ok()
+    first = adapters_of(tmp_path)
+    still = ["--duration", "1", "--optimizer.lr", "0", "--run.dir", "again"]
+    final = str(tmp_path / "run" / "final")
+    for number, words in enumerate(
+        (["--task.model", final], ["--task.model", str(base), "--task.lora.rank", "4", "--init.from", "run"])
+    ):
+        (tmp_path / str(number)).mkdir()
+        shutil.copytree(tmp_path / "run", tmp_path / str(number) / "run")
+        of_words(tmp_path / str(number), *words, *still).ok()
+        again = load_file(tmp_path / str(number) / "again" / "final" / "adapter_model.safetensors")
+        assert again.keys() == first.keys() and all(torch.equal(again[name], first[name]) for name in first)
