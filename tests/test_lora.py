@@ -43,8 +43,8 @@ def a_base(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -
     return folder
 
 
-def of_words(folder: Path, *more: str, config: str = "single", ranks: int = 1):
-    return run(train, [*WORDS, *more], ranks=ranks, config=config, folder=folder)
+def of_words(folder: Path, *more: str, config: str = "single", ranks: int = 1, timeout: float = 120):
+    return run(train, [*WORDS, *more], ranks=ranks, config=config, folder=folder, timeout=timeout)
 
 
 def adapters_of(folder: Path) -> dict[str, torch.Tensor]:

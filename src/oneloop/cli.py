@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from oneloop.basics.errors import BAD_INPUT, ERROR, BadInput
@@ -30,8 +31,8 @@ _USAGE = """usage: oneloop new FILE.py | --configs [DIR]
        oneloop worth RECIPE [--key value …] [--only NAME,NAME] [--rounds N] [--seconds S] [--to DIR]
        oneloop evaluate RUN [--data PLACE] [--checkpoint final|STEP|best|newest] [--weights raw|ema] [--json] …
        oneloop predict RUN --data PLACE --to FILE.parquet|jsonl|csv [--checkpoint …] [--weights …] [--raw]
-       oneloop export RUN --to DIR [--checkpoint final|STEP|best|newest]
-                      [--weights raw|ema|power:SIGMA] [--merged]
+       oneloop export RUN --to DIR | --push ORG/NAME [--checkpoint final|STEP|best|newest]
+                      [--weights raw|ema|power:SIGMA] [--merged] [--license ID] [--public]
 
 new     Writes a task to start from, which runs as it stands (then: oneloop launch --config_file single FILE.py:MyTask),
         or the accelerate config files that oneloop brings along, to be edited.
@@ -60,7 +61,9 @@ predict Writes what the model says of each row of a place (or of the run's own v
           oneloop launch --config_file ddp predict runs/digits --data new/ --to said.csv
 export  Writes a run's weights (by default those of final/, else of its newest checkpoint) as plain safetensors, with
         what the task adds (config, tokenizer): raw, an average by its name, or the power-function average of any width
-        (when trained with --ema.power). Adapters in peft's own format; --merged: added to the model they stand on."""
+        (when trained with --ema.power). Adapters in peft's own format; --merged: added to the model they stand on.
+        --push commits them to a repository of the Hugging Face hub, with recipe and model card; one that is made for it
+        is private, or --public."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -212,23 +215,36 @@ def worth(words: Sequence[str]) -> int:
 
 def export(words: Sequence[str]) -> int:
     """Writes the weights of one checkpoint."""
-    given = parsed(
-        "export", words, {"--to": None, "--checkpoint": None, "--weights": "raw", "--task": None, "--merged": False}
-    )
-    if given["--to"] is None:
-        raise BadInput("export needs a folder to write to: --to DIR")
-    folder = chosen_of(Path(given["RUN"]), given["--checkpoint"], weights=given["--weights"])
-    try:
-        _export(Path(given["RUN"]), folder, given)
-    except BadInput:
-        raise
-    except (ValueError, OSError) as error:
-        raise BadInput(str(error)) from error
-    print(printable(f"{folder.name} of {given['RUN']} is in {given['--to']}"))
+    options = {"--to": None, "--checkpoint": None, "--weights": "raw", "--merged": False, "--task": None}
+    given = parsed("export", words, {**options, "--push": None, "--public": False, "--license": None})
+    if given["--to"] is None and given["--push"] is None:
+        raise BadInput("export needs a folder to write to (--to DIR), or a repository of the hub (--push ORG/NAME)")
+    if given["--push"] is None and (given["--public"] or given["--license"]):
+        raise BadInput("--public and --license are of a repository of the hub: give --push ORG/NAME too")
+    run, push = Path(given["RUN"]), given["--push"]
+    folder = chosen_of(run, given["--checkpoint"], weights=given["--weights"])
+    with TemporaryDirectory(prefix="oneloop-") as scratch:
+        to = Path(given["--to"] or scratch)
+        try:
+            if push is not None:
+                from oneloop.run.push import check_push
+
+                check_push(push)
+            _export(run, folder, to, given)
+        except BadInput:
+            raise
+        except (ValueError, OSError) as error:
+            raise BadInput(str(error)) from error
+        if given["--to"]:
+            print(printable(f"{folder.name} of {run} is in {to}"))
+        if push is not None:
+            from oneloop.run import push as hub
+
+            print(printable(hub.push(run, to, push, licence=given["--license"], public=given["--public"])))
     return 0
 
 
-def _export(run: Path, checkpoint: Path, given: Mapping[str, Any]) -> None:
+def _export(run: Path, checkpoint: Path, to: Path, given: Mapping[str, Any]) -> None:
     from oneloop.run.trained import recipe_of
 
     recipe = recipe_of(run, command="export", task=given["--task"])
@@ -237,7 +253,7 @@ def _export(run: Path, checkpoint: Path, given: Mapping[str, Any]) -> None:
 
     how: dict[str, Any] = {"weights": given["--weights"], "merge": given["--merged"]}
     how["base_dtype"] = recipe.machine.base_dtype
-    export_checkpoint(checkpoint, Path(given["--to"]), make_task(recipe), **how)
+    export_checkpoint(checkpoint, to, make_task(recipe), **how)
 
 
 def _store(run: str) -> Store:

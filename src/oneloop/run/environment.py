@@ -13,9 +13,11 @@ from typing import Any
 
 _PACKAGES = (
     "accelerate",
+    "bitsandbytes",
     "datasets",
     "numpy",
     "oneloop",
+    "peft",
     "safetensors",
     "tokenizers",
     "torch",

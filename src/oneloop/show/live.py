@@ -12,7 +12,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import plotille
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oneloop.basics.text import printable
+from oneloop.show.plot import Drawn, plotted
 from oneloop.show.runs import Follower, number
 
 _NARROWEST = 56
@@ -134,13 +134,7 @@ def _head(run: Follower) -> Table:
 
 
 def _chart(run: Follower, names: Sequence[str], *, width: int) -> RenderableType:
-    figure: Any = plotille.Figure()
-    figure.width, figure.height = width - 16, _CHART - 4
-    figure.color_mode, figure.with_colors = "names", True
-    figure.x_label = figure.y_label = ""
-    figure.x_ticks_fkt = lambda low, _: f"{low:,.0f}"
-    figure.y_ticks_fkt = lambda low, _: f"{low:.4g}"
-    title, lows, highs, ends = Text(), list[float](), list[float](), [0]
+    title, curves = Text(), list[Drawn]()
     kinds = [(name, weights) for name in names for weights in _weights(run, name)]
     for (name, weights), colour in zip(kinds, cycle(_COLOURS), strict=False):
         points = [
@@ -152,17 +146,11 @@ def _chart(run: Follower, names: Sequence[str], *, width: int) -> RenderableType
         if not points:
             continue
         steps, values = zip(*points, strict=True)
-        draw = figure.plot if len(points) > 1 else figure.scatter
-        draw(steps, values, lc=colour)
+        curves.append((steps, values, colour))
         title.append(printable(f"{name}{'' if weights == 'raw' else f' ({weights})'}  "), style=colour)
-        lows, highs, ends = [*lows, min(values)], [*highs, max(values)], [*ends, steps[-1]]
-    if not lows:
+    if not curves:
         return Text(printable(f"{', '.join(names)}: no figures"), style="dim")
-    margin = 0.05 * (max(highs) - min(lows)) or max(abs(max(highs)) * 0.05, 1e-9)
-    figure.set_x_limits(0, 1.02 * max(1, *ends))
-    figure.set_y_limits(min(lows) - margin, max(highs) + margin)
-    drawn = figure.show().splitlines()[1:]  # without the axes' names
-    return Group(title, Text.from_ansi("\n".join(drawn).replace("-> ()", "")))
+    return Group(title, Text.from_ansi("\n".join(plotted(curves, width=width - 16, height=_CHART - 4))))
 
 
 def _weights(run: Follower, name: str) -> list[str]:

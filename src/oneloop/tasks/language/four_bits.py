@@ -17,22 +17,21 @@ def in_four_bits(kind: FourBits, *, double_quant: bool) -> dict[str, Any]:
     Raises:
         ValueError: bitsandbytes is not installed.
     """
-    try:
-        _import_bitsandbytes()
-    except ImportError as error:
+    if not import_quietly():
         raise ValueError(
             f"task.lora.quantize {kind} needs bitsandbytes, which is not installed (pip install 'oneloop[lora]')"
-        ) from error
+        )
     from transformers import BitsAndBytesConfig
 
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double_quant)
     return {"quantization_config": how, "device_map": {"": "cpu"}}
 
 
-def _import_bitsandbytes() -> None:
-    """Imports it without the kernels that it would fetch from the hub, as compiled code, and run."""
+def import_quietly() -> bool:
+    """Imports bitsandbytes, where it is installed, without the kernels that it would fetch from the hub, as compiled
+    code, and run. peft imports it too: call this before. Says whether it is there."""
     if "bitsandbytes" in sys.modules:
-        return
+        return True
     before = sys.modules.get("kernels")
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
@@ -40,11 +39,14 @@ def _import_bitsandbytes() -> None:
     logger.setLevel(logging.ERROR)  # of its warning that there are none
     try:
         import bitsandbytes  # noqa: F401
+    except ImportError:
+        return False
     finally:
         logger.setLevel(level)
         del sys.modules["kernels"]
         if before is not None:
             sys.modules["kernels"] = before
+    return True
 
 
 def settle_four_bits(model: Any) -> None:

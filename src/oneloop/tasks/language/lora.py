@@ -14,7 +14,7 @@ from torch import nn
 
 from oneloop.basics.hub import HUB, fetched, place_of
 from oneloop.basics.origin import Origin
-from oneloop.tasks.language.four_bits import plain_layer, quantized
+from oneloop.tasks.language.four_bits import import_quietly, plain_layer, quantized
 from oneloop.tasks.transformers_models import origin_of
 
 _NAME = "default"
@@ -156,6 +156,7 @@ def put_on(model: nn.Module, wanted: Adapters) -> tuple[Origin, str]:
     Raises:
         ValueError: the targets match no layer, or ones that can have no adapter; or the adapters given are of others.
     """
+    import_quietly()
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
