@@ -1,7 +1,9 @@
-"""A hub on this machine, as far as ``datasets`` asks it: one data set, and its commits."""
+"""A hub on this machine: one data set and its commits, as far as ``datasets`` asks it; or models, which
+``huggingface_hub`` writes and reads."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -118,3 +120,97 @@ class Hub:
         request.end_headers()
         if body:
             request.wfile.write(content)
+
+
+class Models(Hub):
+    """Repositories of models that can be made, committed to and read, for who comes with the token ``secret``."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "")
+        self.heads: dict[str, str] = {}
+        self.made: dict[str, dict[str, Any]] = {}
+        self.private: dict[str, bool] = {}
+
+    def variables(self, cache: Path) -> dict[str, str]:
+        return super().variables(cache) | {"HF_TOKEN": "secret"}
+
+    def files(self, name: str, revision: str = "main") -> dict[str, bytes]:
+        """What lies in a repository at a commit."""
+        folder = self.folder / (self.heads[name] if revision == "main" else revision)
+        return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+    def answer(self, request: BaseHTTPRequestHandler, path: str, sent: bytes | None, *, body: bool = True) -> None:
+        path = path.partition("?")[0].replace("%40", "@").replace("%2F", "/")
+        self.asked.append(path)
+
+        def say(code: int, content: Any, more: dict[str, str] | None = None) -> None:
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self._send(request, code, data, more, body=body)
+
+        if sent is not None and request.headers.get("Authorization") != "Bearer secret":
+            return say(401, {"error": "Invalid username or password."})
+        if path == "/api/repos/create":
+            told = json.loads(sent or b"{}")
+            name = f"{told['organization']}/{told['name']}"
+            if name in self.heads:
+                return say(409, {"error": "You already created this model repo", "url": f"/{name}"})
+            self.heads[name] = self._write(name, {".gitattributes": b""})
+            self.private[name] = bool(told.get("private")) or told.get("visibility") == "private"
+            return say(200, {"url": f"http://127.0.0.1/{name}", "name": name})
+        if path.startswith("/api/validate-yaml"):
+            return say(200, {"errors": [], "warnings": []})
+        name = "/".join(path.removeprefix("/api/models/").strip("/").split("/")[:2])
+        if name not in self.heads:
+            return say(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+        rest = path.partition(name)[2].strip("/").split("/")
+        if rest[0] == "preupload":
+            files = [
+                {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for one in json.loads(sent or b"")["files"]
+            ]
+            return say(200, {"files": files})
+        if rest[0] == "commit":
+            return say(200, self._committed(name, sent or b""))
+        if rest[0] == "resolve":
+            commit = self.heads[name] if rest[1] == "main" else rest[1]
+            file = self.folder / commit / "/".join(rest[2:])
+            if not file.is_file():
+                return say(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
+            content = file.read_bytes()
+            return say(200, content, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit})
+        commit = self.heads[name] if rest in ([""], ["revision", "main"]) else rest[1]
+        if rest[0] == "tree":
+            commit = self.heads[name] if commit == "main" else commit
+            told = [
+                {"type": "file", "path": file, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                for file, content in self.files(name, commit).items()
+            ]
+            return say(200, told)
+        siblings = [{"rfilename": file} for file in self.files(name, commit)]
+        return say(200, {"id": name, "sha": commit, "siblings": siblings, "private": self.private[name], "tags": []})
+
+    def _committed(self, name: str, sent: bytes) -> dict[str, Any]:
+        files = self.files(name)
+        for line in sent.splitlines():
+            told = json.loads(line)
+            if told["key"] == "file":
+                files[told["value"]["path"]] = base64.b64decode(told["value"]["content"])
+            elif told["key"] == "deletedFile":
+                del files[told["value"]["path"]]
+        self.heads[name] = self._write(name, files)
+        return {
+            "commitOid": self.heads[name],
+            "commitUrl": f"http://127.0.0.1/{name}/commit/{self.heads[name]}",
+            "success": True,
+        }
+
+    def _write(self, name: str, files: dict[str, bytes]) -> str:
+        before = self.heads.get(name, name)
+        commit = hashlib.sha1(
+            before.encode() + b"".join(key.encode() + value for key, value in sorted(files.items()))
+        ).hexdigest()
+        folder = self.folder / commit
+        folder.mkdir(parents=True)
+        for file, content in files.items():
+            (folder / file).write_bytes(content)
+        return commit

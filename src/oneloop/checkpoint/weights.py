@@ -20,7 +20,7 @@ from oneloop.basics.hub import HUB, fetched
 from oneloop.basics.names import matches
 from oneloop.basics.origin import Origin
 from oneloop.checkpoint.state import model_tensors
-from oneloop.checkpoint.store import read_manifest
+from oneloop.checkpoint.store import MANIFEST, read_manifest
 
 _ADAPTERS = "adapter_model"
 """peft's name of a file with adapters"""
@@ -109,7 +109,7 @@ def load_weights(
     except (SafetensorError, OSError) as error:
         raise ValueError(f"init.from {source!r}: {file} cannot be read: {error}") from error
     if origin is not None:
-        _refuse_other_origin(file.parent, source, origin)
+        _refuse_other_origin(file, source, origin)
         inside = {origin.outside(name): name for name in model.state_dict() if name not in origin.names}
         loaded = {inside.get(name, name): tensor for name, tensor in loaded.items()}
     own = {name: tensor for name, tensor in model.state_dict().items() if origin is None or name not in origin.names}
@@ -148,8 +148,12 @@ def _file_of(source: str, weights: str, origin: Origin | None) -> Path:
     return found
 
 
-def _refuse_other_origin(folder: Path, source: str, origin: Origin) -> None:
+def _refuse_other_origin(weights: Path, source: str, origin: Origin) -> None:
     """Refuses adapters that were made for another model."""
+    if source.startswith(HUB):
+        for name in ("adapter_config.json", MANIFEST):  # which are put beside them
+            fetched(source, name)
+    folder = weights.parent
     about = json.loads(file.read_text()) if (file := folder / "adapter_config.json").is_file() else {}
     named = str(about.get("base_model_name_or_path") or "")
     try:

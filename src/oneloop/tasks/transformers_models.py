@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oneloop.basics.hub import HUB, place_of
+from oneloop.basics.hub import HUB, fetched, place_of
 from oneloop.data.rows.cache import content_of
 
 
@@ -64,13 +64,14 @@ def auto_model(
     return model.train(), _judged(model, info["missing_keys"], info["unexpected_keys"], other, where)
 
 
-def origin_of(name: str, commit: str | None) -> dict[str, Any]:
-    """What tells a model from any other: the hub's commit, or checksums of its weights and its config.
+def commit_of(name: str) -> str | None:
+    """The hub's commit that a model was loaded at; None of one that lies in a folder."""
+    config = fetched(name, "config.json") if name.startswith(HUB) else None
+    return None if config is None else config.parent.name
 
-    Args:
-        name: a folder, or ``hf:ID[@REVISION]``.
-        commit: of the hub.
-    """
+
+def content_of_model(name: str, commit: str | None) -> dict[str, Any]:
+    """What tells a model from any other: the hub's commit, or checksums of its weights and its config."""
     if commit is not None:
         return {"commit": commit}
     folder = Path(place_of(name)[0])

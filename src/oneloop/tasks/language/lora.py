@@ -15,7 +15,7 @@ from torch import nn
 from oneloop.basics.hub import HUB, fetched, place_of
 from oneloop.basics.origin import Origin
 from oneloop.tasks.language.four_bits import import_quietly, plain_layer, quantized
-from oneloop.tasks.transformers_models import origin_of
+from oneloop.tasks.transformers_models import commit_of, content_of_model
 
 _NAME = "default"
 """that peft knows the adapter by"""
@@ -165,7 +165,7 @@ def put_on(model: nn.Module, wanted: Adapters) -> tuple[Origin, str]:
     assert settings.rank is not None
     layers = _targets(model, settings.targets)
     where, revision = place_of(wanted.base)
-    commit = getattr(model.config, "_commit_hash", None) if wanted.base.startswith(HUB) else None
+    commit = commit_of(wanted.base)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=where if commit else str(Path(where).resolve()),
@@ -186,7 +186,7 @@ def put_on(model: nn.Module, wanted: Adapters) -> tuple[Origin, str]:
     origin = Origin(
         wanted.base,
         frozenset(model.state_dict().keys() - own - buffers),
-        lambda: origin_of(wanted.base, commit),
+        lambda: content_of_model(wanted.base, commit),
         WEIGHTS,
         lambda name: f"base_model.model.{name.replace(f'.{_NAME}', '')}",
     )
