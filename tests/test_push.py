@@ -49,6 +49,8 @@ def front_matter(card: bytes) -> dict:
     return yaml.safe_load(card.decode().split("---\n")[1])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_pushed_and_taken_back(trained, tmp_path):
     with Models(tmp_path / "hub") as hub:
         variables = hub.variables(tmp_path / "cache")
