@@ -51,6 +51,16 @@ def adapters_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "run" / "final" / "adapter_model.safetensors")
 
 
+def on_each(splits, folder: Path, words: list[str], says: str = "") -> dict[str, dict[str, torch.Tensor]]:
+    """The adapters that these words train on each split, in a folder of its own."""
+    for config, ranks in splits:
+        (folder / config).mkdir()
+        world = of_words(folder / config, *words, config=config, ranks=ranks)
+        world.ok()
+        assert says in world.output
+    return {config: adapters_of(folder / config) for config, _ in splits}
+
+
 def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys()
     scale = max(tensor.abs().max().item() for tensor in other.values())
@@ -196,11 +206,7 @@ def test_a_resumed_run_is_the_run_left_alone(base, tmp_path, config, ranks, opti
 @pytest.mark.slow
 def test_muon_trains_adapters_alike_on_every_split(base, tmp_path):
     words = ["--task.model", str(base), "--task.lora.rank", "4", "--optimizer.name", "muon", "--duration", "40"]
-    found = {}
-    for config, ranks in SPLITS:
-        (tmp_path / config).mkdir()
-        of_words(tmp_path / config, *words, config=config, ranks=ranks).ok()
-        found[config] = adapters_of(tmp_path / config)
+    found = on_each(SPLITS, tmp_path, words)
     for config in ("ddp", "fsdp2"):
         print(f"muon, 40 steps, {config}: {furthest(found[config], found['single']):.1e}")
         assert furthest(found[config], found["single"]) < 1e-5
@@ -210,13 +216,7 @@ def test_muon_trains_adapters_alike_on_every_split(base, tmp_path):
 def test_a_base_in_four_bits(base, tmp_path, splits):
     words = ["--task.model", str(base), "--task.lora.rank", "4", "--task.lora.quantize", "nf4", "--duration", "40"]
     words += ["--save.every", "20", "--eval.every", "20"]
-    found = {}
-    for config, ranks in splits:
-        (tmp_path / config).mkdir()
-        world = of_words(tmp_path / config, *words, config=config, ranks=ranks)
-        world.ok()
-        assert "in 4 bits (nf4)" in world.output
-        found[config] = adapters_of(tmp_path / config)
+    found = on_each(splits, tmp_path, words, "in 4 bits (nf4)")
     other = splits[1][0]
     print(f"4 bits, 40 steps, {other}: {furthest(found[other], found['single']):.1e}")
     assert furthest(found[other], found["single"]) < 1e-5
@@ -254,14 +254,8 @@ def test_figures_afterwards_are_those_of_the_run(base, tmp_path, config, ranks):
 def test_a_base_in_bfloat16_stays_so_under_adapters_in_float32(tmp_path):
     base = a_base(tmp_path / "half", dtype=torch.bfloat16)
     words = ["--task.model", str(base), "--task.lora.rank", "4", "--duration", "6", "--eval.every", "3"]
-    found = {}
-    for config, ranks in SPLITS:
-        (tmp_path / config).mkdir()
-        world = of_words(tmp_path / config, *words, config=config, ranks=ranks)
-        world.ok()
-        assert "the frozen model is in bfloat16, and its products too" in world.output
-        found[config] = adapters_of(tmp_path / config)
-        assert {tensor.dtype for tensor in found[config].values()} == {torch.float32}
+    found = on_each(SPLITS, tmp_path, words, "the frozen model is in bfloat16, and its products too")
+    assert {tensor.dtype for made in found.values() for tensor in made.values()} == {torch.float32}
     for config in ("ddp", "fsdp2"):
         assert furthest(found[config], found["single"]) < 1e-2
     wide = of_words(tmp_path / "single", *words, "--machine.base_dtype", "float32", "--run.dir", "wide")
@@ -303,6 +297,7 @@ WRONG = [
     (["--init.from", "ADAPTER"], "holds adapters, and the model has none; give them as task.model"),
     (["--task.lora.rank", "8", "--init.from", "ADAPTER"], "is not of this model (other shape: "),
     (["--task.lora.rank", "4", "--init.from", "OTHER"], "its adapters are for "),
+    (["--task.lora.rank", "4", "--init.from", "ADAPTER"], "are scaled otherwise (lora_alpha 8 there, 32 here)"),
     (["--task.lora.rank", "4", "--machine.quant_storage", "bfloat16"], "nothing is in 4 bits; see task.lora.quantize"),
     (["--task.model", "ADAPTER", "--task.lora.rank", "4"], "holds adapters, which are trained on as they are"),
     (["--task.model", "DORA"], "adapters of another kind than LoRA's own (use_dora True)"),

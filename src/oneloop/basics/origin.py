@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,8 @@ class Origin:
     """of the other weights, where they are taken elsewhere"""
     outside: Callable[[str], str]
     """the name in there of a tensor of the model"""
+    settings: Mapping[str, Any]
+    """what the other weights mean nothing without, by its names in adapter_config.json"""
 
     @cached_property
     def content(self) -> dict[str, Any]:

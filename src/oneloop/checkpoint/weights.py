@@ -24,6 +24,7 @@ from oneloop.checkpoint.store import MANIFEST, read_manifest
 
 _ADAPTERS = "adapter_model"
 """peft's name of a file with adapters"""
+_CONFIG = "adapter_config.json"
 
 
 def tied_names(model: nn.Module) -> set[str]:
@@ -109,7 +110,8 @@ def load_weights(
     except (SafetensorError, OSError) as error:
         raise ValueError(f"init.from {source!r}: {file} cannot be read: {error}") from error
     if origin is not None:
-        _refuse_other_origin(file, source, origin)
+        about = _config_beside(file, source)
+        _refuse_other_origin(file.parent, source, origin, about)
         inside = {origin.outside(name): name for name in model.state_dict() if name not in origin.names}
         loaded = {inside.get(name, name): tensor for name, tensor in loaded.items()}
     own = {name: tensor for name, tensor in model.state_dict().items() if origin is None or name not in origin.names}
@@ -120,6 +122,8 @@ def load_weights(
     left = [name for name in own if any(matches(pattern, name) for pattern in leave_out)]
     loaded = {name: tensor for name, tensor in loaded.items() if not any(matches(p, name) for p in leave_out)}
     _refuse_others(own, loaded, tied_names(model) | set(left), source, file)
+    if origin is not None:
+        _refuse_other_settings(about, source, origin)
     with torch.no_grad():
         model.load_state_dict(loaded, strict=False)
     return left
@@ -148,13 +152,30 @@ def _file_of(source: str, weights: str, origin: Origin | None) -> Path:
     return found
 
 
-def _refuse_other_origin(weights: Path, source: str, origin: Origin) -> None:
-    """Refuses adapters that were made for another model."""
+def _config_beside(weights: Path, source: str) -> dict[str, Any]:
+    """What adapters say of themselves."""
     if source.startswith(HUB):
-        for name in ("adapter_config.json", MANIFEST):  # which are put beside them
+        for name in (_CONFIG, MANIFEST):  # which are put beside them
             fetched(source, name)
-    folder = weights.parent
-    about = json.loads(file.read_text()) if (file := folder / "adapter_config.json").is_file() else {}
+    file = weights.parent / _CONFIG
+    return dict(json.loads(file.read_text())) if file.is_file() else {}
+
+
+def _refuse_other_settings(about: Mapping[str, Any], source: str, origin: Origin) -> None:
+    """Refuses adapters whose values would mean something else here."""
+    other = [
+        f"{key} {about[key]} there, {value} here"
+        for key, value in origin.settings.items()
+        if about.get(key, value) != value
+    ]
+    if other:
+        raise ValueError(
+            f"init.from {source!r}: its adapters are scaled otherwise ({'; '.join(other)}); set task.lora.* so"
+        )
+
+
+def _refuse_other_origin(folder: Path, source: str, origin: Origin, about: Mapping[str, Any]) -> None:
+    """Refuses adapters that were made for another model."""
     named = str(about.get("base_model_name_or_path") or "")
     try:
         there = read_manifest(folder)["about"].get("base")

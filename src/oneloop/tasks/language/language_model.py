@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -39,7 +40,8 @@ class LanguageModel(Task):
         model: a folder that transformers saved, or hf:ID[@REVISION], with a model or with adapters; None: the task
             makes its own.
         lora: of the adapters that it gets.
-        weights: ``pretrained`` and ``trust_remote_code``.
+        pretrained: whether that model comes with its weights.
+        trust_remote_code: whether code that comes with it is run.
     """
 
     unit = "tokens"
@@ -49,13 +51,15 @@ class LanguageModel(Task):
         *,
         fused_loss: Fused,
         packed: bool,
-        router_loss: str,
-        model: str | None,
-        lora: LoRA | Mapping[str, Any],
-        **weights: bool,
+        router_loss: str = "refuse",
+        model: str | None = None,
+        lora: LoRA | Mapping[str, Any] = MappingProxyType({}),
+        pretrained: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:
-        self.fused_loss, self.packed, self.router_loss, self.weights = fused_loss, packed, router_loss, weights
-        self.adapters = adapters(model, lora, pretrained=weights["pretrained"])
+        self.fused_loss, self.packed, self.router_loss = fused_loss, packed, router_loss
+        self.weights = {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
+        self.adapters = adapters(model, lora, pretrained=pretrained)
         self.name = model if self.adapters is None else self.adapters.base
         if self.name is not None and not is_transformers(self.name):
             raise ValueError(f"task.model {self.name!r} is neither a folder that transformers saved, nor hf:ID")

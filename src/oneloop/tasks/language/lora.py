@@ -109,13 +109,16 @@ def _folder_of_adapters(model: str) -> Path | None:
     if not model.startswith(HUB):
         folder = Path(model).expanduser()
         return folder if (folder / CONFIG).is_file() and not (folder / "config.json").is_file() else None
-    if fetched(model, "config.json") is not None:
-        return None
-    file = fetched(model, CONFIG)
-    if file is None or fetched(model, f"{WEIGHTS}.safetensors") is None:
-        return None
-    for more in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        fetched(model, more)
+    try:
+        if fetched(model, "config.json") is not None:
+            return None
+        file = fetched(model, CONFIG)
+        if file is None or fetched(model, f"{WEIGHTS}.safetensors") is None:
+            return None
+        for more in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            fetched(model, more)
+    except ValueError as error:
+        raise ValueError(f"task.model {error}") from error
     return file.parent
 
 
@@ -189,6 +192,7 @@ def put_on(model: nn.Module, wanted: Adapters) -> tuple[Origin, str]:
         lambda: content_of_model(wanted.base, commit),
         WEIGHTS,
         lambda name: f"base_model.model.{name.replace(f'.{_NAME}', '')}",
+        {"lora_alpha": settings.alpha, "use_rslora": settings.rslora},
     )
     if wanted.given is not None:
         _fill(model, wanted.given, origin)
