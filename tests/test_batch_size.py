@@ -70,7 +70,7 @@ WORDS = ["--batch.size", "16", "--duration", "6", "--track", "none", "--eval.eve
     ("ranks", "config", "second", "found"),
     [
         pytest.param(1, "single", 4, 4, marks=pytest.mark.slow),
-        (2, "ddp", 2, 2),
+        pytest.param(2, "ddp", 2, 2, marks=pytest.mark.slow),
         pytest.param(2, "fsdp2", 2, 2, marks=pytest.mark.slow),
     ],
 )

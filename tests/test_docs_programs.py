@@ -90,7 +90,9 @@ def test_what_a_plain_script_needs_without_a_gpu(tmp_path):
     assert run(_connected, False, ranks=2).ok() == [1, 1]
 
 
-@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("config", "ranks"), [("single", 1), ("ddp", 2), pytest.param("fsdp2", 2, marks=pytest.mark.slow)]
+)
 def test_two_losses_one_of_them_warmed_up(tmp_path, config, ranks):
     ((name, text),) = blocks("own-task.md", "python").items()
     (tmp_path / name).write_text(text)

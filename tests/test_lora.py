@@ -212,7 +212,8 @@ def test_muon_trains_adapters_alike_on_every_split(base, tmp_path):
         assert furthest(found[config], found["single"]) < 1e-5
 
 
-@pytest.mark.parametrize("splits", [SPLITS[:2], pytest.param([SPLITS[0], SPLITS[2]], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", [SPLITS[:2], [SPLITS[0], SPLITS[2]]])
 def test_a_base_in_four_bits(base, tmp_path, splits):
     words = ["--task.model", str(base), "--task.lora.rank", "4", "--task.lora.quantize", "nf4", "--duration", "40"]
     words += ["--save.every", "20", "--eval.every", "20"]

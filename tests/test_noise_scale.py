@@ -69,13 +69,13 @@ def measured(accumulate: int, ragged: bool, each_batch: bool, scaled: bool, step
 @pytest.mark.parametrize(
     ("ranks", "config", "accumulate", "ragged", "each_batch", "scaled"),
     [
-        (2, "fsdp2", 1, False, False, False),
+        (1, "single", 4, False, False, False),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                (2, "fsdp2", 1, False, False, False),
                 (2, "ddp", 1, True, False, False),
                 (1, "single", 4, True, False, True),
-                (1, "single", 4, False, False, False),
                 (2, "ddp", 3, False, False, False),
                 (2, "fsdp2", 3, True, False, False),
                 (2, "fsdp2", 3, True, True, False),

@@ -95,7 +95,9 @@ def test_a_recipe_of_models_trains_and_predicts(tmp_path, recipe):
     assert len((tmp_path / "said.jsonl").read_text().splitlines()) == (90 if new == "photos" else 120)
 
 
-@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("config", "ranks"), [("single", 1), ("ddp", 2), pytest.param("fsdp2", 2, marks=pytest.mark.slow)]
+)
 def test_the_student_learns_from_its_teacher(tmp_path, config, ranks):
     (tmp_path / "distil.py").write_text(PROGRAMS["distil.py"])
     common = ["--track", "none", "--eval.every", "0"]

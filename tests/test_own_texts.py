@@ -57,7 +57,8 @@ def bert(folder: Path, *, positions: int = 16) -> Path:
 
 
 CASES = [("text_classification", *split) for split in SPLITS]
-CASES += [("text_regression", "single", 1), ("token_classification", "fsdp2", 2)]
+CASES += [("text_regression", "single", 1)]
+CASES += [pytest.param("token_classification", "fsdp2", 2, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("name", "config", "ranks"), CASES)

@@ -116,6 +116,7 @@ def test_pushed_and_taken_back(trained, tmp_path):
         assert code == 2 and f"its adapters are for hf:some/model ({first}), and not" in output, output
 
 
+@pytest.mark.slow
 def test_whole_weights_replace_adapters_of_an_earlier_push(trained, tmp_path):
     with Models(tmp_path / "hub") as hub:
         variables = hub.variables(tmp_path / "cache")

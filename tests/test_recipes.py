@@ -68,7 +68,7 @@ def corpus(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["digits", "gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "sft", "snippets"))]
+    "recipe", ["gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("digits", "llama", "sft", "snippets"))]
 )
 def test_the_same_weights_four_ways(corpus, recipe):
     weights, losses = {}, {}

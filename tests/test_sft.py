@@ -72,7 +72,7 @@ def test_what_was_written_before_goes_back_with_a_resume():
     assert steps[0] == 10 and steps == sorted(steps) and 4 <= len(steps) <= 8
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("config", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_the_same_weights_and_answers_on_two_processes(alone, tmp_path, config):
     words = [*SMALL, "--duration", "12", "--eval.every", "4", "--save.every", "6", "--batch.micro", "2"]
     run(train, words, ranks=2, config=config, folder=tmp_path).ok()
