@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oneloop.basics.beats import BEATS, TRAINING
 from oneloop.basics.errors import BAD_INPUT, BadInput
 from oneloop.basics.text import printable
 from oneloop.data.groups import Group
@@ -64,12 +65,14 @@ class Agreement:
             OSError: too many saves in a row have failed.
         """
         self._afresh = True
+        BEATS.enter(TRAINING)
         while self._afresh:
             self._afresh = False
             for group, total, stop, trouble in self._summed(groups(), saves, told):
                 if trouble:
                     saves.finish()
                 group.total, group.stop = total, bool(stop)
+                BEATS.beat()
                 yield group
 
     def begin_afresh(self) -> None:

@@ -1,4 +1,4 @@
-"""What a run does before the slow imports: it ends with its launcher, and tells of bad input at once."""
+"""What a run does before the slow imports: it is watched from then on, and tells of bad input at once."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import NoReturn
 
 from oneloop.basics import errors
 from oneloop.basics.errors import BadInput
-from oneloop.basics.orphans import die_with_launcher
 from oneloop.basics.text import printable
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
 from oneloop.run.ending import leave
+from oneloop.supervise.link import LINK
+from oneloop.supervise.supervisor import supervised
 
 
 def begin() -> None:
     """Reads the command line of this process; ``--help`` and bad input end here."""
-    die_with_launcher()
+    supervised()
     try:
-        read_once(tuple(sys.argv[1:]))
+        recipe = read_once(tuple(sys.argv[1:]))
     except BadInput as error:
         refuse(error)
+    LINK.report(recipe.machine.patience)
 
 
 @cache

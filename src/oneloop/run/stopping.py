@@ -11,7 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from oneloop.basics.errors import StoppedEarly
+from oneloop.run.ending import leave_at_once
+
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
+_AT_ONCE = 1.0
+"""seconds in which a second interrupt is the first one, which a launcher has passed on"""
 
 
 class Stopping:
@@ -28,11 +33,17 @@ class Stopping:
         self._file: Path | None = None
         self._deadline = float("inf")
         self._heard: list[signal.Signals] = []
+        self._interrupted = 0.0
+        self.early = False
+        """nothing has been written yet, so that there is nothing to be saved"""
 
     def listen(self) -> None:
-        """From now on SIGTERM, SIGINT and SIGUSR1 ask for a stop after the step; a second SIGINT ends at once."""
+        """From now on SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask for a stop: of a run that has begun after the step, of
+        another at once, by :class:`StoppedEarly`. A second SIGINT ends at once."""
+        self.early = True
         for number in _SIGNALS:
-            signal.signal(number, self._end_at_twice)
+            if number != getattr(signal, "SIGHUP", None) or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                signal.signal(number, self._end_at_twice)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -67,7 +78,9 @@ class Stopping:
 
     def _note(self, number: int) -> bool:
         """Whether it is an interrupt that was heard before."""
-        again = number == signal.SIGINT and number in self._heard
+        now = time.monotonic()
+        again = number == signal.SIGINT and number in self._heard and now - self._interrupted > _AT_ONCE
+        self._interrupted = now if number == signal.SIGINT else self._interrupted
         self.by = signal.Signals(number).name
         self._heard.append(signal.Signals(number))
         return again
@@ -76,7 +89,10 @@ class Stopping:
         if self._note(number):
             if os.isatty(1):
                 os.write(1, b"\x1b[?25h")  # a bar has hidden the cursor
-            os._exit(128 + signal.SIGINT)
+            leave_at_once(128 + signal.SIGINT)
+        if self.early:
+            self.early = False
+            raise StoppedEarly
 
     def _raise_at_twice(self, number: int, frame: Any) -> None:
         if self._note(number):
