@@ -79,9 +79,7 @@ def put_on(model: nn.Module, wanted: Adapters, *, seen: object = None) -> tuple[
     line = f"LoRA of rank {settings.rank}, {count:,} parameters beside {len(layers)} layers ({kinds})"
     line += f" in 4 bits ({settings.quantize})" if settings.quantize else ""
     if before is not None and before != _in_bits(settings):
-        line += (
-            f"; they were trained on the model in {before or 'whole numbers of its own type'}: see task.lora.quantize"
-        )
+        line += f"; they were trained on it {before or 'unquantized'}, see task.lora.quantize"
     return origin, line
 
 
