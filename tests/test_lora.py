@@ -298,7 +298,7 @@ WRONG = [
     (["--init.from", "ADAPTER"], "holds adapters, and the model has none; give them as task.model"),
     (["--task.lora.rank", "8", "--init.from", "ADAPTER"], "is not of this model (other shape: "),
     (["--task.lora.rank", "4", "--init.from", "OTHER"], "its adapters are for "),
-    (["--task.lora.rank", "4", "--init.from", "ADAPTER"], "are scaled otherwise (lora_alpha 8 there, 32 here)"),
+    (["--task.lora.rank", "4", "--init.from", "ADAPTER"], "are scaled otherwise (lora_alpha 8, and not 32)"),
     (["--task.lora.rank", "4", "--machine.quant_storage", "bfloat16"], "nothing is in 4 bits; see task.lora.quantize"),
     (["--task.model", "ADAPTER", "--task.lora.rank", "4"], "holds adapters, which are trained on as they are"),
     (["--task.model", "DORA"], "adapters of another kind than LoRA's own (use_dora True)"),

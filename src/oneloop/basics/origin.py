@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
+
+from oneloop.basics.hub import HUB
 
 
 @dataclass(frozen=True)
@@ -24,26 +27,62 @@ class Origin:
     """the name in there of a tensor of the model"""
     settings: Mapping[str, Any]
     """what the other weights mean nothing without, by its names in adapter_config.json"""
+    seen: Callable[[], object] = lambda: None
+    """a quick look at what lies there, which changes where it is changed"""
+
+    def __post_init__(self) -> None:
+        self.__dict__["_first"] = self.seen()
+
+    def unchanged(self) -> None:
+        """Looks whether what was read is still there.
+
+        Raises:
+            ValueError: it is not: what stands on it would stand on something else.
+        """
+        if self.seen() != self.__dict__["_first"]:
+            raise ValueError(f"{self.place} was changed while this run stood on it; put back what it was")
 
     @cached_property
     def content(self) -> dict[str, Any]:
         """What :attr:`look` finds, once."""
+        self.unchanged()
         return self.look()
 
     @property
     def told(self) -> dict[str, Any]:
         """As JSON."""
-        return {"place": self.place, **self.content}
+        return {"place": self.place, **self.content, "settings": dict(self.settings)}
 
-    def difference(self, there: dict[str, Any]) -> str:
+    def difference(self, there: Mapping[str, Any]) -> str:
         """What is other than it was told; empty where nothing is."""
-        if all(there.get(key) == value for key, value in self.content.items()):
-            return ""
-        one, other = (short(about) for about in (there, self.told))
-        return f"{one}, and not {other}"
+        if any(there.get(key) != value for key, value in self.content.items()):
+            one, other = (short(about) for about in (there, self.told))
+            return f"{one}, and not {other}"
+        return self.other_settings(there.get("settings", {}))
+
+    def other_settings(self, there: Mapping[str, Any]) -> str:
+        """Which settings are others; empty where none is."""
+        return "; ".join(
+            f"{key} {there[key]}, and not {value}"
+            for key, value in self.settings.items()
+            if there.get(key, value) != value
+        )
+
+    def of_another(self, about: Mapping[str, Any], there: Mapping[str, Any] | None) -> str:
+        """What other weights stand on, where that is not this; empty where it is.
+
+        Args:
+            about: their adapter_config.json.
+            there: what the manifest beside them says of it, where there is one.
+        """
+        if there:
+            return self.difference({**there, "settings": {}})
+        named = str(about.get("base_model_name_or_path") or "")
+        here = Path(self.place.removeprefix(HUB).partition("@")[0]).name
+        return f"{named}, and not {self.place}" if named and Path(named).name != here else ""
 
 
-def short(about: dict[str, Any]) -> str:
+def short(about: Mapping[str, Any]) -> str:
     """An origin, for a person."""
     files = about.get("files", {})
     sums = [f"{name} {entry[1]}" for name, entry in files.items() if isinstance(entry, list)]

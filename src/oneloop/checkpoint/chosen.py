@@ -28,7 +28,7 @@ def chosen_of(run: Path, asked: str | None, *, weights: str = "raw") -> Path:
     if wrong := problems_of_files(final):
         raise BadInput(f"{final} is damaged: {'; '.join(wrong)}; choose a checkpoint with --checkpoint STEP")
     if weights != "raw" and not (final / f"{weights}.safetensors").is_file():
-        there = sorted(file.stem for file in final.glob("*.safetensors") if file.stem != "model")
+        there = sorted(file.stem for file in final.glob("*.safetensors") if file.stem not in ("model", "adapter_model"))
         raise BadInput(f"{final} holds no average {weights!r}; it has {', '.join(there) or 'none'}")
     return final
 

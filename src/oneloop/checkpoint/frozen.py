@@ -163,12 +163,24 @@ class Base:
         names = self._names(model)
         if not names:
             return {}
+        self._look()
         if self._known is None or names_in(self._known[0]) != names:
             store = self._store
             folder = self._agree(fresh(store.root.parent, store.sealed()) if self._rank == 0 else None)[0]
             self._known = folder, self._written(folder, model)
         folder, entry = self._known
         return {"base": {"folder": folder.name, **entry}}
+
+    def _look(self) -> None:
+        """Refuses, on all ranks, to save what stands on something that was changed since."""
+        changed = None
+        if self._origin is not None and self._rank == 0:
+            try:
+                self._origin.unchanged()
+            except ValueError as error:
+                changed = str(error)
+        if changed := self._agree(changed)[0]:
+            raise ValueError(changed)
 
     def check(self, checkpoint: Path, model: nn.Module) -> None:
         """Looks whether a checkpoint's frozen parameters are whole; else writes them again from the model as built,

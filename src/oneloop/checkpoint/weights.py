@@ -163,30 +163,17 @@ def _config_beside(weights: Path, source: str) -> dict[str, Any]:
 
 def _refuse_other_settings(about: Mapping[str, Any], source: str, origin: Origin) -> None:
     """Refuses adapters whose values would mean something else here."""
-    other = [
-        f"{key} {about[key]} there, {value} here"
-        for key, value in origin.settings.items()
-        if about.get(key, value) != value
-    ]
-    if other:
-        raise ValueError(
-            f"init.from {source!r}: its adapters are scaled otherwise ({'; '.join(other)}); set task.lora.* so"
-        )
+    if other := origin.other_settings(about):
+        raise ValueError(f"init.from {source!r}: its adapters are scaled otherwise ({other}); set task.lora.* so")
 
 
 def _refuse_other_origin(folder: Path, source: str, origin: Origin, about: Mapping[str, Any]) -> None:
     """Refuses adapters that were made for another model."""
-    named = str(about.get("base_model_name_or_path") or "")
     try:
         there = read_manifest(folder)["about"].get("base")
     except ValueError:
         there = None
-    if there:
-        other = origin.difference(there)
-    else:
-        here = Path(origin.place.removeprefix(HUB).partition("@")[0]).name
-        other = f"{named}, and not {origin.place}" if named and Path(named).name != here else ""
-    if other:
+    if other := origin.of_another(about, there):
         raise ValueError(f"init.from {source!r}: its adapters are for {other}; give task.model that")
 
 

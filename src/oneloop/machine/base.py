@@ -69,8 +69,15 @@ def _hold_matrices(frozen: Iterable[nn.Parameter], dtype: str, precision: str) -
 def rounded(model: nn.Module, dtype: str | None) -> None:
     """Gives frozen matrices the values that they have in this type, in place, and leaves them in their own."""
     for parameter in model.parameters():
-        if dtype is not None and not parameter.requires_grad and parameter.ndim >= 2 and not _in_four_bits(parameter):
-            parameter.data = parameter.data.to(getattr(torch, dtype)).to(parameter.dtype)
+        held = dtype is not None and not parameter.requires_grad and parameter.ndim >= 2
+        if held and parameter.dtype is torch.float32 and not _in_four_bits(parameter):  # as hold_frozen does
+            parameter.data = parameter.data.to(getattr(torch, str(dtype))).float()
+
+
+def count(parameter: Any) -> int:
+    """Numbers that a parameter holds; of one in 4 bits those that it stands for."""
+    state = getattr(parameter, "quant_state", None)
+    return int(parameter.numel() if state is None else state.shape.numel())
 
 
 def _in_four_bits(weight: Any) -> bool:

@@ -104,6 +104,7 @@ def export_checkpoint(
     load_task_state(task, checkpoint)
     model = task.model()
     origin: Origin | None = getattr(task, "origin", None)
+    _refuse_both(folder, adapters=origin is not None and not merge)
     refuse_other_origin(checkpoint, origin)
     about = {"weights": weights, "checkpoint": checkpoint.name}
     if checkpoint.name == FINAL:
@@ -123,6 +124,16 @@ def export_checkpoint(
         rounded(model, base_dtype)
         model = task.merge(model)
     write_final(folder, model, task, about=about)
+
+
+def _refuse_both(folder: Path, *, adapters: bool) -> None:
+    """Refuses a folder in which adapters and a model that has them already would lie together."""
+    other = "config.json" if adapters else "adapter_config.json"
+    if (folder / other).exists():
+        one, there = ("adapters", "a whole model") if adapters else ("a whole model", "adapters")
+        raise ValueError(
+            f"--to {folder} holds {there}, and {one} beside it would be read together; name another folder"
+        )
 
 
 def refuse_other_origin(folder: Path, origin: Origin | None) -> None:

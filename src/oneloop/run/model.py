@@ -17,7 +17,7 @@ from oneloop.basics.seeds import key
 from oneloop.checkpoint.state import unsavable
 from oneloop.checkpoint.weights import load_weights
 from oneloop.data.groups import Split
-from oneloop.machine.base import hold_frozen
+from oneloop.machine.base import count, hold_frozen
 from oneloop.machine.blocks import blocks, class_names
 from oneloop.machine.compile import compile_
 from oneloop.machine.in_turn import in_turn, local_processes
@@ -46,6 +46,8 @@ class BuiltModel:
     """its repr, as the task made it"""
     settings: Mapping[str, Mapping[str, Any]]
     """of single parameters, for the optimizer"""
+    number: int
+    """of its parameters"""
 
 
 def torch_dtype(recipe: Recipe) -> torch.dtype:
@@ -75,7 +77,7 @@ def build_model(recipe: Recipe, task: Task, split: Split, *, sharded: bool, devi
     names = class_names(parts)
     notes += said + _lay_out(model, recipe, names, sharded=sharded, device=device)
     _refuse_inexact(recipe, model, split)
-    return BuiltModel(model, names, notes, structure, settings)
+    return BuiltModel(model, names, notes, structure, settings, sum(map(count, model.parameters())))
 
 
 def _made(recipe: Recipe, task: Task, *, sharded: bool) -> tuple[Any, list[str]]:
@@ -105,7 +107,7 @@ def _parameters(
     optimizer = recipe.optimizer
     settings, taken = chosen(model, {pattern: rule.settings for pattern, rule in optimizer.groups.items()})
     freeze(model, [name for name, own in settings.items() if own.get("freeze")])
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    sizes = {name: count(parameter) for name, parameter in model.named_parameters()}
     notes = []
     for pattern, names in taken.items():
         what = ", ".join(f"{key} {value}" for key, value in optimizer.groups[pattern].settings.items())
@@ -117,7 +119,7 @@ def _parameters(
     notes += hold_frozen(model, machine.base_dtype, sharded=sharded, stored=machine.quant_storage)
     if frozen:
         size = sum(parameter.numel() * parameter.element_size() for parameter in frozen) / 1e6
-        share = f"{sum(parameter.numel() for parameter in frozen):,} of {sum(sizes.values()):,} parameters"
+        share = f"{sum(map(count, frozen)):,} of {sum(sizes.values()):,} parameters"
         where = "in base/ once" if origin is None else f"named in base/ ({origin.place})"
         notes.append(f"frozen: {share}: {where} ({size:,.1f} MB), without optimizer state or average")
     if optimizer.layer_decay != 1:

@@ -20,7 +20,7 @@ def start_lines(
 ) -> Iterator[str]:
     """Lines for a person to read at the start."""
     recipe, split = job.recipe, job.split
-    number = sum(parameter.numel() for parameter in model.parameters())
+    number = job.built.number
     strategy = "FSDP2" if run.sharded else "DDP" if run.ranks > 1 else "one process"
     yield (
         f"{recipe.name}: {number:,} parameters, {len(job.train_set):,} samples, {strategy} on {run.device.type},"

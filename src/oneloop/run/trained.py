@@ -109,7 +109,9 @@ def trained(
     if weights.startswith("power:"):
         raise ValueError(f"--weights {weights} is mixed by oneloop export alone; give raw, or the name of an average")
     chosen = chosen_of(run, checkpoint, weights=weights)
-    plain = replace(recipe.machine, compile="none", recompute="none", offload=False, base_dtype=None)
+    plain = replace(recipe.machine, compile="none", recompute="none", offload=False)
+    if plain.base_dtype != "float32":
+        plain = replace(plain, base_dtype=None)
     options = recipe.task.options
     named = _stands_on_another(chosen)
     if not named and recipe.task.name in CHOICES["task"] and options.get("pretrained") not in (None, False):

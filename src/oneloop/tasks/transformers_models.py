@@ -54,7 +54,7 @@ def auto_model(
     try:
         config = transformers.AutoConfig.from_pretrained(where, **known, **labels)
         if not pretrained:
-            return made.from_config(config, trust_remote_code=trust_remote_code), []
+            return made.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32), []
         common = {"config": config, "use_safetensors": True, "dtype": torch.float32, **options}
         common |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
         model, info = made.from_pretrained(where, **known, **common)
@@ -76,6 +76,22 @@ def content_of_model(name: str, commit: str | None) -> dict[str, Any]:
         return {"commit": commit}
     folder = Path(place_of(name)[0])
     return content_of([*sorted(folder.glob("*.safetensors")), folder / "config.json"], folder)
+
+
+def seen(name: str) -> object:
+    """A quick look at the files of :func:`content_of_model`: another, where one was changed. None of the hub's."""
+    if name.startswith(HUB):
+        return None
+    folder = Path(place_of(name)[0])
+    files = [*sorted(folder.glob("*.safetensors")), folder / "config.json"]
+    return [(file.name, about.st_ino, about.st_size, about.st_mtime_ns) for file in files if (about := _stat(file))]
+
+
+def _stat(file: Path) -> os.stat_result | None:
+    try:
+        return file.stat()
+    except OSError:
+        return None
 
 
 def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Any:

@@ -77,3 +77,17 @@ def plain_layer(layer: Any, model: nn.Module) -> Any:
     if layer.bias is not None:
         made.bias.data = layer.bias.data
     return made
+
+
+def as_it_was(made: Any, layer: Any) -> nn.Module:
+    """What :func:`plain_layer` made of ``layer``, of the class that this was before it was in 4 bits: GPT-2's are
+    transposed."""
+    if not quantized(layer) or getattr(getattr(layer, "source_cls", None), "__name__", "") != "Conv1D":
+        return made  # type: ignore[no-any-return]
+    from transformers.pytorch_utils import Conv1D
+
+    turned = Conv1D(made.out_features, made.in_features)
+    turned.weight.data = made.weight.data.T.contiguous()
+    if made.bias is not None:
+        turned.bias.data = made.bias.data
+    return turned  # type: ignore[no-any-return]

@@ -14,13 +14,14 @@ from torch.nn import functional as F
 
 from oneloop.basics.origin import Origin
 from oneloop.tasks.base import Task
+from oneloop.tasks.language.adapted import merged, put_on, save_config
 from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.chunked_loss import without_logits
-from oneloop.tasks.language.lora import LoRA, adapters, merged, put_on, save_config
+from oneloop.tasks.language.lora import LoRA, adapters
 from oneloop.tasks.language.models import known, made_ready
 from oneloop.tasks.language.samples import IGNORE
 from oneloop.tasks.metrics import TextSums
-from oneloop.tasks.transformers_models import is_transformers, tokenizer_of
+from oneloop.tasks.transformers_models import is_transformers, seen, tokenizer_of
 
 Fused = bool | Literal["auto"]
 
@@ -68,9 +69,10 @@ class LanguageModel(Task):
         self._fusible, self._masked = False, False
 
     def model(self) -> nn.Module:
+        before = None if self.adapters is None else seen(self.adapters.base)
         model = self.bare_model()
         if self.adapters is not None:
-            self.origin, said = put_on(model, self.adapters)
+            self.origin, said = put_on(model, self.adapters, seen=before)
             self.notes = [*self.notes, said]
         self._masked = made_ready(model, packed=self.packed, router_loss=self.router_loss)
         if self.fused_loss is not False:

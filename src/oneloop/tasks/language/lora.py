@@ -4,21 +4,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import nn
+from oneloop.basics.hub import HUB, fetched
 
-from oneloop.basics.hub import HUB, fetched, place_of
-from oneloop.basics.origin import Origin
-from oneloop.tasks.language.four_bits import import_quietly, plain_layer, quantized
-from oneloop.tasks.transformers_models import commit_of, content_of_model
-
-_NAME = "default"
-"""that peft knows the adapter by"""
+OUTSIDE = "base_model.model."
+"""before every name in peft's files"""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
 
 
@@ -48,7 +42,9 @@ class LoRA:
             raise ValueError(f"task.lora.alpha {self.alpha} must be above 0; 32 is usual")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"task.lora.dropout {self.dropout} must be at least 0 and below 1")
-        if not self.targets:
+        if self.quantize is None and not self.double_quant:
+            raise ValueError("task.lora.double_quant false is given without task.lora.quantize; nf4 is usual")
+        if not self.targets or "" in [*self.targets]:
             raise ValueError("task.lora.targets names no layer; all-linear takes all of them")
 
 
@@ -86,8 +82,8 @@ def adapters(model: str | None, lora: LoRA | Mapping[str, Any], *, pretrained: b
         assert model is not None
         if settings != LoRA(quantize=settings.quantize, double_quant=settings.double_quant):
             raise ValueError(
-                f"task.model {model!r} holds adapters, which are trained on as they are; leave task.lora.* out, or put"
-                " new ones on a merged model (oneloop export RUN --merged --to DIR)"
+                f"task.model {model!r} holds adapters, which are trained on as they are; leave task.lora.* out (but"
+                " quantize), or put new ones on a merged model (oneloop export RUN --merged --to DIR)"
             )
         base, found = _read(folder, model)
         return Adapters(base, replace(found, quantize=settings.quantize, double_quant=settings.double_quant), folder)
@@ -122,170 +118,56 @@ def _folder_of_adapters(model: str) -> Path | None:
     return file.parent
 
 
+_OURS = ("r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "base_model_name_or_path", "revision")
+_NOTHING = (
+    "peft_type",
+    "task_type",
+    "inference_mode",
+    "auto_mapping",
+    "peft_version",
+    "fan_in_fan_out",
+    "runtime_config",
+)
+"""keys of peft's that change nothing of what adapters are"""
+_USUAL: dict[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal")}
+_USUAL |= {"megatron_core": ("megatron.core",), "qalora_group_size": (16,)}
+
+
 def _read(folder: Path, model: str) -> tuple[str, LoRA]:
     """The model that adapters are of, and what they are."""
-    about = json.loads((folder / CONFIG).read_text())
-    others: dict[str, Any] = {
-        "use_dora": False,
-        "modules_to_save": None,
-        "bias": "none",
-        "rank_pattern": {},
-        "alpha_pattern": {},
-    }
-    others |= {"target_parameters": None, "layers_to_transform": None, "lora_bias": False, "peft_type": "LORA"}
-    strange = [f"{key} {about[key]}" for key, usual in others.items() if (about.get(key) or usual) != usual]
-    base = about.get("base_model_name_or_path")
-    if strange or not base or not (isinstance(about.get("r"), int) and about.get("target_modules")):
-        raise ValueError(f"task.model {model!r}: adapters of another kind than LoRA's own ({', '.join(strange)})")
-    revision = f"@{about['revision']}" if about.get("revision") else ""
-    place = base if (Path(base).expanduser() / "config.json").is_file() else f"{HUB}{base}{revision}"
-    targets = about["target_modules"]
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        about = dict(json.loads((folder / CONFIG).read_text()))
+        with safe_open(folder / f"{WEIGHTS}.safetensors", "pt") as file:
+            names = list(file.keys())
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise ValueError(f"task.model {model!r}: its adapters cannot be read ({error})") from error
+    strange = [
+        f"{key} {value}"
+        for key, value in about.items()
+        if key not in (*_OURS, *_NOTHING) and value and value not in _USUAL.get(key, ())
+    ]
+    if strange or about.get("peft_type") != "LORA":
+        kind = ", ".join(strange) or f"peft_type {about.get('peft_type')}"
+        raise ValueError(f"task.model {model!r}: adapters of another kind than LoRA's own ({kind})")
+    base, rank, alpha = (about.get(key) for key in ("base_model_name_or_path", "r", "lora_alpha"))
+    if not base or not isinstance(rank, int) or not isinstance(alpha, int | float):
+        raise ValueError(
+            f"task.model {model!r}: its {CONFIG} must say base_model_name_or_path, r and lora_alpha; it says"
+            f" {base}, {rank}, {alpha}"
+        )
+    place = str(base)
+    if not (Path(place).expanduser() / "config.json").is_file():
+        if Path(place).is_absolute() or place.count("/") > 1:
+            raise ValueError(f"task.model {model!r}: its adapters are for {place}, which is not there; put it back")
+        place = f"{HUB}{place}" + (f"@{about['revision']}" if about.get("revision") else "")
+    layers = {name.removeprefix(OUTSIDE).partition(".lora_")[0] for name in names if ".lora_" in name}
     found = LoRA(
-        rank=about["r"],
-        alpha=about.get("lora_alpha", 8),
+        rank=rank,
+        alpha=alpha,
         rslora=bool(about.get("use_rslora")),
-        dropout=about.get("lora_dropout", 0.0),
-        targets=targets if targets == "all-linear" else sorted([targets] if isinstance(targets, str) else targets),
+        dropout=about.get("lora_dropout") or 0.0,
+        targets=sorted(layers),
     )
     return place, found
-
-
-def put_on(model: nn.Module, wanted: Adapters) -> tuple[Origin, str]:
-    """Puts adapters on a model, in place: in float32, whatever the model is in, which is frozen.
-
-    Returns:
-        What the model was read from, and a line for a person.
-
-    Raises:
-        ValueError: the targets match no layer, or ones that can have no adapter; or the adapters given are of others.
-    """
-    import_quietly()
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise ValueError("task.lora needs peft, which is not installed (pip install 'oneloop[lora]')") from error
-    settings = wanted.settings
-    assert settings.rank is not None
-    layers = _targets(model, settings.targets)
-    where, revision = place_of(wanted.base)
-    commit = commit_of(wanted.base)
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=where if commit else str(Path(where).resolve()),
-        revision=commit or revision,
-        r=settings.rank,
-        lora_alpha=int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,  # type: ignore[arg-type]
-        use_rslora=settings.rslora,
-        lora_dropout=settings.dropout,
-        target_modules=_ends(layers, model),
-        fan_in_fan_out=all(type(model.get_submodule(layer)).__name__ == "Conv1D" for layer in layers),
-    )
-    inject_adapter_in_model(config, model, adapter_name=_NAME)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    own = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    buffers = {name for name, _ in model.named_buffers()}
-    origin = Origin(
-        wanted.base,
-        frozenset(model.state_dict().keys() - own - buffers),
-        lambda: content_of_model(wanted.base, commit),
-        WEIGHTS,
-        lambda name: f"base_model.model.{name.replace(f'.{_NAME}', '')}",
-        {"lora_alpha": settings.alpha, "use_rslora": settings.rslora},
-    )
-    if wanted.given is not None:
-        _fill(model, wanted.given, origin)
-    count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    kinds = ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
-    line = f"LoRA of rank {settings.rank}, {count:,} parameters beside {len(layers)} layers ({kinds})"
-    return origin, line + (f" in 4 bits ({settings.quantize})" if settings.quantize else "")
-
-
-def _linear(model: nn.Module) -> list[str]:
-    """Names of the linear layers, the output layer and embeddings left out."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    kinds = ("Conv1D", "Linear4bit")
-    return [
-        name
-        for name, module in model.named_modules()
-        if module is not head and (isinstance(module, nn.Linear) or type(module).__name__ in kinds)
-    ]
-
-
-def _matches(name: str, end: str) -> bool:
-    return name == end or name.endswith(f".{end}")
-
-
-def _targets(model: nn.Module, targets: str | Sequence[str]) -> list[str]:
-    """The layers that get adapters."""
-    linear = _linear(model)
-    if isinstance(targets, str):
-        return linear
-    there = ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in linear))
-    for end in targets:
-        if not any(_matches(layer, end) for layer in linear):
-            other = [type(module).__name__ for name, module in model.named_modules() if _matches(name, end)]
-            what = f"leads to {other[0]}, which can have no adapter" if other else "matches no layer of the model"
-            raise ValueError(f"task.lora.targets {end!r} {what}; its linear layers are {there}")
-    return [layer for layer in linear if any(_matches(layer, end) for end in targets)]
-
-
-def _ends(layers: Sequence[str], model: nn.Module) -> list[str]:
-    """The shortest names that match these layers and nothing else."""
-    ends = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
-    others = {name for name, _ in model.named_modules()} - set(layers)
-    short = not any(_matches(name, end) for name in others for end in ends)
-    return sorted(ends) if short else sorted(layers)
-
-
-@torch.no_grad()
-def _fill(model: nn.Module, folder: Path, origin: Origin) -> None:
-    from safetensors.torch import load_file
-
-    loaded = load_file(folder / f"{WEIGHTS}.safetensors")
-    own = {origin.outside(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    wrong = sorted(own.keys() ^ loaded.keys()) or [name for name in own if own[name].shape != loaded[name].shape]
-    if wrong:
-        raise ValueError(
-            f"{folder}: its adapters are of another model: {wrong[0]}, …; its {CONFIG} names {origin.place}"
-        )
-    for name, parameter in own.items():
-        parameter.copy_(loaded[name])
-
-
-def save_config(model: nn.Module, folder: Path) -> None:
-    """Writes what peft needs to load the adapters."""
-    config: Any = model.peft_config[_NAME]  # type: ignore[index]
-    about = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-    about |= {"inference_mode": True}
-    (folder / CONFIG).write_text(json.dumps(about, indent=2, sort_keys=True, default=str))
-
-
-@torch.no_grad()
-def merged(model: nn.Module) -> nn.Module:
-    """The model with its adapters added to its weights, in place, each rounded once to the type that it is in. Matrices
-    in 4 bits become what they stand for."""
-    from peft.tuners.lora import LoraLayer
-
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
-        if isinstance(module, LoraLayer):
-            into = plain_layer(module.get_base_layer(), model)
-            delta = module.get_delta_weight(_NAME)  # type: ignore[operator]
-            into.weight.copy_(into.weight.to(delta.dtype) + delta)
-            _put(modules, name, into)
-        elif quantized(module) and not name.endswith(".base_layer"):
-            _put(modules, name, plain_layer(module, model))
-    for name in ("quantization_config", "_pre_quantization_dtype"):
-        if hasattr(model.config, name):
-            delattr(model.config, name)
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
-    del model.peft_config
-    return model
-
-
-def _put(modules: Mapping[str, nn.Module], name: str, module: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(modules[parent], last, module)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
 
+from oneloop.basics.hub import fetched
 from oneloop.tasks.language.attention import attend_within_documents
 from oneloop.tasks.language.four_bits import in_four_bits, settle_four_bits
 from oneloop.tasks.language.lora import LoRA
@@ -78,11 +80,11 @@ def known(
         ValueError: it cannot be loaded, or does not fit samples or tokenizer.
     """
     options: dict[str, Any] = {} if lora is None else {"dtype": "auto"}
+    refuse_quantized(name, lora)
     if lora is not None and lora.quantize is not None:
         options |= in_four_bits(lora.quantize, double_quant=lora.double_quant)
     model, notes = auto_model("AutoModelForCausalLM", name, None, **weights, **options)
-    if lora is not None and lora.quantize is not None:
-        settle_four_bits(model)
+    settle_four_bits(model)
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     longest = getattr(config, "max_position_embeddings", None)
     if longest and length > longest:
@@ -93,6 +95,28 @@ def known(
             " model, or the embeddings were not resized"
         )
     return model, notes
+
+
+def refuse_quantized(name: str, lora: LoRA | None) -> None:
+    """Refuses a model that was saved quantized, where it is not to be trained on as it is.
+
+    Raises:
+        ValueError: it is to be trained itself, or quantized anew, or by another library than bitsandbytes' 4 bits.
+    """
+    file = fetched(name, "config.json")
+    about = json.loads(file.read_text()).get("quantization_config") if file else None
+    if not about:
+        return
+    kind = about.get("bnb_4bit_quant_type") if about.get("load_in_4bit") else None
+    if kind is None:
+        raise ValueError(
+            f"task.model {name!r} is saved quantized ({about.get('quant_method')}), and of such models only those in 4"
+            " bits of bitsandbytes can get adapters; name the model it was made from"
+        )
+    if lora is None:
+        raise ValueError(f"task.model {name!r} is in 4 bits ({kind}), which cannot be trained; give task.lora.rank 16")
+    if lora.quantize is not None:
+        raise ValueError(f"task.lora.quantize {lora.quantize}: {name!r} is in 4 bits ({kind}) already; leave it out")
 
 
 def made_ready(model: nn.Module, *, packed: bool, router_loss: str) -> bool:
