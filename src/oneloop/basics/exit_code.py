@@ -11,6 +11,12 @@ FILE = "ONELOOP_EXIT_FILE"
 """the variable by which ``oneloop launch`` says where it wants the exit code"""
 
 
+def registered() -> None:
+    """Tells ``oneloop launch``, where it listens, that this process is to get the signals that it gets."""
+    if file := os.environ.get(FILE):
+        (Path(file).parent / f"process-{os.getpid()}").touch()
+
+
 def noted(code: int) -> bool:
     """Tells ``oneloop launch``, where it listens, the exit code. That of a stop replaces no other, an error any."""
     file = os.environ.get(FILE)

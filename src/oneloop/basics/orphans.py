@@ -44,6 +44,17 @@ def launcher() -> int | None:
     return parent
 
 
+def is_alive(process: int) -> bool:
+    """Whether there is such a process, of this user's, that has not ended."""
+    try:
+        os.kill(process, 0)
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return not Path("/proc/self").exists()
+
+
 def _is_python(process: int) -> bool:
     """Whether it may be a launcher (in a container one can be process 1)."""
     try:

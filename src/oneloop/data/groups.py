@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from oneloop.basics.orphans import die_with
 from oneloop.data.keyed import Batches, Keyed, Place
 from oneloop.data.order import Ordered
 
@@ -163,6 +166,7 @@ def loader(
         persistent_workers=False,
         prefetch_factor=max(2, math.ceil(ahead / workers)) if workers else None,
         generator=torch.Generator(),
+        worker_init_fn=partial(_begin_worker, os.getpid()),
     )
 
 
@@ -171,6 +175,14 @@ def end_workers(error: BaseException) -> None:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename == torch.utils.data.dataloader.__file__:
             frame.clear()
+
+
+def _begin_worker(parent: int, number: int) -> None:
+    """A process that loads data lives as long as the one that trains, which decides what signals mean."""
+    die_with(parent)
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -197,7 +209,7 @@ def groups(
     places = _Places(order, split, rank=rank, start=start)
     batches = iter(
         loader(
-            Keyed(dataset, seed=seed),
+            Keyed(dataset, seed=seed, name="train"),
             collate,
             places,
             workers=workers,

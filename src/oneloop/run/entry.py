@@ -28,6 +28,7 @@ from oneloop.run.folder import Folder
 from oneloop.run.identity import another_file, source_changed
 from oneloop.run.job import Job
 from oneloop.run.processes import Run, start
+from oneloop.run.same import refuse_other_jobs
 from oneloop.run.trial import explained, find_micro
 from oneloop.show.display import Display
 from oneloop.show.report.page import report
@@ -206,5 +207,6 @@ def _prepared(recipe: Recipe, run: Run, folder: Folder, *, tell: bool) -> Job | 
         job = build_job(
             recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=find_micro(recipe, run)
         )
+    refuse_other_jobs(job, run)
     run.stopping.also(file=folder.path / "STOP", after=recipe.stop.seconds)
     return job

@@ -37,6 +37,7 @@ from oneloop.run.folder import Folder
 from oneloop.run.model import BuiltModel, torch_dtype
 from oneloop.run.processes import Run
 from oneloop.run.rhythm import Rhythm
+from oneloop.run.shared_folder import refuse_other_folders
 from oneloop.show.examples import Examples
 from oneloop.show.tracking import Tracking
 from oneloop.supervise.link import LINK
@@ -126,6 +127,7 @@ class Job:
                 there = len(Store(folder.path / "checkpoints").sealed())
                 most = min(save.keep + save.best + 1, 1 + self.steps // max(1, self.rhythm.every["save"] or self.steps))
                 folder.hold(need=max(0, most - there) * (each + _SMALL) + once + _SMALL)
+        refuse_other_folders(folder.path, run, main=run.main)
 
     def begin(self, folder: Folder, run: Run) -> None:
         """Writes down what is known before the first step, on rank 0. Every rank must get here."""

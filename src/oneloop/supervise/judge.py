@@ -29,6 +29,8 @@ class Standing:
     waits: bool = False
     """for other processes"""
     where: str = ""
+    patience: float = 1.0
+    """factor of all limits"""
     held: bool = False
     """by a person: not to be judged"""
     silent: float = 0.0
@@ -41,7 +43,7 @@ class Standing:
     def late(self, told: bool) -> bool:
         limit = self.limit
         if told and self.phase not in (SAVING, ENDING):
-            limit = min(limit, _TOLD)
+            limit = min(limit, self.patience * _TOLD)
         return not self.held and self.since > limit
 
 

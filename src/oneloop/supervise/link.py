@@ -43,6 +43,7 @@ class Link:
         """From now on it is told through ``handle``; on SIGUSR2 the stacks of all threads go to ``stacks``."""
         self._handle, self._owner = handle, os.getpid()
         os.set_blocking(handle, False)
+        faulthandler.enable()  # a fault in native code tells its stack
         if hasattr(faulthandler, "register"):
             faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
 
@@ -82,7 +83,13 @@ def _beat(patience: float) -> dict[str, Any]:
     since = time.monotonic() - BEATS.last
     beat: dict[str, Any] = {"phase": BEATS.now_in, "count": BEATS.count, "since": since, "limit": BEATS.limit(patience)}
     usual = BEATS.usual()
-    beat |= {"median": usual[0] if usual else None, "waits": False, "where": "", "held": patience <= 0}
+    beat |= {
+        "patience": patience,
+        "median": usual[0] if usual else None,
+        "waits": False,
+        "where": "",
+        "held": patience <= 0,
+    }
     if since > _QUIET:
         seen = stance()
         beat |= {"waits": seen.waits, "where": seen.where, "held": beat["held"] or seen.debugged}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from oneloop.basics.errors import ERROR, STOPPED
-from oneloop.basics.exit_code import noted
+from oneloop.basics.exit_code import noted, registered
 from oneloop.basics.orphans import die_with, launcher
 from oneloop.supervise.cause import Cause, of_a_death, stopped_early
 from oneloop.supervise.judge import Standing
@@ -99,6 +99,7 @@ class Supervisor:
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:  # nohup
                 signal.signal(number, lambda number, _: self._signals.append(number))
+        registered()
         signal.signal(signal.SIGCHLD, lambda number, _: None)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         self._selector.register(wake, selectors.EVENT_READ, wake)

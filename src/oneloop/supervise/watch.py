@@ -58,8 +58,9 @@ class Watch:
             return None
         said = "; ".join(map(sentence, late))
         if not self._named:
-            self._named, self._until = [one.rank for one in late], time.monotonic() + _GRACE
-            self._say(f"{said}; the run ends in {_GRACE:.0f} s if that goes on")
+            grace = _GRACE * late[0].patience
+            self._named, self._until = [one.rank for one in late], time.monotonic() + grace
+            self._say(f"{said}; the run ends in {grace:.0f} s if that goes on")
             ask_for_stacks(False)
             return None
         if time.monotonic() < self._until:
