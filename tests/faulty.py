@@ -58,6 +58,7 @@ class Faulty(Ragged):
         at: how many times it goes well before, counted from the first step on.
         once: a file; where it is, nothing goes wrong, and it is made before something does.
         pause: seconds of each loss.
+        unlike: what is otherwise on rank 1: ``shorter``, ``other``, ``wider``.
     """
 
     def __init__(
@@ -68,10 +69,13 @@ class Faulty(Ragged):
         at: int = 20,
         once: str = "",
         pause: float = 0.0,
+        unlike: str = "",
         samples: int = 64,
         **more: Any,
     ) -> None:
-        super().__init__(samples=samples, **more)
+        self.unlike = unlike if os.environ.get("RANK") == "1" else ""
+        super().__init__(samples=samples - 4 * (self.unlike == "shorter"), **more)
+        self.width += self.unlike == "wider"
         self.fault, self.where, self.rank, self.at, self.once, self.pause = fault, where, rank, at, once, pause
         self.come_by = 0
 
@@ -85,7 +89,7 @@ class Faulty(Ragged):
             happens(self.fault)
 
     def train_set(self) -> Any:
-        return Samples(self.samples, seed=1, task=self)
+        return Samples(self.samples, seed=2 if self.unlike == "other" else 1, task=self)
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         if model.training:

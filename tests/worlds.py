@@ -141,6 +141,15 @@ def train(argv: Sequence[str]) -> None:
     main(list(argv))
 
 
+def watched(argv: Sequence[str]) -> None:
+    """The same, watched, as on a command line."""
+    from oneloop.run import early
+    from oneloop.train import main
+
+    early.begin(argv)
+    main(list(argv))
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

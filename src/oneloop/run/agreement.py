@@ -27,7 +27,7 @@ from oneloop.run.ending import leave_at_once
 _PATIENCE = 15.0
 """seconds in which the others hear of what is wrong on one rank"""
 _KNOWN, _LEAST, _MANY = 50, 600.0, 20
-"""steps after which collectives get a time-out of the run's own: so many seconds at least, so many times what is named"""
+"""steps after which collectives get a time-out of the run's own: seconds at least, and times what names a hang"""
 
 
 class Saves(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import NoReturn
 
@@ -17,11 +18,11 @@ from oneloop.supervise.link import LINK
 from oneloop.supervise.supervisor import supervised
 
 
-def begin() -> None:
-    """Reads the command line of this process; ``--help`` and bad input end here."""
+def begin(argv: Sequence[str] | None = None) -> None:
+    """Reads the command line, in a process that is watched from now on; ``--help`` and bad input end here."""
     supervised()
     try:
-        recipe = read_once(tuple(sys.argv[1:]))
+        recipe = read_once(tuple(sys.argv[1:] if argv is None else argv))
     except BadInput as error:
         refuse(error)
     LINK.report(recipe.machine.patience)
