@@ -27,7 +27,7 @@ def folder(tmp_path) -> Path:
 
 
 def faulty(folder: Path, *words: str, config: str = "single", ranks: int = 1):
-    return run(watched, ["f.yaml", *words], config=config, ranks=ranks, folder=folder)
+    return run(watched, ["f.yaml", *words], config=config, ranks=ranks, folder=folder, watch=True)
 
 
 def summary(folder: Path) -> dict:
@@ -172,7 +172,7 @@ def _with_a_stuck_writer(argv: list[str]) -> None:
 @pytest.mark.parametrize(("config", "ranks"), [("single", 1), pytest.param("fsdp2", 2, marks=pytest.mark.slow)])
 def test_a_stuck_save_does_not_hold_training(folder, config, ranks):
     words = ["f.yaml", "--machine.patience", "0.1", "--duration", "60", "--save.every", "20"]
-    world = run(_with_a_stuck_writer, words, config=config, ranks=ranks, folder=folder)
+    world = run(_with_a_stuck_writer, words, config=config, ranks=ranks, folder=folder, watch=True)
     assert world.codes == [1] * ranks, world.output
     assert "the save of step 20 has not come to its end in 1 s: its storage stands still; going on" in world.output
     assert "its storage stands still" in summary(folder)["exit_reason"]
@@ -279,7 +279,7 @@ def _apart(argv: list[str]) -> None:
 
 
 def test_another_folder_on_each_rank_is_refused(folder):
-    world = run(_apart, ["f.yaml"], config="ddp", ranks=2, folder=folder, timeout=60)
+    world = run(_apart, ["f.yaml"], config="ddp", ranks=2, folder=folder, watch=True)
     assert world.codes == [2, 2] and "run.dir run is another folder on rank 1" in world.output, world.output
     assert not (folder / "rank-0" / "run").exists()
 

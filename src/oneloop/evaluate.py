@@ -73,9 +73,8 @@ def evaluate(
     """
     sources = getattr(dataset, "sources", None) or {"": range(len(dataset))}
     share = share_of([*sources.values()], micro, accelerator.num_processes, accelerator.process_index)
-    keyed = Keyed(dataset, seed=seed, name=name)
+    keyed, device = Keyed(dataset, seed=seed, name=name), accelerator.device
     collate = Weighed(task.collate, task.weight, dtype=dtype)  # held-out samples may differ in weight
-    device = accelerator.device
     wide = torch.float32 if device.type == "mps" else torch.float64
     measured = task.metrics().to(device) if hasattr(task, "metrics") else None
     totals, weights = torch.zeros(len(sources), dtype=wide, device=device), [0.0] * len(sources)

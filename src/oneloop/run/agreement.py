@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed import distributed_c10d
 
 from oneloop.basics.beats import BEATS, TRAINING
 from oneloop.basics.errors import BAD_INPUT, BadInput
@@ -84,8 +84,9 @@ class Agreement:
 
     def _wait_at_most(self, seconds: float) -> None:
         """Of collectives: a second net, where nothing watches the processes of a run."""
+        set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before 2.15
         for group in (dist.group.WORLD, self._host):
-            _set_pg_timeout(timedelta(seconds=seconds), group)
+            set_timeout(timedelta(seconds=seconds), group)
 
     def begin_afresh(self) -> None:
         """What :meth:`agreed` has loaded ahead is dropped. Every rank must get here, at the same step."""

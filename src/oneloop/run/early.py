@@ -18,11 +18,16 @@ from oneloop.supervise.link import LINK
 from oneloop.supervise.supervisor import supervised
 
 
-def begin(argv: Sequence[str] | None = None) -> None:
+def begin() -> None:
     """Reads the command line, in a process that is watched from now on; ``--help`` and bad input end here."""
     supervised()
+    report(sys.argv[1:])
+
+
+def report(argv: Sequence[str]) -> None:
+    """Reads these words, and tells from now on how this process gets on, where it is watched."""
     try:
-        recipe = read_once(tuple(sys.argv[1:] if argv is None else argv))
+        recipe = read_once(tuple(argv))
     except BadInput as error:
         refuse(error)
     LINK.report(recipe.machine.patience)

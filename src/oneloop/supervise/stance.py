@@ -15,7 +15,7 @@ _OF_OTHERS = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/", 
 """where a process waits for the others, or for a device that waits for them"""
 _DOING = ("data", "checkpoint", "show", "tasks", "evaluate.py", "predict.py")
 """rooms of oneloop in which a process that stands still does so by itself"""
-_COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/")
+_COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/")
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd", "/debugpy/", "/ipdb/")
 
 
