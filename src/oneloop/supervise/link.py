@@ -32,7 +32,7 @@ class Link:
     def __init__(self) -> None:
         self._handle: int | None = None
         self._owner = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.patience = 1.0
 
     @property

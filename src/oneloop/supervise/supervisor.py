@@ -7,12 +7,13 @@ import selectors
 import signal
 import sys
 import time
+import traceback
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from oneloop.basics.errors import ERROR, STOPPED
+from oneloop.basics.errors import BAD_INPUT, ERROR, STOPPED
 from oneloop.basics.exit_code import noted, registered
 from oneloop.basics.orphans import die_with, launcher
 from oneloop.supervise.cause import Cause, of_a_death, stopped_early
@@ -86,6 +87,8 @@ class Supervisor:
         self._causes: list[Cause] = []
         self._decided = float("inf")
         """when the cause is to be known"""
+        self._refused = float("inf")
+        """when a run ends that one rank has refused"""
         self._stacks: dict[int, str] = {}
         self._awaited: set[int] = set()
         """ranks whose stacks are asked for"""
@@ -105,10 +108,19 @@ class Supervisor:
         self._selector.register(wake, selectors.EVENT_READ, wake)
         self._selector.register(self.child.reports, selectors.EVENT_READ, self.child)
         self.peers.watch()
-        while True:
-            for key, _ in self._selector.select(_LOOK):
-                self._read(key.data)
-            self._look()
+        try:
+            while True:
+                for key, _ in self._selector.select(_LOOK):
+                    self._read(key.data)
+                self._look()
+        except Exception:  # a fault of the watching is none of the training
+            traceback.print_exc()
+            say("this rank is not watched any more, and goes on")
+        while self.child.alive():
+            time.sleep(_LOOK)
+            while self._signals:
+                self.child.signal(self._signals.pop(0))
+        os._exit(self.child.status if self.child.status and self.child.status > 0 else int(bool(self.child.status)))
 
     # --- what is heard ---
 
@@ -134,7 +146,7 @@ class Supervisor:
             case {"ended": code}:
                 self._announced = code
                 self.watch.ended(self.peers.rank)
-                self.peers.tell(ended=True)
+                self.peers.tell(ended=code)
             case {"fault": fault}:
                 self._found(Cause(self.child.rank, **fault))
 
@@ -145,12 +157,15 @@ class Supervisor:
                     self._found(Cause(rank, f"rank {rank} has gone, and what watched it", follows=True))
             case {"standing": standing}:
                 self.watch.hear(Standing(**standing))
-            case {"ended": _}:
+            case {"ended": code}:
                 self.watch.ended(rank)
+                if code == BAD_INPUT:  # found by that rank alone, if the others do not say the same at once
+                    self._refused = min(self._refused, time.monotonic() + 3 * _OTHERS)
             case {"cause": cause}:
                 self._found(Cause(**cause))
             case {"dump": wake}:
                 self.peers.tell(stacks=self.child.stacks(wake=wake))
+                self._looked = time.monotonic()  # it was this process that took its time
             case {"stacks": text}:
                 self._stacks[rank] = text or self._stacks.get(rank, "")
                 self._awaited.discard(rank)
@@ -185,6 +200,9 @@ class Supervisor:
             self._causes, self._decided = [cause], now
         if now > self._decided:
             self._wreck()
+        if now > self._refused:
+            self.peers.tell(end=BAD_INPUT)
+            self._leave(BAD_INPUT)
 
     def _pass_on(self, number: int, by: str = "") -> None:
         by = by or signal.Signals(number).name
@@ -241,6 +259,7 @@ class Supervisor:
                 self._read(key.data)
         if self._folder is not None:
             leave_stacks(self._folder, self._stacks)
+        self._looked = time.monotonic()
 
     def _wreck(self) -> NoReturn:
         """Ends all, and says why: the last word of the run."""

@@ -42,7 +42,10 @@ class Trainee:
             while more := os.read(self.reports, 1 << 16):
                 self._buffer += more
         *lines, self._buffer = self._buffer.split(b"\n")
-        told = [json.loads(line) for line in lines]
+        told = []
+        for line in lines:
+            with suppress(ValueError):  # one that could not be told whole
+                told.append(json.loads(line))
         for message in told:
             if "beat" in message:
                 self._beat, self._heard = message["beat"], time.monotonic()
