@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 import time
@@ -58,6 +59,8 @@ class Faulty(Ragged):
         at: how many times it goes well before, counted from the first step on.
         once: a file; where it is, nothing goes wrong, and it is made before something does.
         pause: seconds of each loss.
+        slow: the share of losses that take a hundred times as long.
+        eval_pause: seconds of each loss in evaluation.
         unlike: what is otherwise on rank 1: ``shorter``, ``other``, ``wider``.
     """
 
@@ -69,6 +72,8 @@ class Faulty(Ragged):
         at: int = 20,
         once: str = "",
         pause: float = 0.0,
+        slow: float = 0.0,
+        eval_pause: float = 0.0,
         unlike: str = "",
         samples: int = 64,
         **more: Any,
@@ -77,6 +82,7 @@ class Faulty(Ragged):
         super().__init__(samples=samples - 4 * (self.unlike == "shorter"), **more)
         self.width += self.unlike == "wider"
         self.fault, self.where, self.rank, self.at, self.once, self.pause = fault, where, rank, at, once, pause
+        self.slow, self.eval_pause = slow, eval_pause
         self.come_by = 0
 
     def come(self, where: str) -> None:
@@ -93,6 +99,9 @@ class Faulty(Ragged):
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         if model.training:
-            time.sleep(self.pause)
+            slow = random.Random(int(batch["index"].sum())).random() < self.slow  # alike in every run
+            time.sleep(self.pause * (100 if slow else 1))
             self.come("loss")
+        else:
+            time.sleep(self.eval_pause)
         return super().loss(model, batch)

@@ -297,3 +297,23 @@ def test_ranks_that_see_other_things_are_refused(folder, config, fault, says):
     world = faulty(folder, "--task.unlike", fault, config=config, ranks=2)
     assert world.codes == [2, 2] and says in world.output, world.output
     assert not (folder / "run").exists()
+
+
+# --- no false alarm ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "ranks"), SPLITS)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--task.eval_pause", "30", "--duration", "20", "--eval.every", "20"],  # two batches: an evaluation of 60 s
+        ["--task.fault", "sleep:30", "--task.at", "4", "--task.once", "once", "--duration", "60"],
+        ["--task.pause", "0.02", "--task.slow", "0.03", "--duration", "300"],  # 100 times slower, at random
+    ],
+    ids=["a long evaluation", "a slow first step", "steps at random 100x slower"],
+)
+def test_a_run_that_gets_on_is_left_alone(folder, words, config, ranks):
+    world = run(watched, ["f.yaml", *words], config=config, ranks=ranks, folder=folder, watch=True, timeout=300)
+    world.ok()
+    assert "stands still" not in world.output and summary(folder)["exit_reason"] == "done"
