@@ -18,6 +18,7 @@ from worlds import CONFIGS, run, watched
 RECIPE = "task: faulty.Faulty\nbatch: {size: 8}\nduration: 200\nlog: {every: 10}\neval: {every: 50}\n"
 RECIPE += "save: {every: 10}\ntrack: []\nrun: {dir: run}\n"
 SPLITS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
+TWENTY = pytest.mark.parametrize("repeat", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 21))])
 
 
 @pytest.fixture
@@ -72,7 +73,8 @@ DEFAULT = {("single", 1), ("single", 2), ("ddp", 0), ("fsdp2", 4), ("ddp", 5), (
         for number, death in enumerate(DEATHS)
     ],
 )
-def test_a_death_is_named_and_all_go(folder, config, ranks, rank, fault, where, says):
+@TWENTY
+def test_a_death_is_named_and_all_go(folder, config, ranks, rank, fault, where, says, repeat):
     words = ["--task.fault", fault, "--task.where", where, "--task.rank", str(rank), "--task.at", "170"]
     words += ["--task.once", str(folder / "once")]
     world = faulty(folder, *words, config=config, ranks=ranks)
@@ -130,7 +132,8 @@ DEFAULT_HANGS = {("ddp", 0), ("single", 1), ("fsdp2", 2)}
         if (config, number) != ("single", 0)  # a run of one process that a person has stopped stays so
     ],
 )
-def test_who_stands_still_is_named_and_all_go(folder, config, ranks, fault, where):
+@TWENTY
+def test_who_stands_still_is_named_and_all_go(folder, config, ranks, fault, where, repeat):
     rank = ranks - 1
     words = ["--task.fault", fault, "--task.where", where, "--task.rank", str(rank), "--task.at", "170"]
     words += ["--machine.patience", "0.3", "--task.once", str(folder / "once")]
@@ -226,7 +229,8 @@ LAUNCHERS = {
         ),
     ],
 )
-def test_a_signal_to_the_launcher_saves(folder, launcher, config, name):
+@TWENTY
+def test_a_signal_to_the_launcher_saves(folder, launcher, config, name, repeat):
     words = ["--config_file", str(CONFIGS / f"{config}.yaml")]
     words += ["-m", "oneloop.train", "f.yaml"] if launcher == "accelerate" else ["f.yaml"]
     words += ["--task.pause", "0.02", "--duration", "20000"]

@@ -19,6 +19,11 @@ _AT_ONCE = 1.0
 """seconds in which a second interrupt is the first one, which a launcher has passed on"""
 
 
+def _heard() -> list[signal.Signals]:
+    """Those that ask for a stop; not SIGHUP under nohup."""
+    return [one for one in _SIGNALS if one.name != "SIGHUP" or signal.getsignal(one) is not signal.SIG_IGN]
+
+
 class Stopping:
     """Whether this process was told to stop, and by what.
 
@@ -41,9 +46,8 @@ class Stopping:
         """From now on SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask for a stop: of a run that has begun after the step, of
         another at once, by :class:`StoppedEarly`. A second SIGINT ends at once."""
         self.early = True
-        for number in _SIGNALS:
-            if number != getattr(signal, "SIGHUP", None) or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                signal.signal(number, self._end_at_twice)
+        for number in _heard():
+            signal.signal(number, self._end_at_twice)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -52,7 +56,7 @@ class Stopping:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._raise_at_twice) for number in _SIGNALS}
+        before = {number: signal.signal(number, self._raise_at_twice) for number in _heard()}
         try:
             yield
         finally:
