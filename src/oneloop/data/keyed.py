@@ -65,7 +65,8 @@ class Keyed(Dataset[Any]):
         except Exception as error:
             if self._at is None:  # of collate
                 raise
-            raise SampleError(self._told(error)) from error
+            kind = UnfitSample if isinstance(error, ValueError) else SampleError
+            raise kind(self._told(error)) from error
 
     def _told(self, error: Exception) -> str:
         assert self._at is not None
@@ -131,6 +132,10 @@ class Keyed(Dataset[Any]):
 
 class SampleError(RuntimeError):
     """A sample cannot be loaded."""
+
+
+class UnfitSample(SampleError, ValueError):
+    """A sample cannot be loaded, by a ValueError: what lies there is not what it should be."""
 
 
 class Batches(Dataset[Any]):

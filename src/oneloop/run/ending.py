@@ -41,6 +41,6 @@ def leave(code: int, *, main: bool) -> NoReturn:
         if not main and code not in (0, errors.ERROR):
             time.sleep(3)  # torchrun ends all ranks with the first that fails: let rank 0 say why first
         os._exit(code)
-    if LINK.watched:  # nothing waits for a process that loads data
+    if LINK.watched and code == errors.ERROR:  # nothing waits for a process that loads data, which may block
         os._exit(code)
     raise SystemExit(code)

@@ -59,7 +59,7 @@ def main(train: Train, argv: Sequence[str]) -> NoReturn:
             print(f"oneloop: {stopped_early(run.stopping.by)}", file=sys.stderr)
         leave_at_once(errors.STOPPED)
     except Exception as error:  # before there was a run
-        _tell(error, f"{type(error).__name__}: {error}")
+        _tell(error, _words(error))
         leave(errors.ERROR, main=is_main())
     run.end(summary["exit_code"])
 
@@ -129,7 +129,7 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, tell: bool = False) -> tu
 def _failed(error: Exception, job: Job, run: Run, folder: Folder, *, tell: bool) -> dict[str, Any]:
     """The summary of a run that an error has ended; of a lack of memory, what to do."""
     end_workers(error)
-    reason = f"{type(error).__name__}: {error}"
+    reason = _words(error)
     if is_out_of_memory(error):
         if run.device.type == "cuda" and folder.path.is_dir():  # begun, by rank 0
             snapshot = memory_snapshot(folder.path / "profile" / f"out-of-memory-{run.rank}.pickle")
@@ -138,6 +138,15 @@ def _failed(error: Exception, job: Job, run: Run, folder: Folder, *, tell: bool)
     if tell:
         _tell(error, reason)
     return {"exit_reason": f"error: {reason}", "exit_code": errors.ERROR}
+
+
+def _words(error: Exception) -> str:
+    """An error in a line; of one that a data worker has passed on with its traceback, the last."""
+    text = str(error)
+    if text.startswith("Caught ") and text.strip():
+        kind, _, text = text.strip().splitlines()[-1].partition(": ")
+        return f"{kind.rpartition('.')[2]}: {text}"
+    return f"{type(error).__name__}: {text}"
 
 
 def _tell(error: Exception, reason: str) -> None:

@@ -27,7 +27,7 @@ from oneloop.tasks.contract import theirs
 
 SAMPLES = 16
 """of each data set, spread over it, that are loaded and compared"""
-_FIRST = 2
+FIRST = 2
 """of each data set, that all ranks compare"""
 
 
@@ -160,7 +160,7 @@ def first_samples(task: Any, sets: Mapping[str, Any], *, seed: int) -> dict[str,
     """Length of each set, and what tells its first samples from others; None of a set that draws for itself."""
 
     def load(dataset: Any) -> str | None:
-        keyed, places = Keyed(dataset, seed=seed), range(min(_FIRST, len(dataset)))
+        keyed, places = Keyed(dataset, seed=seed), range(min(FIRST, len(dataset)))
         one, other = (checksum(keyed[0, index] for index in places) for _ in range(2))
         return one if one == other else None
 

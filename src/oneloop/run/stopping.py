@@ -80,17 +80,17 @@ class Stopping:
                 self.by = "a STOP file"
         return self.by is not None
 
-    def _note(self, number: int) -> bool:
-        """Whether it is an interrupt that was heard before."""
+    def _note(self, number: int, *, apart: float = 0.0) -> bool:
+        """Whether it is an interrupt that was heard before, as many seconds ago at least."""
         now = time.monotonic()
-        again = number == signal.SIGINT and number in self._heard and now - self._interrupted > _AT_ONCE
+        again = number == signal.SIGINT and number in self._heard and now - self._interrupted >= apart
         self._interrupted = now if number == signal.SIGINT else self._interrupted
         self.by = signal.Signals(number).name
         self._heard.append(signal.Signals(number))
         return again
 
     def _end_at_twice(self, number: int, frame: Any) -> None:
-        if self._note(number):
+        if self._note(number, apart=_AT_ONCE):
             if os.isatty(1):
                 os.write(1, b"\x1b[?25h")  # a bar has hidden the cursor
             leave_at_once(128 + signal.SIGINT)

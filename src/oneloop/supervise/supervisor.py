@@ -233,7 +233,7 @@ class Supervisor:
         assert code is not None
         if self._announced is not None:
             os._exit(code if code >= 0 else self._announced)
-        if self._folder is None and code >= 0 and not self.peers.together:
+        if self._folder is None and code >= 0 and (self.peers.ranks == 1 or not self.peers.together):
             os._exit(code)  # it could not even begin, and has said why
         if not self._causes:
             told = self._told[1] if self._told else None
