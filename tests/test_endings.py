@@ -47,8 +47,8 @@ def goes_on(folder: Path, *words: str, config: str = "single", ranks: int = 1) -
 OS_EXIT = "ended with exit code 5 and without a word: some code called os._exit"
 DEATHS = [
     ("raise:ValueError", "loss", "ValueError: the fault"),
-    ("raise:ValueError", "sample", "SampleError: sample "),
-    ("raise:StopIteration", "sample", "SampleError: sample "),
+    ("raise:ValueError", "sample", "of the train set cannot be loaded: ValueError: the fault"),
+    ("raise:StopIteration", "sample", "of the train set cannot be loaded: StopIteration: the fault"),
     ("raise:MemoryError", "loss", "out of memory on cpu"),
     ("exit:3", "loss", "RuntimeError: sys.exit(3) was called"),
     ("os_exit:5", "loss", OS_EXIT),

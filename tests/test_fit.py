@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from oneloop.basics.errors import BadInput, Diverged
+from oneloop.data.keyed import SampleError
 from oneloop.recipe.parse import read, recipe
 from worlds import _free_port, run, train
 

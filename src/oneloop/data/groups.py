@@ -156,7 +156,7 @@ def loader(
     dataset = Batches(samples, collate)
     if not workers and device.type != "cuda":  # a DataLoader would only keep a profiler's record of each (8 us)
         return map(dataset.__getitem__, batches)
-    return DataLoader(
+    loading = DataLoader(
         dataset,
         batch_size=None,
         sampler=batches,
@@ -168,6 +168,7 @@ def loader(
         generator=torch.Generator(),
         worker_init_fn=partial(_begin_worker, os.getpid()),
     )
+    return _of_workers(loading) if workers else loading
 
 
 def end_workers(error: BaseException) -> None:
@@ -175,6 +176,14 @@ def end_workers(error: BaseException) -> None:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename == torch.utils.data.dataloader.__file__:
             frame.clear()
+
+
+def _of_workers(loading: Iterable[tuple[Batch, float]]) -> Iterator[tuple[Batch, float]]:
+    """What worker processes load; one that has gone is called by its name, however that is seen."""
+    try:
+        yield from loading
+    except (ConnectionError, EOFError) as error:
+        raise RuntimeError(f"a DataLoader worker has gone without a word ({error}): some code ended it") from error
 
 
 def _begin_worker(parent: int, number: int) -> None:
