@@ -51,7 +51,7 @@ class Ending(NamedTuple):
 
 
 def fault(what: str, where: str = "loss") -> tuple[str, ...]:
-    return ("--task.fault", what, "--task.where", where, "--task.at", "400", "--task.once", "once")
+    return ("--task.fault", what, "--task.where", where, "--task.at", "160", "--task.once", "once")
 
 
 ENDINGS = [
