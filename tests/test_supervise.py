@@ -63,7 +63,7 @@ def test_a_limit_is_learned_from_what_is_usual(monkeypatch):
         assert seen.limit(1.0) == 600 and seen.limit(3.0) == 1800
     now[0] += 8.0
     seen.beat()
-    assert seen.usual() == (2.0, 8.0) and seen.limit(1.0) == 8 + 10 and seen.limit(0.5) == 8 + 5
+    assert seen.usual() == (2.0, 8.0) and seen.limit(1.0) == 8 + 9 and seen.limit(0.5) == 8 + 4.5
     with seen.phase(EVALUATION):
         assert seen.limit(1.0) == 600
         now[0] += 100.0
@@ -71,4 +71,4 @@ def test_a_limit_is_learned_from_what_is_usual(monkeypatch):
     for _ in range(200):
         now[0] += 4.0
         seen.beat()
-    assert seen.limit(1.0) == 4 + 12  # three medians are more than ten seconds
+    assert seen.limit(1.0) == 4 + 12  # three medians are more than nine seconds

@@ -21,7 +21,7 @@ _LEARNS = (TRAINING, EVALUATION)
 _WARM = 2
 """steps of a phase that tell nothing of those that follow"""
 _ENOUGH = 3
-_AT_LEAST = 10.0
+_AT_LEAST = 9.0
 """seconds that are waited beyond what was to be expected"""
 
 
@@ -72,7 +72,7 @@ class Beats:
 
     def limit(self, patience: float) -> float:
         """Seconds after which a process that gives no sign of life stands still: the longest that was usual and, times
-        ``patience``, the larger of three medians and ten seconds."""
+        ``patience``, the larger of three medians and nine seconds."""
         usual = self.usual()
         if usual is None:
             return patience * _FIRST[self.now_in]

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from oneloop.supervise.cause import Cause
 from oneloop.supervise.judge import Standing, culprits, sentence
 
-_GRACE = 12.0
+_GRACE = 10.0
 """seconds from the word that a rank stands still to the end of the run"""
 
 
