@@ -37,15 +37,11 @@ class Origin:
         """Looks whether what was read is still there; where it was only touched, or copied anew, it is.
 
         Raises:
-            ValueError: it is not: what stands on it would stand on something else.
+            ValueError: it is not, or cannot be read: what stands on it would stand on something else.
         """
         if (now := self.seen()) == self.__dict__["_first"]:
             return
-        try:
-            same = self.look() == self.__dict__.get("content")
-        except OSError:  # a file has gone
-            same = False
-        if not same:
+        if self.look() != self.__dict__.get("content"):
             raise ValueError(f"{self.place} was changed while this run stood on it; put back what it was")
         self.__dict__["_first"] = now
 
