@@ -77,7 +77,9 @@ def test_evaluation(tmp_path):
 def _connected(cpu: bool) -> int:
     from accelerate import Accelerator
 
-    return Accelerator(cpu=cpu).num_processes
+    accelerator = Accelerator(cpu=cpu)
+    accelerator.wait_for_everyone()  # rank 0 serves the store that the others still connect by
+    return accelerator.num_processes
 
 
 def test_what_a_plain_script_needs_without_a_gpu(tmp_path):

@@ -114,6 +114,18 @@ def test_a_model_that_is_changed_underfoot(base, tmp_path):
     task = the_task(own, rank=4)
     task.model()
     task.origin.unchanged()
+    assert task.origin.content["files"]  # from here on it is known what it was
+    before = (own / "model.safetensors").read_bytes()
+    (own / "model.safetensors").write_bytes(before)
+    task.origin.unchanged()
+    (own / "config.json").rename(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="config.json cannot be read"):
+        task.origin.unchanged()
+    (tmp_path / "config.json").rename(own / "config.json")
+    task.origin.unchanged()
+    (own / "model.safetensors").write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    with pytest.raises(ValueError, match="was changed while this run stood on it"):
+        task.origin.unchanged()
 
 
 def test_adapters_on_a_model_that_has_changed(tmp_path):

@@ -34,13 +34,16 @@ class Origin:
         self.__dict__["_first"] = self.seen()
 
     def unchanged(self) -> None:
-        """Looks whether what was read is still there.
+        """Looks whether what was read is still there; where it was only touched, or copied anew, it is.
 
         Raises:
-            ValueError: it is not: what stands on it would stand on something else.
+            ValueError: it is not, or cannot be read: what stands on it would stand on something else.
         """
-        if self.seen() != self.__dict__["_first"]:
+        if (now := self.seen()) == self.__dict__["_first"]:
+            return
+        if self.look() != self.__dict__.get("content"):
             raise ValueError(f"{self.place} was changed while this run stood on it; put back what it was")
+        self.__dict__["_first"] = now
 
     @cached_property
     def content(self) -> dict[str, Any]:
