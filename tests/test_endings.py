@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from worlds import CONFIGS, run, watched
+from worlds import CONFIGS, run, train
 
 RECIPE = "task: faulty.Faulty\nbatch: {size: 8}\nduration: 200\nlog: {every: 10}\neval: {every: 50}\n"
 RECIPE += "save: {every: 10}\ntrack: []\nrun: {dir: run}\n"
@@ -28,7 +28,7 @@ def folder(tmp_path) -> Path:
 
 
 def faulty(folder: Path, *words: str, config: str = "single", ranks: int = 1):
-    return run(watched, ["f.yaml", *words], config=config, ranks=ranks, folder=folder, watch=True)
+    return run(train, ["f.yaml", *words], config=config, ranks=ranks, folder=folder)
 
 
 def summary(folder: Path) -> dict:
@@ -169,7 +169,7 @@ def _with_a_stuck_writer(argv: list[str]) -> None:
     from oneloop.checkpoint import under_way
 
     under_way.WRITER = "stuck_writer"
-    watched(argv)
+    train(argv)
 
 
 @pytest.mark.parametrize(("config", "ranks"), [("single", 1), pytest.param("fsdp2", 2, marks=pytest.mark.slow)])
@@ -260,8 +260,10 @@ def test_a_signal_before_the_run_has_begun_leaves_nothing(folder, after):
 
 
 def test_a_stop_is_heard_where_a_sample_blocks(folder):
-    process = _started(folder, "--task.fault", "read", "--task.where", "sample", "--task.at", "300")
-    _until(lambda: (folder / "run" / "checkpoints" / "step-00000020").exists())
+    """Also in the first steps, which may take minutes."""
+    words = ["--task.fault", "read", "--task.where", "sample", "--task.at", "24", "--task.once", "once"]
+    process = _started(folder, *words, "--machine.patience", "0.3")
+    _until(lambda: (folder / "once").exists())
     time.sleep(1.0)
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
@@ -279,11 +281,11 @@ def _apart(argv: list[str]) -> None:
     place.mkdir()
     (place / "f.yaml").write_text(Path("f.yaml").read_text())
     os.chdir(place)
-    watched(argv)
+    train(argv)
 
 
 def test_another_folder_on_each_rank_is_refused(folder):
-    world = run(_apart, ["f.yaml"], config="ddp", ranks=2, folder=folder, watch=True)
+    world = run(_apart, ["f.yaml", "--machine.patience", "0.2"], config="ddp", ranks=2, folder=folder, watch=True)
     assert world.codes == [2, 2] and "run.dir run is another folder on rank 1" in world.output, world.output
     assert not (folder / "rank-0" / "run").exists()
 
@@ -318,6 +320,6 @@ def test_ranks_that_see_other_things_are_refused(folder, config, fault, says):
     ids=["a long evaluation", "a slow first step", "steps at random 100x slower"],
 )
 def test_a_run_that_gets_on_is_left_alone(folder, words, config, ranks):
-    world = run(watched, ["f.yaml", *words], config=config, ranks=ranks, folder=folder, watch=True, timeout=300)
+    world = run(train, ["f.yaml", *words], config=config, ranks=ranks, folder=folder, timeout=300)
     world.ok()
     assert "stands still" not in world.output and summary(folder)["exit_reason"] == "done"

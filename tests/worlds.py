@@ -59,9 +59,14 @@ def run(
     variables: dict[str, str] | None = None,
     timeout: float = 120.0,
     folder: Path | None = None,
-    watch: bool = False,
+    watch: bool | None = None,
 ) -> World:
-    """Runs ``function(*args)`` in ``ranks`` processes and waits for them; with ``watch`` each is watched by another."""
+    """Runs ``function(*args)`` in ``ranks`` processes and waits for them.
+
+    Args:
+        watch: each is watched by another, as on a command line; None: where :func:`train` is run.
+    """
+    watch = function is train if watch is None else watch
     config = config or ("single" if ranks == 1 else "ddp")
     shared = environment(config, *options) | (variables or {})
     with tempfile.TemporaryDirectory() as scratch:
@@ -149,13 +154,6 @@ def timeless(line: dict[str, Any]) -> dict[str, Any]:
 
 def train(argv: Sequence[str]) -> None:
     """``python -m oneloop.train`` with these words."""
-    from oneloop.train import main
-
-    main(list(argv))
-
-
-def watched(argv: Sequence[str]) -> None:
-    """The same in a process that is watched (``watch=True``)."""
     from oneloop.run import early
     from oneloop.train import main
 

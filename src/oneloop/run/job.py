@@ -127,7 +127,7 @@ class Job:
                 there = len(Store(folder.path / "checkpoints").sealed())
                 most = min(save.keep + save.best + 1, 1 + self.steps // max(1, self.rhythm.every["save"] or self.steps))
                 folder.hold(need=max(0, most - there) * (each + _SMALL) + once + _SMALL)
-        refuse_other_folders(folder.path, run, main=run.main)
+        refuse_other_folders(folder.path, run, main=run.main, patience=self.recipe.machine.patience)
 
     def begin(self, folder: Folder, run: Run) -> None:
         """Writes down what is known before the first step, on rank 0. Every rank must get here."""

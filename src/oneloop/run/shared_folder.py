@@ -13,7 +13,7 @@ _SECONDS = 10.0
 """in which a shared storage shows a file that another machine has written"""
 
 
-def refuse_other_folders(folder: Path, run: Agreement, *, main: bool) -> None:
+def refuse_other_folders(folder: Path, run: Agreement, *, main: bool, patience: float) -> None:
     """Every rank must get here, and rank 0 holds the folder.
 
     Raises:
@@ -23,7 +23,7 @@ def refuse_other_folders(folder: Path, run: Agreement, *, main: bool) -> None:
         return
     file = folder / "owner.json"
     word = run.from_main(_read(file) if main else None)
-    until = time.monotonic() + _SECONDS
+    until = time.monotonic() + _SECONDS * (patience or 1.0)
     while (found := _read(file)) != word and time.monotonic() < until:
         time.sleep(0.1)
     there = run.gathered((found == word, f"{folder.absolute()} on {socket.gethostname()}"))
