@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,21 @@ from torch import Tensor, nn
 from tiny import Ragged, Sequences
 
 
+class Unspeakable(Exception):
+    """One that cannot be told."""
+
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
 def happens(fault: str) -> None:
     """One thing that goes wrong."""
     name, _, value = fault.partition(":")
     if name == "raise":
-        raise {"ValueError": ValueError, "StopIteration": StopIteration, "MemoryError": MemoryError}[value]("the fault")
+        kinds = (ValueError, StopIteration, MemoryError, KeyboardInterrupt, asyncio.CancelledError, Unspeakable)
+        raise next(kind for kind in kinds if kind.__name__ == value)("the fault")
+    if name == "thread":
+        threading.Thread(target=time.sleep, args=(float(value),)).start()
     if name == "exit":
         sys.exit(int(value))
     if name == "os_exit":
@@ -54,7 +66,7 @@ class Faulty(Ragged):
 
     Args:
         fault: what goes wrong ("" : nothing).
-        where: ``sample`` or ``loss``.
+        where: ``init``, ``sample`` or ``loss``.
         rank: on which process (-1: on all).
         at: how many times it goes well before, counted from the first step on.
         once: a file; where it is, nothing goes wrong, and it is made before something does.
@@ -84,6 +96,7 @@ class Faulty(Ragged):
         self.fault, self.where, self.rank, self.at, self.once, self.pause = fault, where, rank, at, once, pause
         self.slow, self.eval_pause = slow, eval_pause
         self.come_by = 0
+        self.come("init")
 
     def come(self, where: str) -> None:
         if not self.fault or where != self.where or self.rank not in (-1, int(os.environ.get("RANK", "0"))):

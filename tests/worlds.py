@@ -126,7 +126,7 @@ def _child(
     os.dup2(output, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     if watch:  # before torch has threads, as on a command line
-        from oneloop.supervise.supervisor import supervised
+        from oneloop.supervise.fork import supervised
 
         supervised()
     import torch

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from oneloop.basics.orphans import die_with
+from oneloop.basics.stop_signals import on_stops
 from oneloop.data.keyed import Batches, Keyed, Place
 from oneloop.data.order import Ordered
 
@@ -189,9 +190,7 @@ def _of_workers(loading: Iterable[tuple[Batch, float]]) -> Iterator[tuple[Batch,
 def _begin_worker(parent: int, number: int) -> None:
     """A process that loads data lives as long as the one that trains, which decides what signals mean."""
     die_with(parent)
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    on_stops(signal.SIG_IGN)
 
 
 def _as_it_is(batch: Any) -> Any:

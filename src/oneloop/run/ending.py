@@ -8,7 +8,8 @@ import time
 from typing import NoReturn
 
 from oneloop.basics import errors
-from oneloop.basics.exit_code import FILE, noted
+from oneloop.basics.exit_code import noted, taken
+from oneloop.basics.ranks import ranks
 from oneloop.supervise.link import LINK
 
 
@@ -24,9 +25,9 @@ def leave(code: int, *, main: bool) -> NoReturn:
 
     Under ``oneloop launch`` the code goes through a file, since torchrun makes every code 1.
     """
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    several = ranks() > 1
     LINK.tell(ended=code)
-    if FILE in os.environ and (code != errors.ERROR or not several):
+    if taken() and (code != errors.ERROR or not several):
         if main:
             noted(code)
         code = 0

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from oneloop.basics import errors
 from oneloop.basics.errors import BadInput, Diverged, StoppedEarly
 from oneloop.basics.plain_json import dumps, vouched
+from oneloop.basics.ranks import rank, ranks
 from oneloop.basics.text import printable
 from oneloop.data.groups import end_workers
 from oneloop.machine.micro_batch import is_out_of_memory
@@ -37,6 +38,8 @@ from oneloop.supervise.cause import stopped_early
 from oneloop.supervise.link import LINK
 from oneloop.supervise.peers import ADDRESS
 
+Ended = tuple[dict[str, Any], BaseException | None]
+"""the summary of a run, and what ended it, where that is an error"""
 Train = Callable[[Job, Run, Folder], dict[str, Any]]
 """the loop: :func:`oneloop.train.train`"""
 _WATCHED = 10.0
@@ -58,7 +61,7 @@ def main(train: Train, argv: Sequence[str]) -> NoReturn:
         if is_main():
             print(f"oneloop: {stopped_early(run.stopping.by)}", file=sys.stderr)
         leave_at_once(errors.STOPPED)
-    except Exception as error:  # before there was a run
+    except BaseException as error:  # before there was a run
         _tell(error, _words(error))
         leave(errors.ERROR, main=is_main())
     run.end(summary["exit_code"])
@@ -83,7 +86,7 @@ def begun(recipe: Recipe, *, command: Sequence[str]) -> Run:
     return run
 
 
-def conduct(train: Train, recipe: Recipe, run: Run, *, tell: bool = False) -> tuple[dict[str, Any], Exception | None]:
+def conduct(train: Train, recipe: Recipe, run: Run, *, tell: bool = False) -> Ended:
     """Trains a recipe on the processes of a run, and writes down how it ended.
 
     Args:
@@ -100,7 +103,7 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, tell: bool = False) -> tu
         Exception: what went wrong before there was a run.
     """
     job: Job | None = None
-    fault: Exception | None = None
+    fault: BaseException | None = None
     folder = Folder(recipe.folder, say=run.display.say)
     try:
         with run.display, run.closing, _exits_are_errors():
@@ -114,19 +117,17 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, tell: bool = False) -> tu
         raise
     except Diverged as error:
         fault, summary = error, {"exit_reason": f"diverged: {error}", "exit_code": errors.DIVERGED}
-    except Exception as error:
-        if job is None:
+    except BaseException as error:
+        if job is None or (not tell and not isinstance(error, Exception)):  # in Python: a second interrupt
+            folder.let_go()
             raise
         fault, summary = error, _failed(error, job, run, folder, tell=tell)
-    except BaseException:  # a second interrupt
-        folder.let_go()
-        raise
     if run.main:
         _end(run, folder, summary, as_json=recipe.watch.json)
     return summary, fault
 
 
-def _failed(error: Exception, job: Job, run: Run, folder: Folder, *, tell: bool) -> dict[str, Any]:
+def _failed(error: BaseException, job: Job, run: Run, folder: Folder, *, tell: bool) -> dict[str, Any]:
     """The summary of a run that an error has ended; of a lack of memory, what to do."""
     end_workers(error)
     reason = _words(error)
@@ -140,19 +141,22 @@ def _failed(error: Exception, job: Job, run: Run, folder: Folder, *, tell: bool)
     return {"exit_reason": f"error: {reason}", "exit_code": errors.ERROR}
 
 
-def _words(error: Exception) -> str:
+def _words(error: BaseException) -> str:
     """An error in a line; of one that a data worker has passed on with its traceback, the last."""
-    text = str(error)
-    if text.startswith("Caught ") and text.strip():
+    try:
+        text = str(error).encode(errors="backslashreplace").decode()
+    except Exception as why:
+        text = f"(its message cannot be told: {type(why).__name__})"
+    if text.startswith("Caught ") and "\nOriginal Traceback" in text:
         kind, _, text = text.strip().splitlines()[-1].partition(": ")
         return f"{kind.rpartition('.')[2]}: {text}"
-    return f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _tell(error: Exception, reason: str) -> None:
+def _tell(error: BaseException, reason: str) -> None:
     """Prints the traceback; where several processes are watched, that is done for the first of them, and all end."""
-    if LINK.watched and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        LINK.fault(error, f"rank {os.environ['RANK']}: {reason}")
+    if LINK.watched and ranks() > 1:
+        LINK.fault(error, f"rank {rank()}: {reason}")
         time.sleep(_WATCHED)
     else:
         traceback.print_exc()

@@ -17,14 +17,13 @@ from pathlib import Path
 import yaml
 
 from oneloop.basics.errors import BAD_INPUT, ERROR, STOPPED, BadInput
-from oneloop.basics.exit_code import FILE
+from oneloop.basics.exit_code import offered
 from oneloop.basics.orphans import die_with, is_alive
+from oneloop.basics.stop_signals import on_stops
 from oneloop.machine.configs import config_file, config_files
 
 _LOOK = 0.2
 """seconds from one look to the next"""
-_LEFT = 15.0
-"""seconds that trainers have once accelerate has gone"""
 
 
 def launch(words: Sequence[str], *, after: Sequence[str] = ()) -> int:
@@ -49,7 +48,7 @@ def launch(words: Sequence[str], *, after: Sequence[str] = ()) -> int:
         *training,
     ]
     with tempfile.TemporaryDirectory(prefix="oneloop-") as folder:
-        environment = {**os.environ, FILE: str(Path(folder) / "exit_code"), "PET_SIGNALS_TO_HANDLE": "SIGTERM"}
+        environment = {**os.environ, **offered(Path(folder)), "PET_SIGNALS_TO_HANDLE": "SIGTERM"}
         process = subprocess.Popen(command, env=environment, preexec_fn=partial(_begin, os.getpid()))
         return _Launched(process, Path(folder)).ended()
 
@@ -72,18 +71,20 @@ class _Launched:
         self._process, self._folder = process, folder
         self._heard: list[int] = []
         self._passed: set[tuple[int, str]] = set()
-        for name in ("SIGTERM", "SIGUSR1", "SIGHUP"):
-            number = getattr(signal, name)
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                signal.signal(number, lambda number, _: self._heard.append(number))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the trainers too
+        on_stops(self._hear)
+
+    def _hear(self, number: int, frame: object) -> None:
+        """A terminal sends SIGINT to the trainers too, and a second one would end them at once: it is passed on as
+        SIGTERM, once."""
+        number = signal.SIGTERM if number == signal.SIGINT else number
+        if number not in self._heard:
+            self._heard.append(number)
 
     def ended(self) -> int:
         """Waits for all of them; what oneloop.train meant to exit with."""
         while (code := self._waited()) is None:
             self._pass_on()
-        until = time.monotonic() + _LEFT
-        while self._alive() and time.monotonic() < until:  # accelerate was killed: they save, and end
+        while self._alive():  # accelerate was killed: they save, and end
             self._pass_on()
             time.sleep(_LOOK)
         told = self._folder / "exit_code"

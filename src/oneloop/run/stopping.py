@@ -12,16 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from oneloop.basics.errors import StoppedEarly
+from oneloop.basics.stop_signals import on_stops, stop_signals
 from oneloop.run.ending import leave_at_once
 
-_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
 _AT_ONCE = 1.0
 """seconds in which a second interrupt is the first one, which a launcher has passed on"""
-
-
-def _heard() -> list[signal.Signals]:
-    """Those that ask for a stop; not SIGHUP under nohup."""
-    return [one for one in _SIGNALS if one.name != "SIGHUP" or signal.getsignal(one) is not signal.SIG_IGN]
 
 
 class Stopping:
@@ -46,8 +41,7 @@ class Stopping:
         """From now on SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask for a stop: of a run that has begun after the step, of
         another at once, by :class:`StoppedEarly`. A second SIGINT ends at once."""
         self.early = True
-        for number in _heard():
-            signal.signal(number, self._end_at_twice)
+        on_stops(self._end_at_twice)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -56,7 +50,7 @@ class Stopping:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._raise_at_twice) for number in _heard()}
+        before = {number: signal.signal(number, self._raise_at_twice) for number in stop_signals()}
         try:
             yield
         finally:
@@ -85,7 +79,7 @@ class Stopping:
         now = time.monotonic()
         again = number == signal.SIGINT and number in self._heard and now - self._interrupted >= apart
         self._interrupted = now if number == signal.SIGINT else self._interrupted
-        self.by = signal.Signals(number).name
+        self.by = self.by or signal.Signals(number).name
         self._heard.append(signal.Signals(number))
         return again
 

@@ -14,6 +14,7 @@ _HINTS = {
     signal.SIGBUS: "memory or storage that is not there any more; the stack is above",
     signal.SIGABRT: "native code gave up; it says why above",
 }
+_EXITED = "some code called os._exit, or failed as it left"
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def of_a_death(rank: int, code: int, *, told: str | None) -> str:
     """
     before = f", after it was told to stop by {told}" if told else ""
     if code >= 0:
-        return f"rank {rank} ended with exit code {code} and without a word{before}: some code called os._exit"
+        return f"rank {rank} ended with exit code {code} and without a word{before}: {_EXITED}"
     try:
         by = signal.Signals(-code)
     except ValueError:

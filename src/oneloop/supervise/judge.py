@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from oneloop.basics.beats import ENDING, SAVING
 
 _TOLD = 10.0
-"""seconds without a sign of life that a process has which was told to stop, where it does not save"""
+"""seconds without a sign of life that a process has which was told to stop, where nothing is known of its steps"""
 _SILENT = 5.0
 """seconds without a report, from which on a process is called silent"""
 
@@ -42,7 +42,7 @@ class Standing:
 
     def late(self, told: bool) -> bool:
         limit = self.limit
-        if told and self.phase not in (SAVING, ENDING):
+        if told and self.median is None and self.phase not in (SAVING, ENDING):
             limit = min(limit, self.patience * _TOLD)
         return not self.held and self.since > limit
 

@@ -6,12 +6,15 @@ import faulthandler
 import json
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
+from types import TracebackType
 from typing import Any
 
 from oneloop.basics.beats import BEATS
+from oneloop.basics.ranks import rank
 from oneloop.supervise.stance import stance
 
 TICK = 0.5
@@ -42,7 +45,9 @@ class Link:
     def open(self, handle: int, stacks: int) -> None:
         """From now on it is told through ``handle``; on SIGUSR2 the stacks of all threads go to ``stacks``."""
         self._handle, self._owner = handle, os.getpid()
-        os.set_blocking(handle, False)
+        for written in (handle, stacks):
+            os.set_blocking(written, False)
+        sys.excepthook = self._uncaught
         faulthandler.enable()  # a fault in native code tells its stack
         if hasattr(faulthandler, "register"):
             faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
@@ -72,6 +77,11 @@ class Link:
         while True:
             self.tell(beat=_beat(self.patience))
             time.sleep(TICK)
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """What nothing has caught: of the imports, for example."""
+        sys.__excepthook__(kind, error, trace)
+        self.tell(fault={"words": f"rank {rank()}: {kind.__name__}: {error}", "text": "", "follows": False})
 
     def fault(self, error: BaseException, words: str) -> None:
         """Tells what has ended this process."""

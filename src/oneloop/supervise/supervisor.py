@@ -14,51 +14,28 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from oneloop.basics.errors import BAD_INPUT, ERROR, STOPPED
-from oneloop.basics.exit_code import noted, registered
-from oneloop.basics.orphans import die_with, launcher
+from oneloop.basics.exit_code import awaited, noted, registered
+from oneloop.basics.stop_signals import on_stops, stop_signals
 from oneloop.supervise.cause import Cause, of_a_death, stopped_early
-from oneloop.supervise.judge import Standing
-from oneloop.supervise.link import LINK, TICK
+from oneloop.supervise.judge import Standing, sentence
+from oneloop.supervise.link import TICK
 from oneloop.supervise.peers import Peers
 from oneloop.supervise.trainee import Trainee
 from oneloop.supervise.watch import Watch
-from oneloop.supervise.wreck import leave_stacks, leave_summary
+from oneloop.supervise.wreck import leave_page, leave_stacks, leave_summary
 
-_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
 _LOOK = 0.25
 """seconds from one look to the next"""
 _ORPHAN = 10.0
 """seconds that a training process has for a last checkpoint, once its launcher has gone"""
 _EARLY = 5.0
 """seconds that it has to end, when it is told to stop before the run has begun"""
+_OVER = 60.0
+"""seconds that it has to leave, once it has ended or rank 0 has: threads and exit handlers of other people's code"""
+_LEAVING = 10.0
+"""the same, when it is told to stop meanwhile"""
 _OTHERS = 1.0
 """seconds in which other ranks may tell what the cause was"""
-
-
-def supervised() -> None:
-    """Goes on in a process of its own, and watches it from this one. Returns in the new one.
-
-    A debugger that has this process keeps it: then nothing watches.
-    """
-    if sys.gettrace() is not None or not hasattr(os, "fork"):
-        return
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    started_by, own = launcher(), os.getpid()
-    selector = selectors.DefaultSelector()
-    peers = Peers(rank, ranks, selector)
-    if ranks > 1 and rank == 0:
-        peers.listen()
-    (reports, told), (stacks, dumped) = os.pipe(), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        die_with(own)
-        for handle in (reports, stacks):
-            os.close(handle)
-        LINK.open(told, dumped)
-        return
-    for handle in (told, dumped):
-        os.close(handle)
-    Supervisor(Trainee(pid, reports, stacks, rank), peers, selector, started_by=started_by).run()
 
 
 class Supervisor:
@@ -82,6 +59,8 @@ class Supervisor:
         self._orphan = self._listens = False
         self._folder: Path | None = None
         """of the run, once it has begun to write"""
+        self._over = float("inf")
+        """since when there is nothing left to be done"""
         self._announced: int | None = None
         """the exit code that the training process has told"""
         self._causes: list[Cause] = []
@@ -99,9 +78,7 @@ class Supervisor:
         wake, woken = os.pipe()
         for handle in (wake, woken):
             os.set_blocking(handle, False)
-        for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:  # nohup
-                signal.signal(number, lambda number, _: self._signals.append(number))
+        on_stops(lambda number, _: self._signals.append(number))
         registered()
         signal.signal(signal.SIGCHLD, lambda number, _: None)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
@@ -116,11 +93,12 @@ class Supervisor:
         except Exception:  # a fault of the watching is none of the training
             traceback.print_exc()
             say("this rank is not watched any more, and goes on")
-        while self.child.alive():
+        while self.child.alive() and not self._causes:
             time.sleep(_LOOK)
             while self._signals:
                 self.child.signal(self._signals.pop(0))
-        os._exit(self.child.status if self.child.status and self.child.status > 0 else int(bool(self.child.status)))
+        code = self.child.status
+        self._leave(ERROR if self._causes or code is None or code < 0 else code)
 
     # --- what is heard ---
 
@@ -141,10 +119,11 @@ class Supervisor:
                 self._listens = True
             case {"folder": folder}:
                 self._folder = Path(folder)
-            case {"watched_at": place} if self.peers.rank != 0:
+            case {"watched_at": str() as place} if self.peers.rank != 0:
                 self.peers.connect(place)
             case {"ended": code}:
                 self._announced = code
+                self._over = time.monotonic()
                 self.watch.ended(self.peers.rank)
                 self.peers.tell(ended=code)
             case {"fault": fault}:
@@ -159,6 +138,7 @@ class Supervisor:
                 self.watch.hear(Standing(**standing))
             case {"ended": code}:
                 self.watch.ended(rank)
+                self._over = time.monotonic() if rank == 0 else self._over
                 if code == BAD_INPUT:  # found by that rank alone, if the others do not say the same at once
                     self._refused = min(self._refused, time.monotonic() + 3 * _OTHERS)
             case {"cause": cause}:
@@ -190,8 +170,12 @@ class Supervisor:
             self._died()
         if self._told is not None:
             self._see_it_stop(now - self._told[0])
+        self._see_it_leave(now)
         standing = self.child.standing(told=self._told is not None)
         if standing is not None and self._announced is None:
+            unmet = self.peers.ranks > 1 and not self.peers.together
+            if unmet and standing.late(told=False):
+                self._causes, self._decided = [Cause(standing.rank, sentence(standing), stands=True)], now
             self.watch.hear(standing)
             if self.peers.rank != 0 and now - self._sent > TICK:
                 self._sent = now
@@ -215,9 +199,21 @@ class Supervisor:
     def _see_it_stop(self, since: float) -> None:
         if self._folder is None and since > _EARLY and self._announced is None:
             self._stop_early()
-        if self._orphan and since > _ORPHAN:
-            say(f"rank {self.child.rank}: the launcher has gone, and {_ORPHAN:.0f} s were not enough to save")
-            self._leave(ERROR)
+        if self._orphan and since > _ORPHAN and not self._causes and not awaited():
+            words = f"rank {self.child.rank}: the launcher has gone, and {_ORPHAN:.0f} s were not enough to save"
+            self._found(Cause(self.child.rank, words))
+            if self.peers.rank == 0:
+                self._wreck()
+
+    def _see_it_leave(self, now: float) -> None:
+        """Once it has ended, or rank 0 has: nobody stays behind."""
+        late = now - self._over > (self.child.patience or float("inf")) * _OVER
+        late |= self._told is not None and now - max(self._over, self._told[0]) > _LEAVING
+        if late and self._announced is not None:
+            say(f"rank {self.child.rank} has ended but did not leave (a thread, or an exit handler); it is killed")
+            self._leave(self._announced)
+        if late and not self._causes:
+            self._found(Cause(self.child.rank, f"rank {self.child.rank} stands still, and rank 0 has ended"))
 
     def _stop_early(self) -> NoReturn:
         assert self._told is not None
@@ -233,8 +229,9 @@ class Supervisor:
         assert code is not None
         if self._announced is not None:
             os._exit(code if code >= 0 else self._announced)
-        if self._folder is None and code >= 0 and (self.peers.ranks == 1 or not self.peers.together):
-            os._exit(code)  # it could not even begin, and has said why
+        if not self._listens and -code in stop_signals():
+            self._told = self._told or (time.monotonic(), signal.Signals(-code).name)
+            self._stop_early()
         if not self._causes:
             told = self._told[1] if self._told else None
             self._found(Cause(self.child.rank, of_a_death(self.child.rank, code, told=told)))
@@ -267,11 +264,13 @@ class Supervisor:
         alone = self.peers.rank == 0 or not self.peers.together
         self.peers.tell(end=ERROR)
         self.child.kill()
-        if alone and self.peers.rank == 0 and self._folder is not None:
+        if alone and self._folder is not None and not self.watch.has_ended(0):
             leave_summary(self._folder, cause.summary)
         if alone:
             print(cause.text, end="", file=sys.stderr)
             say(cause.summary["exit_reason"])
+        if alone and self._folder is not None and not self.watch.has_ended(0):
+            leave_page(self._folder)
         self._leave(ERROR)
 
     def _leave(self, code: int) -> NoReturn:

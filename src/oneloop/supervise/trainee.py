@@ -36,6 +36,11 @@ class Trainee:
         self.status: int | None = None
         """exit code, negative for a signal; None: it lives"""
 
+    @property
+    def patience(self) -> float:
+        """Factor of all limits."""
+        return float(self._beat["patience"]) if self._beat is not None else 1.0
+
     def messages(self) -> list[dict[str, Any]]:
         """What it has told since, but for its beats, which are taken in."""
         with suppress(BlockingIOError):

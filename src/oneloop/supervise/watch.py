@@ -11,6 +11,7 @@ from oneloop.supervise.judge import Standing, culprits, sentence
 
 _GRACE = 10.0
 """seconds from the word that a rank stands still to the end of the run"""
+_HINT = "; if it only takes its time: --machine.patience 3"
 
 
 class Watch:
@@ -66,7 +67,7 @@ class Watch:
         if time.monotonic() < self._until:
             return None
         ask_for_stacks(True)
-        return Cause(late[0].rank, said, stands=True)
+        return Cause(late[0].rank, said + _HINT, stands=True)
 
     def _known(self) -> list[Standing]:
         """Of all ranks that have not ended; empty, as long as one has said nothing."""

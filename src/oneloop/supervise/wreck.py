@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,26 @@ STACKS = "stacks"
 """the folder of them, in that of the run"""
 _SECONDS = 3.0
 """that the storage has"""
+_PAGE = 10.0
+"""seconds that the page has"""
 
 
 def leave_summary(folder: Path, content: Mapping[str, Any]) -> None:
-    """summary.json and the page, of a run whose processes have gone."""
+    """summary.json of a run whose processes have gone."""
 
     def write() -> None:
         with replacing(folder / "summary.json") as draft:
             draft.write_text(dumps(vouched(content), indent=2) + "\n")
         (folder / "owner.json").unlink(missing_ok=True)
 
-    if _within(_SECONDS, write):
-        page = [sys.executable, "-m", "oneloop.cli", "report", str(folder)]
-        subprocess.run(page, capture_output=True, timeout=20, check=False)
+    _within(_SECONDS, write)
+
+
+def leave_page(folder: Path) -> None:
+    """The page of such a run, where it can be drawn in time."""
+    command = [sys.executable, "-m", "oneloop.cli", "report", str(folder)]
+    with suppress(OSError, subprocess.SubprocessError):
+        subprocess.run(command, capture_output=True, timeout=_PAGE, check=False)
 
 
 def leave_stacks(folder: Path, stacks: Mapping[int, str]) -> None:
