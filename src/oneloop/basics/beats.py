@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
@@ -34,7 +34,8 @@ class Beats:
         self.count = 0
         """signs of life so far"""
         self.last = monotonic()
-        self._phases = 0
+        self.changed: Callable[[], None] = lambda: None
+        """called at the beginning of every phase"""
         self._known: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=200))
         self._seen: defaultdict[str, int] = defaultdict(int)
         self._current = self._known[SET_UP]
@@ -51,6 +52,7 @@ class Beats:
         self.now_in, self._current = phase, self._known[phase]
         self.last = monotonic()
         self.count += 1
+        self.changed()
 
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:

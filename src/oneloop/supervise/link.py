@@ -68,9 +68,11 @@ class Link:
                     return
 
     def report(self, patience: float) -> None:
-        """Tells twice a second, from a thread, how this process gets on; ``patience`` is the factor of all limits."""
+        """Tells twice a second, from a thread, and at every new phase, how this process gets on; ``patience`` is the
+        factor of all limits."""
         self.patience = patience
         if self.watched:
+            BEATS.changed = lambda: self.tell(beat=_beat(patience))
             threading.Thread(target=self._report, name="oneloop-beats", daemon=True).start()
 
     def _report(self) -> None:

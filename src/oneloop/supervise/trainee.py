@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -111,7 +112,7 @@ class Trainee:
                 texts.append(f"process {pid} is stopped")
                 continue
             with suppress(OSError):
-                os.kill(pid, signal.SIGUSR2)
+                _to_main_thread(pid, signal.SIGUSR2)
                 if wake:
                     os.kill(pid, signal.SIGCONT)
             text = self._read_stacks(seconds)
@@ -142,6 +143,15 @@ def _children(pid: int) -> list[int]:
     except OSError:
         return []
     return [int(word) for text in lists for word in text.split()]
+
+
+def _to_main_thread(pid: int, number: int) -> None:
+    """Of a process that is stopped any other thread may take a signal, while the main one goes on before it is seen."""
+    send = getattr(ctypes.CDLL(None), "tgkill", None)
+    if send is None:
+        os.kill(pid, number)
+    else:
+        send(pid, pid, number)
 
 
 def _catches(pid: int, number: int) -> bool:
