@@ -13,7 +13,7 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-from oneloop.basics.beats import BEATS
+from oneloop.basics.beats import BEATS, SET_UP
 from oneloop.basics.ranks import rank
 from oneloop.supervise.stance import stance
 
@@ -45,6 +45,7 @@ class Link:
     def open(self, handle: int, stacks: int) -> None:
         """From now on it is told through ``handle``; on SIGUSR2 the stacks of all threads go to ``stacks``."""
         self._handle, self._owner = handle, os.getpid()
+        BEATS.enter(SET_UP)  # it may have been imported long ago, in the process that this one was forked from
         for written in (handle, stacks):
             os.set_blocking(written, False)
         sys.excepthook = self._uncaught
