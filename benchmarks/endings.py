@@ -147,6 +147,7 @@ def main() -> None:
     parser.add_argument("--configs", nargs="+", default=["single", "ddp", "fsdp2"])
     parser.add_argument("--launchers", nargs="+", default=["oneloop", "accelerate"])
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--endings", nargs="+", default=[""], help="parts of the names of those that are wanted")
     given = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(HERE.parent / "src"), str(HERE.parent / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -170,6 +171,8 @@ def main() -> None:
                 for ending in ENDINGS:
                     if config == "single" and ending.signal == signal.SIGSTOP:
                         continue  # of one process it is what a person wanted
+                    if not any(part in ending.name for part in given.endings):
+                        continue
                     for _ in range(given.repeats):
                         folder = Path(scratch) / "disturbed"
                         folder.mkdir()
