@@ -28,7 +28,7 @@ def folder(tmp_path) -> Path:
 
 
 def faulty(folder: Path, *words: str, config: str = "single", ranks: int = 1):
-    return run(train, ["f.yaml", *words], config=config, ranks=ranks, folder=folder)
+    return run(train, ["f.yaml", *words], config=config, ranks=ranks, folder=folder, watch=True)
 
 
 def summary(folder: Path) -> dict:
@@ -320,6 +320,6 @@ def test_ranks_that_see_other_things_are_refused(folder, config, fault, says):
     ids=["a long evaluation", "a slow first step", "steps at random 100x slower"],
 )
 def test_a_run_that_gets_on_is_left_alone(folder, words, config, ranks):
-    world = run(train, ["f.yaml", *words], config=config, ranks=ranks, folder=folder, timeout=300)
+    world = run(train, ["f.yaml", *words], config=config, ranks=ranks, folder=folder, watch=True, timeout=300)
     world.ok()
     assert "stands still" not in world.output and summary(folder)["exit_reason"] == "done"

@@ -64,9 +64,10 @@ def run(
     """Runs ``function(*args)`` in ``ranks`` processes and waits for them.
 
     Args:
-        watch: each is watched by another, as on a command line; None: where :func:`train` is run.
+        watch: each is watched by another, as on a command line; None: where :func:`train` is run, if the variable
+            ONELOOP_TESTS_WATCHED is set (which takes two minutes more of the whole suite).
     """
-    watch = function is train if watch is None else watch
+    watch = (function is train and "ONELOOP_TESTS_WATCHED" in os.environ) if watch is None else watch
     config = config or ("single" if ranks == 1 else "ddp")
     shared = environment(config, *options) | (variables or {})
     with tempfile.TemporaryDirectory() as scratch:
