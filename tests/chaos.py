@@ -84,11 +84,11 @@ def rank_of(
     import torch
 
     from oneloop import train
-    from oneloop.checkpoint import checkpoints
+    from oneloop.checkpoint import checkpoints, under_way
 
     torch.set_num_threads(1)
     trace_writing("writing")
-    checkpoints.WRITER = "chaos_writer"
+    under_way.WRITER = "chaos_writer"
     checkpoints.Checkpoints.load = traced("loading", checkpoints.Checkpoints.load)
     code = 1
     try:

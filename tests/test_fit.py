@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from oneloop.basics.errors import BadInput, Diverged
+from oneloop.data.keyed import SampleError
 from oneloop.recipe.parse import read, recipe
 from worlds import _free_port, run, train
 
@@ -193,7 +194,7 @@ def _fails() -> None:
     before = left()
     for where in ({"fails_at": 41}, {}):
         task = Points if where else Unlucky
-        with pytest.raises((KeyError, ZeroDivisionError)) as raised:
+        with pytest.raises((SampleError, ZeroDivisionError)) as raised:
             fit(task, task=where, duration=40, batch={"size": 8}, machine={"workers": 1}, run={"dir": "run"}, **QUIET)
         assert raised.value.__traceback__ is not None and not isinstance(raised.value, BadInput)  # and is held
         ended = json.loads(Path("run/summary.json").read_text())
@@ -201,6 +202,10 @@ def _fails() -> None:
         now = left()
         assert now["children"] == before["children"], now["children"]
         assert now["threads"] == before["threads"]
+        assert (
+            not where
+            or "sample 41 of the train set cannot be loaded by data worker 0: KeyError" in ended["exit_reason"]
+        )
         subprocess.run(["rm", "-r", "run"], check=True)
 
 

@@ -13,7 +13,7 @@ import pytest
 from worlds import ROOT
 
 PACKAGE = ROOT / "src" / "oneloop"
-LEAVES = ("ema", "recipe", "data", "optim", "machine", "checkpoint", "measure", "show", "tasks")
+LEAVES = ("ema", "recipe", "data", "optim", "machine", "checkpoint", "measure", "show", "supervise", "tasks")
 """rooms that import nothing of oneloop but the bottom room"""
 ALLOWED = {
     "basics": set(),
@@ -26,6 +26,7 @@ ALLOWED = {
     "train": {"basics", "evaluate", "run", *LEAVES},
     "api": {"basics", "recipe", "run", "train"},
     "plan": {"basics", "evaluate", "run", "train", *LEAVES},
+    "__main__": {"cli"},
     "cli": {"apply", "basics", "evaluate", "plan", "run", "train", *LEAVES},
 }
 AT_THE_TOP_OF_TASKS = {"torch", "numpy", "oneloop"}

@@ -346,7 +346,7 @@ def test_what_was_logged_before_an_error_or_a_checkpoint_is_in_tensorboard(tmp_p
             if "train/loss" in line
         ]
 
-    assert run(train, words, folder=tmp_path).codes == [1 if end == "error" else -signal.SIGKILL]
+    assert run(train, words, folder=tmp_path, watch=False).codes == [1 if end == "error" else -signal.SIGKILL]
     assert in_tensorboard() == (in_metrics() if end == "error" else in_metrics()[: len(in_tensorboard())])
     assert len(in_tensorboard()) >= (8 if end == "error" else 4)
     run(train, words, folder=tmp_path).ok()

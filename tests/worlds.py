@@ -59,8 +59,15 @@ def run(
     variables: dict[str, str] | None = None,
     timeout: float = 120.0,
     folder: Path | None = None,
+    watch: bool | None = None,
 ) -> World:
-    """Runs ``function(*args)`` in ``ranks`` processes and waits for them."""
+    """Runs ``function(*args)`` in ``ranks`` processes and waits for them.
+
+    Args:
+        watch: each is watched by another, as on a command line; None: where :func:`train` is run, if the variable
+            ONELOOP_TESTS_WATCHED is set (which takes two minutes more of the whole suite).
+    """
+    watch = (function is train and "ONELOOP_TESTS_WATCHED" in os.environ) if watch is None else watch
     config = config or ("single" if ranks == 1 else "ddp")
     shared = environment(config, *options) | (variables or {})
     with tempfile.TemporaryDirectory() as scratch:
@@ -78,7 +85,9 @@ def run(
                     "MASTER_PORT": str(port),
                     "OMP_NUM_THREADS": "1",
                 }
-            process = _context.Process(target=_child, args=(function, args, mine, scratch, rank, str(folder or "")))
+            process = _context.Process(
+                target=_child, args=(function, args, mine, scratch, rank, str(folder or ""), watch)
+            )
             process.start()
             processes.append(process)
         for process in processes:
@@ -101,7 +110,13 @@ def run(
 
 
 def _child(
-    function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], scratch: str, rank: int, folder: str
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    env: dict[str, str],
+    scratch: str,
+    rank: int,
+    folder: str,
+    watch: bool,
 ) -> None:
     os.environ.update(env)
     multiprocessing.set_start_method("fork", force=True)  # of what it starts itself: not the server's way again
@@ -111,6 +126,10 @@ def _child(
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    if watch:  # before torch has threads, as on a command line
+        from oneloop.supervise.fork import supervised
+
+        supervised()
     import torch
 
     torch.set_num_threads(1)
@@ -136,8 +155,10 @@ def timeless(line: dict[str, Any]) -> dict[str, Any]:
 
 def train(argv: Sequence[str]) -> None:
     """``python -m oneloop.train`` with these words."""
+    from oneloop.run import early
     from oneloop.train import main
 
+    early.report(argv)
     main(list(argv))
 
 

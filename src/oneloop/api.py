@@ -49,7 +49,8 @@ def fit(
         BadInput: what was asked cannot be done; nothing was written. (Exit code 2.)
         Diverged: a loss or gradient was not finite, and the policy is to stop. (3.)
         KeyboardInterrupt: a Ctrl-C, after saving; a second one at once. Other signals that the command line listens to
-            (SIGTERM, SIGUSR1) are passed on in the same way, after saving, to whoever had them before.
+            (SIGTERM, SIGUSR1, SIGHUP) are passed on in the same way, after saving, to whoever had them before.
+        SampleError: a sample cannot be loaded; its cause is what was raised (1).
         Exception: what else ends a run (1): of the task's own code as it was raised.
     """
     die_with_launcher()

@@ -51,6 +51,7 @@ def evaluate(
     seed: int = 0,
     interrupted: Callable[[], bool] = lambda: False,
     examples: Examples | None = None,
+    name: str = "",
 ) -> dict[str, float] | None:
     """Loss (weighted as in training) and the task's metrics over all of ``dataset``. Every rank must get here.
 
@@ -65,15 +66,15 @@ def evaluate(
         seed: of what is random in the data set.
         interrupted: asked once per micro-batch, and must answer alike on all ranks; True ends the evaluation.
         examples: takes in what is to be looked at, where the task can show a sample; a confusion matrix too.
+        name: of the set, for messages.
 
     Returns:
         ``{"loss": …, "accuracy": …}``, equal on all ranks, of a mixture also ``loss/NAME``; None where interrupted.
     """
     sources = getattr(dataset, "sources", None) or {"": range(len(dataset))}
     share = share_of([*sources.values()], micro, accelerator.num_processes, accelerator.process_index)
-    keyed = Keyed(dataset, seed=seed)
+    keyed, device = Keyed(dataset, seed=seed, name=name), accelerator.device
     collate = Weighed(task.collate, task.weight, dtype=dtype)  # held-out samples may differ in weight
-    device = accelerator.device
     wide = torch.float32 if device.type == "mps" else torch.float64
     measured = task.metrics().to(device) if hasattr(task, "metrics") else None
     totals, weights = torch.zeros(len(sources), dtype=wide, device=device), [0.0] * len(sources)
@@ -199,7 +200,7 @@ def evaluate_all(
         results[weights] = {}
         with held():
             for name, dataset in sets.items():
-                figures = evaluate(task, model, dataset, examples=examples, **options)
+                figures = evaluate(task, model, dataset, examples=examples, name=name, **options)
                 examples = None
                 if figures is None:
                     return None

@@ -15,6 +15,10 @@ class BadInput(ValueError):
     """What the user asked for cannot be done: the message says what was asked, what was found and what to do."""
 
 
+class StoppedEarly(BaseException):
+    """A signal asked for a stop before the run had begun."""
+
+
 class Diverged(RuntimeError):
     """Loss or gradient became NaN or Inf; the weights are those from before that step."""
 

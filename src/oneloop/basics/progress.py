@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 from rich.progress import Progress
 
+from oneloop.basics.beats import BEATS
+
 Item = TypeVar("Item")
 
 BARS: ContextVar[Progress | None] = ContextVar("bars", default=None)
@@ -28,7 +30,8 @@ class Working:
         self._task: Any = self._bars.add_task(what, total=total, text="") if self._bars else None
 
     def advance(self) -> None:
-        """One more of them is done."""
+        """One more of them is done; a sign of life."""
+        BEATS.beat()
         if self._bars and self._task is not None:
             self._bars.advance(self._task)
 

@@ -14,14 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from oneloop.basics.origin import Origin
-from oneloop.basics.progress import Working
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint import writer
 from oneloop.checkpoint.base import base_problems
@@ -34,13 +32,9 @@ from oneloop.checkpoint.state import (
     load_values,
     optimizer_values,
     pieces,
-    stage,
 )
 from oneloop.checkpoint.store import Keep, Store, name_of, problems
-from oneloop.checkpoint.writing_process import WritingProcess
-
-WRITER = "oneloop.checkpoint.writer"
-"""the module that a writing process runs"""
+from oneloop.checkpoint.under_way import UnderWay
 
 
 class Checkpoints:
@@ -52,6 +46,8 @@ class Checkpoints:
         origin: what frozen parameters were read from, where a checkpoint should name it instead of holding them.
         sync: write in the training process instead of another one.
         max_failures: failing saves in a row that do not end the run.
+        patience: factor of the time that a save may take (ten seconds, three times the longest before, ten megabytes a
+            second) before training goes on without a new one, and ends where it must have one; 0: any time.
         say: how a person is told of bad checkpoints, on rank 0.
     """
 
@@ -63,6 +59,7 @@ class Checkpoints:
         origin: Origin | None = None,
         sync: bool = False,
         max_failures: int = 3,
+        patience: float = 1.0,
         say: Callable[[str], None] = print,
     ) -> None:
         self.store = Store(root)
@@ -70,13 +67,16 @@ class Checkpoints:
         self._sync, self._say = sync, say
         self._host: Any = dist.new_group(backend="gloo") if self.ranks > 1 else None
         self._base = Base(self.store, origin=origin, rank=self.rank, agree=self._all, say=say)
-        self._pin = accelerator.device.type == "cuda"
-        self._process: WritingProcess | None = None
         self._attempt = 0
-        self._trouble: str | None = None
-        self._pending = False
-        self._shown: Working | None = None
-        self._failures, self._max_failures = 0, max_failures
+        self._under_way = UnderWay(
+            self.store,
+            rank=self.rank,
+            agree=self._all if self.ranks > 1 else None,
+            pin=accelerator.device.type == "cuda",
+            max_failures=max_failures,
+            patience=patience,
+            say=say,
+        )
 
     # --- saving ---
 
@@ -92,7 +92,8 @@ class Checkpoints:
         keep: Keep | None = None,
         flush: Sequence[Path] = (),
     ) -> str | None:
-        """Begins to save; the last save is finished first. Every rank must get here.
+        """Begins to save; the last save is finished first, and where that takes too long nothing is begun. Every rank
+        must get here.
 
         Args:
             step: names the checkpoint.
@@ -107,7 +108,9 @@ class Checkpoints:
         Returns:
             What went wrong with the last save, alike on all ranks; None where nothing did.
         """
-        trouble = self.finish()
+        trouble = self._under_way.finish(or_go_on=True)
+        if self._under_way.stuck:
+            return trouble
         tensors = self._base.others(model) | optimizer_tensors(model, optimizer) | dict(extra or {})
         mine = pieces(tensors, rank=self.rank, ranks=self.ranks, of_rank_0=buffers_of(model))
         header, size = header_of(mine)
@@ -127,34 +130,14 @@ class Checkpoints:
             flush=[str(file.absolute()) for file in flush],
         )
         if self._sync:
-            buffer = torch.empty(size, dtype=torch.uint8)
-            stage(mine, buffer)
-            self._write_here(request, buffer.numpy().data)
-            return self.finish() or trouble
-        if self._process is None or self._process.size < size or not self._process.alive():
-            if self._process is not None:
-                self._process.close()
-            self._process = WritingProcess(WRITER, size, pin=self._pin)
-        stage(mine, self._process.buffer)
-        self._process.tell(request)
-        self._pending = True
-        self._shown = Working(f"saving step {step}")
+            self._under_way.write_here(request, mine)
+            return self._under_way.finish() or trouble
+        self._under_way.begin(request, mine)
         return trouble
-
-    def _write_here(self, request: writer.SaveRequest, data: memoryview) -> None:
-        """Rank 0 last, when the others' parts are there or known to have failed."""
-        self._pending = True
-        if self.rank != 0:
-            self._trouble = _attempt(lambda: writer.write(request, data))
-        others = self._all(self._trouble)
-        if self.rank == 0 and not any(others):
-            self._trouble = _attempt(lambda: writer.write(request, data))
 
     def poll(self) -> str | None:
         """This rank's trouble with the save under way, if it is known by now; a microsecond, without a wait."""
-        if self._pending and self._process is not None:
-            self._note(self._process.answer(wait=False))
-        return self._trouble
+        return self._under_way.poll()
 
     def finish(self) -> str | None:
         """Waits for the save under way. Every rank must get here.
@@ -163,40 +146,9 @@ class Checkpoints:
             What went wrong, alike on all ranks; None where the checkpoint is sealed, or none was under way.
 
         Raises:
-            OSError: on all ranks, when more than ``max_failures`` saves in a row have failed.
+            OSError: on all ranks: more than ``max_failures`` saves in a row have failed, or this one takes too long.
         """
-        if not self._pending and self._trouble is None and self._host is None:
-            return None
-        if self._pending and self._process is not None and not self._sync and self.rank != 0:
-            self._note(self._process.answer(wait=True))
-        others = self._all(self._trouble)
-        if self._pending and self._process is not None and not self._sync and self.rank == 0 and self._trouble is None:
-            if any(others):
-                self._process.call_off()
-            self._note(self._process.answer(wait=True))
-        if self.rank == 0 and (self._trouble or any(others)):
-            self.store.sweep(drafts=True)  # no writer is at work now, and none begins before all are told
-        troubles = [trouble for trouble in (*others, *self._all(self._trouble)) if trouble]
-        self._trouble, self._pending = None, False
-        if not troubles:
-            self._failures = 0
-            return None
-        trouble: str = next((first for first in troubles if not first.startswith("Gone")), troubles[0])
-        self._failures += 1
-        if self._failures > self._max_failures:
-            raise OSError(f"{self._failures} saves in a row have failed, the last one: {trouble}")
-        if self.rank == 0:
-            self._say(
-                f"A SAVE HAS FAILED, and will be tried again at the next: {trouble} (the checkpoint before is whole)"
-            )
-        return trouble
-
-    def _note(self, answer: dict[str, Any] | None) -> None:
-        if answer is not None:
-            self._pending = False
-            if self._shown is not None:
-                self._shown.done()
-            self._trouble = answer.get("error")
+        return self._under_way.finish()
 
     def _all(self, value: Any) -> list[Any]:
         values: list[Any] = [value]
@@ -207,9 +159,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Ends the writing process."""
-        if self._process is not None:
-            self._process.close()
-            self._process = None
+        self._under_way.close()
 
     # --- loading ---
 
@@ -282,11 +232,3 @@ class Checkpoints:
         if optimizer is not None:
             load_values(state["optimizer"], model, optimizer)
         return state
-
-
-def _attempt(act: Callable[[], None]) -> str | None:
-    try:
-        act()
-    except (OSError, writer.Gone) as error:
-        return f"{type(error).__name__}: {error}"
-    return None

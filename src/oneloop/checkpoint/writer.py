@@ -23,6 +23,7 @@ from typing import Any
 from xxhash import xxh3_128
 
 from oneloop.basics.orphans import die_with
+from oneloop.basics.stop_signals import on_stops
 from oneloop.checkpoint.store import Keep, Store, flush, write_file
 
 _CHUNK = 1 << 22
@@ -137,8 +138,7 @@ def gathered(draft: Path, ranks: int, called_off: Callable[[], bool]) -> dict[st
 def main() -> None:
     """Takes requests from standard input, one JSON object a line; answers each on standard output."""
     die_with(int(sys.argv[1]))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # the trainer decides when to stop
+    on_stops(signal.SIG_IGN)  # the trainer decides when to stop
     shared, size = int(sys.argv[2]), int(sys.argv[3])
     data = memoryview(mmap.mmap(shared, size, prot=mmap.PROT_READ)) if size else memoryview(b"")
     while line := sys.stdin.buffer.readline():

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import select
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +65,20 @@ class WritingProcess:
         except BrokenPipeError:
             return  # it is gone, which answer() will say
 
-    def answer(self, *, wait: bool) -> dict[str, Any] | None:
-        """The answer to the last request; None while there is none."""
+    def answer(self, seconds: float | None) -> dict[str, Any] | None:
+        """The answer to the last request, if it comes within these seconds (None: whenever); None: it has not."""
         assert self._process.stdout is not None
         handle = self._process.stdout.fileno()
-        os.set_blocking(handle, wait)
+        until = None if seconds is None else time.monotonic() + seconds
         while b"\n" not in self._heard:
             try:
                 more = os.read(handle, 1 << 16)
             except BlockingIOError:
-                return None
+                left = None if until is None else until - time.monotonic()
+                if seconds == 0.0 or (left is not None and left <= 0):
+                    return None
+                select.select([handle], [], [], left)
+                continue
             if not more:
                 return {"error": f"the writing process ended with {self._process.wait()}"}
             self._heard += more
@@ -87,5 +94,10 @@ class WritingProcess:
         try:
             self._process.wait(_PATIENCE)
         except subprocess.TimeoutExpired:  # its storage hangs, or it waits for a rank that has gone
-            self._process.kill()
-            self._process.wait()
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends it at once; one that its storage holds may stay until that lets go."""
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from oneloop.basics.orphans import die_with
+from oneloop.basics.stop_signals import on_stops
 from oneloop.data.keyed import Batches, Keyed, Place
 from oneloop.data.order import Ordered
 
@@ -153,7 +157,7 @@ def loader(
     dataset = Batches(samples, collate)
     if not workers and device.type != "cuda":  # a DataLoader would only keep a profiler's record of each (8 us)
         return map(dataset.__getitem__, batches)
-    return DataLoader(
+    loading = DataLoader(
         dataset,
         batch_size=None,
         sampler=batches,
@@ -163,7 +167,9 @@ def loader(
         persistent_workers=False,
         prefetch_factor=max(2, math.ceil(ahead / workers)) if workers else None,
         generator=torch.Generator(),
+        worker_init_fn=partial(_begin_worker, os.getpid()),
     )
+    return _of_workers(loading) if workers else loading
 
 
 def end_workers(error: BaseException) -> None:
@@ -171,6 +177,20 @@ def end_workers(error: BaseException) -> None:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename == torch.utils.data.dataloader.__file__:
             frame.clear()
+
+
+def _of_workers(loading: Iterable[tuple[Batch, float]]) -> Iterator[tuple[Batch, float]]:
+    """What worker processes load; one that has gone is called by its name, however that is seen."""
+    try:
+        yield from loading
+    except (ConnectionError, EOFError) as error:
+        raise RuntimeError(f"a DataLoader worker has gone without a word ({error}): some code ended it") from error
+
+
+def _begin_worker(parent: int, number: int) -> None:
+    """A process that loads data lives as long as the one that trains, which decides what signals mean."""
+    die_with(parent)
+    on_stops(signal.SIG_IGN)
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -197,7 +217,7 @@ def groups(
     places = _Places(order, split, rank=rank, start=start)
     batches = iter(
         loader(
-            Keyed(dataset, seed=seed),
+            Keyed(dataset, seed=seed, name="train"),
             collate,
             places,
             workers=workers,

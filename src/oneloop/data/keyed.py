@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from oneloop.basics.seeds import GOLDEN, mixed
 
@@ -30,14 +30,16 @@ class Keyed(Dataset[Any]):
     nothing, or from torch only, and need not say so: :meth:`batch` sees afterwards whether Python's or numpy's
     generator was used (about 6 us); at the first time it loads that batch again, with seeds, and seeds each sample from
     then on. torch is seeded for each sample in any case (about 1 us): what is drawn inside ``torch.random.fork_rng()``
-    leaves no trace.
+    leaves no trace. ``name`` is what the set is called in messages.
 
     A set with ``__getitems__`` loads many at once, as long as it draws nothing and gives the same as one by one, which
     is tried with the first batch.
     """
 
-    def __init__(self, dataset: Any, *, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+    def __init__(self, dataset: Any, *, seed: int, name: str = "") -> None:
+        self.dataset, self.seed, self.name = dataset, seed, name
+        self._at: Place | None = None
+        """the sample that is being loaded"""
         self._draws = False
         """whether it was seen to draw from Python's or numpy's generator"""
         self._together: bool | None = None if hasattr(dataset, "__getitems__") else False
@@ -53,7 +55,27 @@ class Keyed(Dataset[Any]):
         return place[1], self.dataset[place[1]]
 
     def batch(self, places: Sequence[Place], collate: Callable[[list[tuple[int, Any]]], Made]) -> Made:
-        """What ``collate``, which may draw too, makes of the samples at these places."""
+        """What ``collate``, which may draw too, makes of the samples at these places.
+
+        Raises:
+            SampleError: a sample cannot be loaded: which one, of which set, by which process.
+        """
+        try:
+            return self._batch(places, collate)
+        except Exception as error:
+            if self._at is None:  # of collate
+                raise
+            kind = UnfitSample if isinstance(error, ValueError) else SampleError
+            raise kind(self._told(error)) from error
+
+    def _told(self, error: Exception) -> str:
+        assert self._at is not None
+        worker = get_worker_info()
+        by = "" if worker is None else f" by data worker {worker.id}"
+        of = f"the {self.name} set" if self.name else type(self.dataset).__name__
+        return f"sample {self._at[1]} of {of} cannot be loaded{by}: {type(error).__name__}: {error}"
+
+    def _batch(self, places: Sequence[Place], collate: Callable[[list[tuple[int, Any]]], Made]) -> Made:
         if not self._draws and len(places) > 1:  # one sample is seeded as quickly as it is looked at
             if self._together is None:
                 self._together = self._tried(places)
@@ -64,13 +86,20 @@ class Keyed(Dataset[Any]):
                 if _untouched():
                     return made
             self._draws = True
-        return collate([self[place] for place in places])
+        samples = []
+        for place in places:
+            self._at = place
+            samples.append(self[place])
+        self._at = None
+        return collate(samples)
 
     def _one_by_one(self, places: Sequence[Place]) -> list[tuple[int, Any]]:
         samples, dataset, seed_torch = [], self.dataset, self._seed_torch
         for place in places:
+            self._at = place
             seed_torch(place)
             samples.append((place[1], dataset[place[1]]))
+        self._at = None
         return samples
 
     def _at_once(self, places: Sequence[Place]) -> list[tuple[int, Any]] | None:
@@ -78,7 +107,11 @@ class Keyed(Dataset[Any]):
         indices = [index for _, index in places]
         self._seed_torch(places[-1])
         before = torch.default_generator.get_state()
-        samples = list(zip(indices, self.dataset.__getitems__(indices), strict=True))
+        try:
+            samples = list(zip(indices, self.dataset.__getitems__(indices), strict=True))
+        except Exception:
+            self._one_by_one(places)  # which of them it was
+            raise
         return samples if torch.equal(torch.default_generator.get_state(), before) else None
 
     def _tried(self, places: Sequence[Place]) -> bool:
@@ -95,6 +128,14 @@ class Keyed(Dataset[Any]):
         number = mixed(self._prefix, index) >> 1  # key(seed, epoch, index)
         torch.default_generator.manual_seed(number)
         return number
+
+
+class SampleError(RuntimeError):
+    """A sample cannot be loaded."""
+
+
+class UnfitSample(SampleError, ValueError):
+    """A sample cannot be loaded, by a ValueError: what lies there is not what it should be."""
 
 
 class Batches(Dataset[Any]):

@@ -76,10 +76,9 @@ def search(candidates: Sequence[int], attempt: Callable[[int], Attempt], *, fast
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this is a lack of memory, of a device or of the host."""
-    text = str(error)
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError)
-        and any(words in text for words in ("out of memory", "can't allocate memory", "ALLOC_FAILED"))
+        and any(words in str(error) for words in ("out of memory", "can't allocate memory", "ALLOC_FAILED"))
     )
 
 

@@ -48,8 +48,11 @@ class MachineConfig:
     """the processes of a host make their models one after another: one copy at a time in its memory, a slower start"""
     check_every: Duration = Duration(1000)
     """duration between two comparisons of weights and optimizer state over the processes (0: never)"""
+    patience: float = 1.0
+    """factor of the time after which a process that gives no sign of life is named, and ends the run (0: never)"""
     gc_every: Duration = Duration(1000)
     """duration between two garbage collections of Python, at the same step on all processes (0: Python's own)"""
 
     def __post_init__(self) -> None:
         within(0, 512, machine__workers=0 if self.workers == "auto" else self.workers)
+        within(0, 1e6, machine__patience=self.patience)

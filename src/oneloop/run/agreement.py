@@ -9,13 +9,16 @@ import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
+from oneloop.basics.beats import BEATS, TRAINING
 from oneloop.basics.errors import BAD_INPUT, BadInput
 from oneloop.basics.text import printable
 from oneloop.data.groups import Group
@@ -23,6 +26,8 @@ from oneloop.run.ending import leave_at_once
 
 _PATIENCE = 15.0
 """seconds in which the others hear of what is wrong on one rank"""
+_KNOWN, _LEAST, _MANY = 50, 600.0, 20
+"""steps after which collectives get a time-out of the run's own: seconds at least, and times what names a hang"""
 
 
 class Saves(Protocol):
@@ -63,14 +68,25 @@ class Agreement:
         Raises:
             OSError: too many saves in a row have failed.
         """
-        self._afresh = True
+        self._afresh, steps = True, 0
+        BEATS.enter(TRAINING)
         while self._afresh:
             self._afresh = False
             for group, total, stop, trouble in self._summed(groups(), saves, told):
                 if trouble:
                     saves.finish()
                 group.total, group.stop = total, bool(stop)
+                BEATS.beat()
+                steps += 1
+                if steps == _KNOWN and self._host is not None:
+                    self._wait_at_most(max(_LEAST, _MANY * BEATS.limit(1.0)))
                 yield group
+
+    def _wait_at_most(self, seconds: float) -> None:
+        """Of collectives: a second net, where nothing watches the processes of a run."""
+        set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before 2.15
+        for group in (dist.group.WORLD, self._host):
+            set_timeout(timedelta(seconds=seconds), group)
 
     def begin_afresh(self) -> None:
         """What :meth:`agreed` has loaded ahead is dropped. Every rank must get here, at the same step."""

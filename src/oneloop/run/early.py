@@ -1,28 +1,40 @@
-"""What a run does before the slow imports: it ends with its launcher, and tells of bad input at once."""
+"""What a run does before the slow imports: it is watched from then on, and tells of bad input at once."""
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import NoReturn
 
 from oneloop.basics import errors
 from oneloop.basics.errors import BadInput
-from oneloop.basics.orphans import die_with_launcher
+from oneloop.basics.ranks import rank
 from oneloop.basics.text import printable
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
 from oneloop.run.ending import leave
+from oneloop.supervise.fork import open_streams, supervised
+from oneloop.supervise.link import LINK
 
 
 def begin() -> None:
-    """Reads the command line of this process; ``--help`` and bad input end here."""
-    die_with_launcher()
+    """Reads the command line, in a process that is watched from now on; ``--help`` and bad input end here."""
+    open_streams()
+    supervised()
+    report(sys.argv[1:])
+
+
+def report(argv: Sequence[str]) -> None:
+    """Reads these words, and tells from now on how this process gets on, where it is watched."""
     try:
-        read_once(tuple(sys.argv[1:]))
+        recipe = read_once(tuple(argv))
     except BadInput as error:
         refuse(error)
+    except SystemExit as end:  # --help
+        LINK.tell(ended=end.code or 0)
+        raise
+    LINK.report(recipe.machine.patience)
 
 
 @cache
@@ -40,4 +52,4 @@ def refuse(error: BadInput) -> NoReturn:
 
 def is_main() -> bool:
     """Whether this is rank 0, by the launcher's word: accelerate need not be there yet."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return rank() == 0

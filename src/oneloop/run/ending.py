@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import time
-from pathlib import Path
 from typing import NoReturn
 
 from oneloop.basics import errors
-
-EXIT_FILE = "ONELOOP_EXIT_FILE"
-"""the variable by which ``oneloop launch`` says where it wants the exit code"""
+from oneloop.basics.exit_code import noted, taken
+from oneloop.basics.ranks import ranks
+from oneloop.supervise.link import LINK
 
 
 def leave_at_once(code: int) -> NoReturn:
     """Ends this process from any thread and rank, without the others."""
-    if file := os.environ.get(EXIT_FILE):
-        Path(file).write_text(str(code))
+    noted(code)
+    LINK.tell(ended=code)
     os._exit(code)
 
 
@@ -26,10 +25,11 @@ def leave(code: int, *, main: bool) -> NoReturn:
 
     Under ``oneloop launch`` the code goes through a file, since torchrun makes every code 1.
     """
-    file = os.environ.get(EXIT_FILE)
-    if file and code != errors.ERROR:
+    several = ranks() > 1
+    LINK.tell(ended=code)
+    if taken() and (code != errors.ERROR or not several):
         if main:
-            Path(file).write_text(str(code))
+            noted(code)
         code = 0
     elif code == errors.STOPPED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
         code = 0  # torchrun would start the run again
@@ -38,8 +38,10 @@ def leave(code: int, *, main: bool) -> NoReturn:
     distributed = sys.modules.get("torch.distributed")  # bad input is told before torch is imported
     if distributed is not None and distributed.is_initialized() and code != errors.ERROR:
         distributed.destroy_process_group()  # after an error the other ranks may never come to that
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if several:
         if not main and code not in (0, errors.ERROR):
             time.sleep(3)  # torchrun ends all ranks with the first that fails: let rank 0 say why first
+        os._exit(code)
+    if LINK.watched and code == errors.ERROR:  # nothing waits for a process that loads data, which may block
         os._exit(code)
     raise SystemExit(code)

@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from oneloop.basics import errors
-from oneloop.basics.errors import BadInput, Diverged
+from oneloop.basics.errors import BadInput, Diverged, StoppedEarly
 from oneloop.basics.plain_json import dumps, vouched
+from oneloop.basics.ranks import rank, ranks
 from oneloop.basics.text import printable
 from oneloop.data.groups import end_workers
 from oneloop.machine.micro_batch import is_out_of_memory
 from oneloop.machine.switches import float32_products
 from oneloop.measure.profiling import memory_snapshot
 from oneloop.recipe.schema import Recipe
+from oneloop.run.agreement import where
 from oneloop.run.build import build_job
 from oneloop.run.early import is_main, read_once, refuse
-from oneloop.run.ending import leave
+from oneloop.run.ending import leave, leave_at_once
 from oneloop.run.folder import Folder
 from oneloop.run.identity import another_file, source_changed
 from oneloop.run.job import Job
 from oneloop.run.processes import Run, start
+from oneloop.run.same import refuse_other_jobs
 from oneloop.run.trial import explained, find_micro
 from oneloop.show.display import Display
 from oneloop.show.report.page import report
 from oneloop.show.tracking import check_trackers
+from oneloop.supervise.cause import stopped_early
+from oneloop.supervise.link import LINK
+from oneloop.supervise.peers import ADDRESS
 
+Ended = tuple[dict[str, Any], BaseException | None]
+"""the summary of a run, and what ended it, where that is an error"""
 Train = Callable[[Job, Run, Folder], dict[str, Any]]
 """the loop: :func:`oneloop.train.train`"""
+_WATCHED = 10.0
+"""seconds in which a process that has told its fault is ended"""
 
 
 def main(train: Train, argv: Sequence[str]) -> NoReturn:
@@ -39,11 +52,17 @@ def main(train: Train, argv: Sequence[str]) -> NoReturn:
         recipe = read_once(tuple(argv))
         run = begun(recipe, command=["oneloop.train", *argv])
         run.stopping.listen()
+        LINK.tell(listens=True)
+        LINK.tell(watched_at=run.from_main(os.environ.get(ADDRESS)))
         summary, _ = conduct(train, recipe, run, tell=True)
     except BadInput as error:
         refuse(error)
-    except Exception:  # before there was a run
-        traceback.print_exc()
+    except StoppedEarly:
+        if is_main():
+            print(f"oneloop: {stopped_early(run.stopping.by)}", file=sys.stderr)
+        leave_at_once(errors.STOPPED)
+    except BaseException as error:  # before there was a run
+        _tell(error, _words(error))
         leave(errors.ERROR, main=is_main())
     run.end(summary["exit_code"])
 
@@ -67,7 +86,7 @@ def begun(recipe: Recipe, *, command: Sequence[str]) -> Run:
     return run
 
 
-def conduct(train: Train, recipe: Recipe, run: Run, *, tell: bool = False) -> tuple[dict[str, Any], Exception | None]:
+def conduct(train: Train, recipe: Recipe, run: Run, *, tell: bool = False) -> Ended:
     """Trains a recipe on the processes of a run, and writes down how it ended.
 
     Args:
@@ -84,45 +103,72 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, tell: bool = False) -> tu
         Exception: what went wrong before there was a run.
     """
     job: Job | None = None
-    fault: Exception | None = None
+    fault: BaseException | None = None
     folder = Folder(recipe.folder, say=run.display.say)
     try:
-        with run.display, run.closing:
+        with run.display, run.closing, _exits_are_errors():
             job = _prepared(recipe, run, folder, tell=tell)
             if job is None:
                 known = json.loads((folder.path / "summary.json").read_text())
                 return {name: value for name, value in known.items() if name != "checksum"}, None
             summary = train(job, run, folder)
-    except BadInput:
+    except (BadInput, StoppedEarly):
         folder.abandon()
         raise
     except Diverged as error:
         fault, summary = error, {"exit_reason": f"diverged: {error}", "exit_code": errors.DIVERGED}
-    except Exception as error:
-        if job is None:
+    except BaseException as error:
+        if job is None or (not tell and not isinstance(error, Exception)):  # in Python: a second interrupt
+            folder.let_go()
             raise
         fault, summary = error, _failed(error, job, run, folder, tell=tell)
-    except BaseException:  # a second interrupt
-        folder.let_go()
-        raise
     if run.main:
         _end(run, folder, summary, as_json=recipe.watch.json)
     return summary, fault
 
 
-def _failed(error: Exception, job: Job, run: Run, folder: Folder, *, tell: bool) -> dict[str, Any]:
+def _failed(error: BaseException, job: Job, run: Run, folder: Folder, *, tell: bool) -> dict[str, Any]:
     """The summary of a run that an error has ended; of a lack of memory, what to do."""
-    if tell:
-        traceback.print_exc()
     end_workers(error)
-    reason = f"error: {type(error).__name__}: {error}"
+    reason = _words(error)
     if is_out_of_memory(error):
         if run.device.type == "cuda" and folder.path.is_dir():  # begun, by rank 0
             snapshot = memory_snapshot(folder.path / "profile" / f"out-of-memory-{run.rank}.pickle")
             print(f"oneloop: {snapshot} shows what holds the memory (pytorch.org/memory_viz)", file=sys.stderr)
-        reason = f"error: {explained(job, run)}"
-        print(f"oneloop: {reason}", file=sys.stderr)
-    return {"exit_reason": reason, "exit_code": errors.ERROR}
+        reason = explained(job, run)
+    if tell:
+        _tell(error, reason)
+    return {"exit_reason": f"error: {reason}", "exit_code": errors.ERROR}
+
+
+def _words(error: BaseException) -> str:
+    """An error in a line; of one that a data worker has passed on with its traceback, the last."""
+    try:
+        text = str(error).encode(errors="backslashreplace").decode()
+    except Exception as why:
+        text = f"(its message cannot be told: {type(why).__name__})"
+    if text.startswith("Caught ") and "\nOriginal Traceback" in text:
+        kind, _, text = text.strip().splitlines()[-1].partition(": ")
+        return f"{kind.rpartition('.')[2]}: {text}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _tell(error: BaseException, reason: str) -> None:
+    """Prints the traceback; where several processes are watched, that is done for the first of them, and all end."""
+    if LINK.watched and ranks() > 1:
+        LINK.fault(error, f"rank {rank()}: {reason}")
+        time.sleep(_WATCHED)
+    else:
+        traceback.print_exc()
+
+
+@contextmanager
+def _exits_are_errors() -> Iterator[None]:
+    """``sys.exit`` in somebody's code would end the run with a code that means something else."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"sys.exit({error.code!r}) was called{where(error)}") from error
 
 
 def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) -> None:
@@ -174,5 +220,6 @@ def _prepared(recipe: Recipe, run: Run, folder: Folder, *, tell: bool) -> Job | 
         job = build_job(
             recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=find_micro(recipe, run)
         )
+    refuse_other_jobs(job, run)
     run.stopping.also(file=folder.path / "STOP", after=recipe.stop.seconds)
     return job

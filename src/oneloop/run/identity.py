@@ -27,6 +27,8 @@ from oneloop.tasks.contract import theirs
 
 SAMPLES = 16
 """of each data set, spread over it, that are loaded and compared"""
+FIRST = 2
+"""of each data set, that all ranks compare"""
 
 
 class Identity:
@@ -152,6 +154,23 @@ def _of_set(task: Any, name: str, dataset: Any, seed: int) -> dict[str, Any]:
     if content := theirs(task, member, lambda: fingerprint_of(dataset)):
         return {"length": number, "content": content}
     return {"length": number, "checksum": theirs(task, member, load)}
+
+
+def first_samples(task: Any, sets: Mapping[str, Any], *, seed: int) -> dict[str, Any]:
+    """Length of each set, and what tells its first samples from others; None of a set that draws for itself."""
+
+    def load(dataset: Any) -> str | None:
+        keyed, places = Keyed(dataset, seed=seed), range(min(FIRST, len(dataset)))
+        one, other = (checksum(keyed[0, index] for index in places) for _ in range(2))
+        return one if one == other else None
+
+    return {
+        name: {
+            "length": len(dataset),
+            "content": theirs(task, "train_set()" if name == "train" else "eval_sets()", lambda: load(dataset)),  # noqa: B023
+        }
+        for name, dataset in sets.items()
+    }
 
 
 def checksum(values: Any) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from oneloop.basics.beats import BEATS, ENDING, EVALUATION
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.run_state import RunState
 from oneloop.checkpoint.store import Store, name_of
@@ -36,8 +37,10 @@ from oneloop.run.folder import Folder
 from oneloop.run.model import BuiltModel, torch_dtype
 from oneloop.run.processes import Run
 from oneloop.run.rhythm import Rhythm
+from oneloop.run.shared_folder import refuse_other_folders
 from oneloop.show.examples import Examples
 from oneloop.show.tracking import Tracking
+from oneloop.supervise.link import LINK
 from oneloop.tasks.base import Progress, Task
 
 _SMALL = 1 << 19
@@ -124,16 +127,19 @@ class Job:
                 there = len(Store(folder.path / "checkpoints").sealed())
                 most = min(save.keep + save.best + 1, 1 + self.steps // max(1, self.rhythm.every["save"] or self.steps))
                 folder.hold(need=max(0, most - there) * (each + _SMALL) + once + _SMALL)
+        refuse_other_folders(folder.path, run, main=run.main, patience=self.recipe.machine.patience)
 
     def begin(self, folder: Folder, run: Run) -> None:
         """Writes down what is known before the first step, on rank 0. Every rank must get here."""
         with run.setting_up():
+            run.stopping.early = False  # from here on there is something to be left in order
             if run.main:
                 data = {name: told for name, part in self.sets.items() if (told := fingerprint_of(part))}
                 about: dict[str, Any] = {"device": str(run.device), "processes": run.ranks, "data": data}
                 if place := source("task", self.recipe.task.name):
                     about["task"] = str(place)
                 folder.begin(self.recipe.yaml(), environment(command=[*run.command], **about))
+        LINK.tell(folder=str(folder.path.absolute()))
 
     def final(
         self, state: RunState, checkpoints: Checkpoints, step: int, best: Best, *, stopped: bool
@@ -141,6 +147,7 @@ class Job:
         """Puts the weights of the best evaluation in place, where the recipe asks for them, the run has come to its
         end, and they are there whole; says which are in place. Every rank must get here, and no save may be under
         way."""
+        BEATS.enter(ENDING)
         wanted = self.recipe.save.final == "best" and best.step and not stopped
         if not wanted or (best.step != step and not checkpoints.whole(best.step, "final/ gets the last weights")):
             return {"weights": "last", "step": step, "end": step}
@@ -199,19 +206,20 @@ class Job:
         examples: Examples | None = None,
     ) -> dict[str, dict[str, float]] | None:
         """Figures by weights; None where a stop came first. Every rank must get here."""
-        return evaluate_all(
-            self.task,
-            model,
-            sets,
-            averages=averages,
-            examples=examples,
-            accelerator=run.accelerator,
-            micro=self.recipe.eval.micro or self.split.each,
-            workers=self.workers(run),
-            dtype=self.dtype,
-            seed=self.recipe.seed,
-            interrupted=run.stop_wanted,
-        )
+        with BEATS.phase(EVALUATION):
+            return evaluate_all(
+                self.task,
+                model,
+                sets,
+                averages=averages,
+                examples=examples,
+                accelerator=run.accelerator,
+                micro=self.recipe.eval.micro or self.split.each,
+                workers=self.workers(run),
+                dtype=self.dtype,
+                seed=self.recipe.seed,
+                interrupted=run.stop_wanted,
+            )
 
     def meter(self, run: Run, parameters: Iterable[Tensor], *, flops: float, figures: Sequence[str]) -> Meter:
         """Figures of training; ``figures`` are more of the task's own."""
@@ -222,7 +230,7 @@ class Job:
         """The checkpoints of the run in ``folder``."""
         save = self.recipe.save
         how: dict[str, Any] = {"sync": save.sync, "max_failures": save.max_failures, "say": run.display.say}
-        how["origin"] = getattr(self.task, "origin", None)
+        how |= {"origin": getattr(self.task, "origin", None), "patience": self.recipe.machine.patience}
         checkpoints = Checkpoints(folder / "checkpoints", run.accelerator, **how)
         if run.ranks == 1:  # of several, one that fails ends at once: its part will never come
             run.closing.callback(checkpoints.close)

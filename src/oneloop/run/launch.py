@@ -7,17 +7,23 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from functools import partial
 from io import StringIO
 from pathlib import Path
 
 import yaml
 
-from oneloop.basics.errors import BAD_INPUT, ERROR, BadInput
-from oneloop.basics.orphans import die_with
+from oneloop.basics.errors import BAD_INPUT, ERROR, STOPPED, BadInput
+from oneloop.basics.exit_code import offered
+from oneloop.basics.orphans import die_with, is_alive
+from oneloop.basics.stop_signals import on_stops
 from oneloop.machine.configs import config_file, config_files
+
+_LOOK = 0.2
+"""seconds from one look to the next"""
 
 
 def launch(words: Sequence[str], *, after: Sequence[str] = ()) -> int:
@@ -42,17 +48,70 @@ def launch(words: Sequence[str], *, after: Sequence[str] = ()) -> int:
         *training,
     ]
     with tempfile.TemporaryDirectory(prefix="oneloop-") as folder:
-        told = Path(folder) / "exit_code"
-        process = subprocess.Popen(
-            command, env={**os.environ, "ONELOOP_EXIT_FILE": str(told)}, preexec_fn=partial(die_with, os.getpid())
-        )
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda number, _: process.send_signal(number))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the trainers too
-        code = process.wait()
+        environment = {**os.environ, **offered(Path(folder)), "PET_SIGNALS_TO_HANDLE": "SIGTERM"}
+        process = subprocess.Popen(command, env=environment, preexec_fn=partial(_begin, os.getpid()))
+        return _Launched(process, Path(folder)).ended()
+
+
+def _begin(parent: int) -> None:
+    """What accelerate's process begins with: interrupts of a terminal reach the trainers themselves."""
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class _Launched:
+    """accelerate's process, and those that it has started, which get the signals that this one gets.
+
+    Args:
+        process: of accelerate.
+        folder: where the others leave their numbers, and the exit code.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+        self._process, self._folder = process, folder
+        self._heard: list[int] = []
+        self._passed: set[tuple[int, str]] = set()
+        on_stops(self._hear)
+
+    def _hear(self, number: int, frame: object) -> None:
+        """A terminal sends SIGINT to the trainers too, and a second one would end them at once: it is passed on as
+        SIGTERM, once."""
+        number = signal.SIGTERM if number == signal.SIGINT else number
+        if number not in self._heard:
+            self._heard.append(number)
+
+    def ended(self) -> int:
+        """Waits for all of them; what oneloop.train meant to exit with."""
+        while (code := self._waited()) is None:
+            self._pass_on()
+        while self._alive():  # accelerate was killed: they save, and end
+            self._pass_on()
+            time.sleep(_LOOK)
+        told = self._folder / "exit_code"
         if told.exists():
             return int(told.read_text())
-    return code if code in (0, BAD_INPUT) else ERROR
+        if self._heard:
+            return STOPPED
+        return code if code in (0, BAD_INPUT) else ERROR
+
+    def _waited(self) -> int | None:
+        try:
+            return self._process.wait(_LOOK)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _pass_on(self) -> None:
+        """To those that have not had it yet, also where they come later."""
+        for number in self._heard:
+            for pid in self._alive():
+                if (number, pid) not in self._passed:
+                    self._passed.add((number, pid))
+                    with suppress(ProcessLookupError):
+                        os.kill(int(pid), number)
+
+    def _alive(self) -> list[str]:
+        pids = [file.name.removeprefix("process-") for file in self._folder.glob("process-*")]
+        return [pid for pid in pids if is_alive(int(pid))]
 
 
 def launch_options(words: Sequence[str]) -> tuple[list[str], list[str]]:

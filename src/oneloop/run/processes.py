@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -28,6 +29,9 @@ from oneloop.run.agreement import Agreement, Saves
 from oneloop.run.ending import leave
 from oneloop.run.stopping import Stopping
 from oneloop.show.display import Display
+
+_LONG = timedelta(hours=2)
+"""that a collective may take where nothing is known of the run: one rank prepares, compiles or writes"""
 
 
 class Run(Agreement):
@@ -106,7 +110,7 @@ def start(
     on_cpu = not torch.accelerator.is_available()  # said to accelerate, several processes then get gloo
     # Before the ranks connect: each finds the same, and none waits for another.
     _refuse_precision(precision, torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator())
-    state = PartialState(cpu=on_cpu)
+    state = PartialState(cpu=on_cpu, timeout=_LONG)
     plugin = None
     if sharding:
         if state.distributed_type == DistributedType.NO:

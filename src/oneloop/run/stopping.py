@@ -11,7 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from oneloop.basics.errors import StoppedEarly
+from oneloop.basics.stop_signals import on_stops, stop_signals
+from oneloop.run.ending import leave_at_once
+
+_AT_ONCE = 1.0
+"""seconds in which a second interrupt is the first one, which a launcher has passed on"""
 
 
 class Stopping:
@@ -28,11 +33,15 @@ class Stopping:
         self._file: Path | None = None
         self._deadline = float("inf")
         self._heard: list[signal.Signals] = []
+        self._interrupted = 0.0
+        self.early = False
+        """nothing has been written yet, so that there is nothing to be saved"""
 
     def listen(self) -> None:
-        """From now on SIGTERM, SIGINT and SIGUSR1 ask for a stop after the step; a second SIGINT ends at once."""
-        for number in _SIGNALS:
-            signal.signal(number, self._end_at_twice)
+        """From now on SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask for a stop: of a run that has begun after the step, of
+        another at once, by :class:`StoppedEarly`. A second SIGINT ends at once."""
+        self.early = True
+        on_stops(self._end_at_twice)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -41,7 +50,7 @@ class Stopping:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._raise_at_twice) for number in _SIGNALS}
+        before = {number: signal.signal(number, self._raise_at_twice) for number in stop_signals()}
         try:
             yield
         finally:
@@ -65,18 +74,23 @@ class Stopping:
                 self.by = "a STOP file"
         return self.by is not None
 
-    def _note(self, number: int) -> bool:
-        """Whether it is an interrupt that was heard before."""
-        again = number == signal.SIGINT and number in self._heard
-        self.by = signal.Signals(number).name
+    def _note(self, number: int, *, apart: float = 0.0) -> bool:
+        """Whether it is an interrupt that was heard before, as many seconds ago at least."""
+        now = time.monotonic()
+        again = number == signal.SIGINT and number in self._heard and now - self._interrupted >= apart
+        self._interrupted = now if number == signal.SIGINT else self._interrupted
+        self.by = self.by or signal.Signals(number).name
         self._heard.append(signal.Signals(number))
         return again
 
     def _end_at_twice(self, number: int, frame: Any) -> None:
-        if self._note(number):
+        if self._note(number, apart=_AT_ONCE):
             if os.isatty(1):
                 os.write(1, b"\x1b[?25h")  # a bar has hidden the cursor
-            os._exit(128 + signal.SIGINT)
+            leave_at_once(128 + signal.SIGINT)
+        if self.early:
+            self.early = False
+            raise StoppedEarly
 
     def _raise_at_twice(self, number: int, frame: Any) -> None:
         if self._note(number):

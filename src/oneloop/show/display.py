@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import Token
@@ -49,6 +50,14 @@ class _Bars(Progress):
         return super().get_renderable()
 
 
+class _Console(Console):
+    """One that is gone on without, where nobody reads any more (``| head``)."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 class Display:
     """Shows steps, figures and whatever else takes its time; ``with Display(...) as display``.
 
@@ -71,7 +80,7 @@ class Display:
     ) -> None:
         self._quiet, self._as_json = quiet, as_json
         self._total, self._start, self._began = 0, 0, time.monotonic()
-        self._console = console or Console(quiet=not shown)
+        self._console = console or _Console(quiet=not shown)
         self._interval, self._last = interval, float("-inf")
         self.bars: _Bars | None = None
         self._outer: Token[Progress | None] | None = None

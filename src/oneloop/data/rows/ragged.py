@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from oneloop.basics.orphans import die_with
 from oneloop.basics.progress import tracked
+from oneloop.basics.stop_signals import on_stops
 from oneloop.data.rows.cache import alone, key_of
 from oneloop.data.rows.rows import Row, Rows
 
@@ -94,8 +95,7 @@ _work: list[Any] = []
 
 def _begin(parent: int) -> None:
     """A forked process has this one's signal handlers, which only note; whether to stop is this one's to decide."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    on_stops(signal.SIG_IGN)
     die_with(parent)
 
 

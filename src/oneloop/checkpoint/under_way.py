@@ -1,0 +1,191 @@
+"""The save that is under way: written by a process of its own on each rank, and ended on all of them alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from oneloop.basics.beats import BEATS, SAVING
+from oneloop.basics.progress import Working
+from oneloop.checkpoint import writer
+from oneloop.checkpoint.state import Piece, stage
+from oneloop.checkpoint.store import Store
+from oneloop.checkpoint.writing_process import WritingProcess
+
+WRITER = "oneloop.checkpoint.writer"
+"""the module that a writing process runs"""
+_AT_LEAST = 10.0
+"""seconds that a save may take"""
+_SLOW = 10e6
+"""bytes per second that storage makes at least"""
+_STILL = "still"
+
+
+class UnderWay:
+    """What one rank is saving.
+
+    Args:
+        store: of the run.
+        rank: of this process.
+        agree: every rank's value, on every rank; None where there is but one.
+        pin: the staged bytes lie in pinned memory.
+        max_failures: failing saves in a row that do not end the run.
+        patience: factor of the time that a save may take before it is gone on without it; 0: any.
+        say: how a person is told, on rank 0.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        agree: Callable[[Any], list[Any]] | None,
+        pin: bool,
+        max_failures: int,
+        patience: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._store, self._rank, self._agree, self._pin, self._say = store, rank, agree, pin, say
+        self._process: WritingProcess | None = None
+        self._trouble: str | None = None
+        self._pending = False
+        self._step, self._size, self._began = 0, 0, 0.0
+        self._longest = 0.0
+        """seconds that a save has taken"""
+        self._patience = patience
+        self._shown: Working | None = None
+        self._failures, self._max_failures = 0, max_failures
+        self.stuck = False
+        """whether it has taken longer than a save may, on any rank"""
+
+    def begin(self, request: writer.SaveRequest, pieces: list[Piece]) -> None:
+        """Copies to host memory, and lets the other process write."""
+        if self._process is None or self._process.size < request.size or not self._process.alive():
+            if self._process is not None:
+                self._process.close()
+            self._process = WritingProcess(WRITER, request.size, pin=self._pin)
+        stage(pieces, self._process.buffer)
+        self._process.tell(request)
+        self._pending, self._began = True, time.monotonic()
+        self._step, self._size = request.step, request.size
+        self._shown = Working(f"saving step {request.step}")
+
+    def write_here(self, request: writer.SaveRequest, pieces: list[Piece]) -> None:
+        """In this process: rank 0 last, when the others' parts are there or known to have failed."""
+        buffer = torch.empty(request.size, dtype=torch.uint8)
+        stage(pieces, buffer)
+        data = buffer.numpy().data
+        if self._rank != 0:
+            self._trouble = _attempt(lambda: writer.write(request, data))
+        others = self._all(self._trouble)
+        if self._rank == 0 and not any(others):
+            self._trouble = _attempt(lambda: writer.write(request, data))
+        if self._agree is None and self._trouble is None:
+            self._failures = 0
+
+    def poll(self) -> str | None:
+        """This rank's trouble, if it is known by now; a microsecond, without a wait."""
+        if self._pending and self._process is not None:
+            self._note(self._process.answer(0.0))
+        return self._trouble
+
+    def finish(self, *, or_go_on: bool = False) -> str | None:
+        """Waits for it. Every rank must get here.
+
+        Args:
+            or_go_on: leave one that takes too long under way, and say so by ``stuck``.
+
+        Returns:
+            What went wrong, alike on all ranks; None where the checkpoint is sealed, or none was under way.
+
+        Raises:
+            OSError: on all ranks: more than ``max_failures`` saves in a row have failed, or one takes too long.
+        """
+        if not self._pending and self._trouble is None and self._agree is None:
+            self.stuck = False
+            return None
+        with BEATS.phase(SAVING):
+            troubles = self._waited()
+        still = [rank for rank, trouble in enumerate(troubles) if trouble == _STILL]
+        self.stuck = bool(still)
+        real = [trouble for trouble in troubles if trouble and trouble != _STILL]
+        if still and not real:
+            taken = f"the save of step {self._step} has not come to its end in {time.monotonic() - self._began:.0f} s"
+            if or_go_on:
+                if self._rank == 0:
+                    self._say(f"{taken}: its storage stands still; going on without a new one")
+                return None
+            self._end_process()
+            raise OSError(f"{taken} (rank {', '.join(map(str, still))}): its storage stands still")
+        if self._pending:
+            self._end_process()  # another rank's trouble: this part is of no use
+        self._trouble, self._pending, self.stuck = None, False, False
+        if not real:
+            self._failures = 0
+            return None
+        return self._failed(next((first for first in real if not first.startswith("Gone")), real[0]))
+
+    def _waited(self) -> list[str | None]:
+        """Every rank's trouble: parts first, then rank 0, which seals."""
+        if self._rank != 0:
+            self._wait()
+        others = self._all(self._state())
+        if self._rank == 0 and self._pending and self._process is not None:
+            if any(trouble not in (None, _STILL) for trouble in others[1:]):
+                self._process.call_off()
+            if _STILL not in others[1:]:
+                self._wait()
+        if self._rank == 0 and (self._trouble or any(trouble not in (None, _STILL) for trouble in others)):
+            self._store.sweep(drafts=True)  # no writer is at work now, and none begins before all are told
+        return self._all(self._state())
+
+    def _state(self) -> str | None:
+        return self._trouble or (_STILL if self._pending else None)
+
+    def _failed(self, trouble: str) -> str:
+        self._failures += 1
+        if self._failures > self._max_failures:
+            raise OSError(f"{self._failures} saves in a row have failed, the last one: {trouble}")
+        if self._rank == 0:
+            self._say(
+                f"A SAVE HAS FAILED, and will be tried again at the next: {trouble} (the checkpoint before is whole)"
+            )
+        return trouble
+
+    def _wait(self) -> None:
+        if self._pending and self._process is not None:
+            may = self._patience * max(_AT_LEAST, 3 * self._longest, self._size / _SLOW)
+            self._note(self._process.answer(max(0.0, self._began + may - time.monotonic()) if may else None))
+
+    def _note(self, answer: dict[str, Any] | None) -> None:
+        if answer is not None:
+            self._pending = False
+            if self._shown is not None:
+                self._shown.done()
+            self._trouble = answer.get("error")
+            self._longest = max(self._longest, time.monotonic() - self._began)
+
+    def _all(self, value: Any) -> list[Any]:
+        return [value] if self._agree is None else self._agree(value)
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+    def close(self) -> None:
+        """Ends the writing process."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+
+def _attempt(act: Callable[[], None]) -> str | None:
+    try:
+        act()
+    except (OSError, writer.Gone) as error:
+        return f"{type(error).__name__}: {error}"
+    return None

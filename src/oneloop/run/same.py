@@ -1,0 +1,63 @@
+"""Whether the ranks of a run have the same data and model: otherwise they would wait for one another for ever, or train
+what nobody asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from oneloop.basics.errors import BadInput
+from oneloop.run.identity import first_samples
+from oneloop.run.job import Job
+from oneloop.run.processes import Run
+
+
+def refuse_other_jobs(job: Job, run: Run) -> None:
+    """Every rank must get here.
+
+    Raises:
+        BadInput: on every rank: data sets of other lengths or samples, or another model.
+    """
+    if run.ranks == 1:
+        return
+    with run.setting_up():
+        mine = {"sets": first_samples(job.task, job.sets, seed=job.recipe.seed), "model": _model_of(job)}
+    told = run.gathered(mine)
+    for name in dict.fromkeys(name for one in told for name in one["sets"]):
+        _compare(name, [one["sets"].get(name) for one in told])
+    models = [one["model"] for one in told]
+    for rank, model in enumerate(models):
+        if model != models[0]:
+            part = next(key for key in {**models[0], **model} if models[0].get(key) != model.get(key))
+            here, there = (each.get(part, "not there") for each in (models[0], model))
+            raise BadInput(
+                f"the model is another one on each rank: {part} is {here} on rank 0 and {there} on rank {rank}; build"
+                " it alike everywhere"
+            )
+
+
+def _model_of(job: Job) -> dict[str, str]:
+    return {
+        name: f"{tuple(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
+        + ("" if parameter.requires_grad else ", frozen")
+        for name, parameter in job.model.named_parameters()
+    }
+
+
+def _compare(name: str, told: Sequence[Mapping[str, Any] | None]) -> None:
+    first = told[0]
+    for rank, other in enumerate(told):
+        if first is None or other is None:
+            here, there = ("there is" if one is not None else "there is none" for one in (first, other))
+            if first is not other:
+                raise BadInput(f"the {name} set is not on all ranks: {here} on rank 0, {there} on rank {rank}")
+        elif first["length"] != other["length"]:
+            raise BadInput(
+                f"the {name} set has {first['length']:,} samples on rank 0 and {other['length']:,} on rank {rank}; give"
+                " every process the whole set: oneloop shares it out"
+            )
+        elif first["content"] and other["content"] and first["content"] != other["content"]:
+            raise BadInput(
+                f"the {name} set holds other samples on rank 0 ({first['content']}) and on rank {rank}"
+                f" ({other['content']}, of the first ones); give every process the same data in the same order"
+            )

@@ -1,0 +1,127 @@
+"""What a training process tells the one that watches it: lines of JSON through a pipe."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+from typing import Any
+
+from oneloop.basics.beats import BEATS, SET_UP
+from oneloop.basics.ranks import rank
+from oneloop.supervise.stance import stance
+
+TICK = 0.5
+"""seconds from one report to the next"""
+_QUIET = 2.0
+"""seconds without a sign of life, from which on the stack is looked at"""
+_UNREAD = 2.0
+"""seconds that the other side has to read"""
+_COMPILING = 1800.0
+"""seconds that a compiler may take, whatever the phase"""
+_CONSEQUENCES = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_OF_A_CONNECTION = ("connection reset", "connection closed", "connection refused", "broken pipe", "gloo", "nccl")
+
+
+class Link:
+    """The way to the watching process; without one, everything here does nothing."""
+
+    def __init__(self) -> None:
+        self._handle: int | None = None
+        self._owner = 0
+        self._lock = threading.RLock()
+        self.patience = 1.0
+
+    @property
+    def watched(self) -> bool:
+        return self._handle is not None and os.getpid() == self._owner
+
+    def open(self, handle: int, stacks: int) -> None:
+        """From now on it is told through ``handle``; on SIGUSR2 the stacks of all threads go to ``stacks``."""
+        self._handle, self._owner = handle, os.getpid()
+        BEATS.enter(SET_UP)  # it may have been imported long ago, in the process that this one was forked from
+        for written in (handle, stacks):
+            os.set_blocking(written, False)
+        sys.excepthook = self._uncaught
+        faulthandler.enable()  # a fault in native code tells its stack
+        if hasattr(faulthandler, "register"):
+            faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+
+    def tell(self, **message: Any) -> None:
+        """One message; dropped where the other side does not read."""
+        if not self.watched or self._handle is None:
+            return
+        line = json.dumps(message).encode() + b"\n"
+        until = time.monotonic() + _UNREAD
+        with self._lock:
+            while line and time.monotonic() < until:
+                try:
+                    line = line[os.write(self._handle, line) :]
+                except BlockingIOError:
+                    time.sleep(0.01)
+                except OSError:
+                    return
+
+    def report(self, patience: float) -> None:
+        """Tells twice a second, from a thread, and at every new phase, how this process gets on; ``patience`` is the
+        factor of all limits."""
+        self.patience = patience
+        if self.watched:
+            BEATS.changed = lambda: self.tell(beat=_beat(patience))
+            threading.Thread(target=self._report, name="oneloop-beats", daemon=True).start()
+
+    def _report(self) -> None:
+        while True:
+            self.tell(beat=_beat(self.patience))
+            time.sleep(TICK)
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """What nothing has caught: of the imports, for example."""
+        sys.__excepthook__(kind, error, trace)
+        self.tell(fault={"words": f"rank {rank()}: {kind.__name__}: {error}", "text": "", "follows": False})
+
+    def fault(self, error: BaseException, words: str) -> None:
+        """Tells what has ended this process."""
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        self.tell(fault={"words": words, "text": text, "follows": _follows(error)})
+
+
+def _beat(patience: float) -> dict[str, Any]:
+    since = time.monotonic() - BEATS.last
+    beat: dict[str, Any] = {"phase": BEATS.now_in, "count": BEATS.count, "since": since, "limit": BEATS.limit(patience)}
+    usual = BEATS.usual()
+    beat |= {
+        "patience": patience,
+        "median": usual[0] if usual else None,
+        "waits": False,
+        "where": "",
+        "held": patience <= 0,
+    }
+    if since > _QUIET:
+        seen = stance()
+        beat |= {"waits": seen.waits, "where": seen.where, "held": beat["held"] or seen.debugged}
+        if seen.compiles:
+            beat["limit"] = max(beat["limit"], patience * _COMPILING)
+    return beat
+
+
+def _follows(error: BaseException) -> bool:
+    """Whether it only says that another process has gone."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if type(seen).__name__ in _CONSEQUENCES:
+            return True
+        if isinstance(seen, RuntimeError | OSError) and any(part in str(seen).lower() for part in _OF_A_CONNECTION):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+LINK = Link()
+"""of this process"""

@@ -1,0 +1,120 @@
+"""A task in which something goes wrong: what, on which rank, where and when is said by its arguments."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from tiny import Ragged, Sequences
+
+
+class Unspeakable(Exception):
+    """One that cannot be told."""
+
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def happens(fault: str) -> None:
+    """One thing that goes wrong."""
+    name, _, value = fault.partition(":")
+    if name == "raise":
+        kinds = (ValueError, StopIteration, MemoryError, KeyboardInterrupt, asyncio.CancelledError, Unspeakable)
+        raise next(kind for kind in kinds if kind.__name__ == value)("the fault")
+    if name == "thread":
+        threading.Thread(target=time.sleep, args=(float(value),)).start()
+    if name == "exit":
+        sys.exit(int(value))
+    if name == "os_exit":
+        os._exit(int(value))
+    if name == "kill":
+        os.kill(os.getpid(), getattr(signal, value))
+    if name == "loop":
+        while True:
+            pass
+    if name == "sleep":
+        time.sleep(float(value))
+    if name == "read":
+        reading, _ = os.pipe()
+        os.read(reading, 1)
+
+
+class Samples(Sequences):
+    """Sequences, one of which goes wrong."""
+
+    def __init__(self, *given: Any, task: Faulty, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.task, self.loaded = task, 0
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.loaded += 1
+        self.task.come("sample")
+        return super().__getitem__(index)
+
+
+class Faulty(Ragged):
+    """See :func:`happens`.
+
+    Args:
+        fault: what goes wrong ("" : nothing).
+        where: ``init``, ``sample`` or ``loss``.
+        rank: on which process (-1: on all).
+        at: how many times it goes well before, counted from the first step on.
+        once: a file; where it is, nothing goes wrong, and it is made before something does.
+        pause: seconds of each loss.
+        slow: the share of losses that take a hundred times as long.
+        eval_pause: seconds of each loss in evaluation.
+        unlike: what is otherwise on rank 1: ``shorter``, ``other``, ``wider``.
+    """
+
+    def __init__(
+        self,
+        fault: str = "",
+        where: str = "loss",
+        rank: int = 0,
+        at: int = 20,
+        once: str = "",
+        pause: float = 0.0,
+        slow: float = 0.0,
+        eval_pause: float = 0.0,
+        unlike: str = "",
+        samples: int = 64,
+        **more: Any,
+    ) -> None:
+        self.unlike = unlike if os.environ.get("RANK") == "1" else ""
+        super().__init__(samples=samples - 4 * (self.unlike == "shorter"), **more)
+        self.width += self.unlike == "wider"
+        self.fault, self.where, self.rank, self.at, self.once, self.pause = fault, where, rank, at, once, pause
+        self.slow, self.eval_pause = slow, eval_pause
+        self.come_by = 0
+        self.come("init")
+
+    def come(self, where: str) -> None:
+        if not self.fault or where != self.where or self.rank not in (-1, int(os.environ.get("RANK", "0"))):
+            return
+        self.come_by += 1
+        if self.come_by > self.at and not (self.once and Path(self.once).exists()):
+            if self.once:
+                Path(self.once).touch()
+            happens(self.fault)
+
+    def train_set(self) -> Any:
+        return Samples(self.samples, seed=2 if self.unlike == "other" else 1, task=self)
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        if model.training:
+            slow = random.Random(int(batch["index"].sum())).random() < self.slow  # alike in every run
+            time.sleep(self.pause * (100 if slow else 1))
+            self.come("loss")
+        else:
+            time.sleep(self.eval_pause)
+        return super().loss(model, batch)

@@ -1,0 +1,325 @@
+"""What ends a run ends it clearly: the cause is named, everybody goes, and the same command goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from worlds import CONFIGS, run, train
+
+RECIPE = "task: faulty.Faulty\nbatch: {size: 8}\nduration: 200\nlog: {every: 10}\neval: {every: 50}\n"
+RECIPE += "save: {every: 10}\ntrack: []\nrun: {dir: run}\n"
+SPLITS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
+TWENTY = pytest.mark.parametrize("repeat", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 21))])
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "f.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def faulty(folder: Path, *words: str, config: str = "single", ranks: int = 1):
+    return run(train, ["f.yaml", *words], config=config, ranks=ranks, folder=folder, watch=True)
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+def goes_on(folder: Path, *words: str, config: str = "single", ranks: int = 1) -> None:
+    """The same command ends as it would have without the fault."""
+    world = faulty(folder, *words, config=config, ranks=ranks)
+    world.ok()
+    assert "going on from" in world.output and summary(folder)["exit_reason"] == "done"
+
+
+# --- deaths -----------------------------------------------------------------------------------------------------------
+
+OS_EXIT = "ended with exit code 5 and without a word: some code called os._exit"
+DEATHS = [
+    ("raise:ValueError", "loss", "ValueError: the fault"),
+    ("raise:ValueError", "sample", "of the train set cannot be loaded: ValueError: the fault"),
+    ("raise:StopIteration", "sample", "of the train set cannot be loaded: StopIteration: the fault"),
+    ("raise:MemoryError", "loss", "out of memory on cpu"),
+    ("exit:3", "loss", "RuntimeError: sys.exit(3) was called"),
+    ("os_exit:5", "loss", OS_EXIT),
+    ("kill:SIGKILL", "loss", "was killed by SIGKILL (the kernel does so where memory runs out, and so do schedulers)"),
+    ("kill:SIGSEGV", "loss", "was killed by SIGSEGV"),
+]
+DEFAULT = {("single", 1), ("single", 2), ("ddp", 0), ("fsdp2", 4), ("ddp", 5), ("fsdp2", 6)}
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "rank", "fault", "where", "says"),
+    [
+        pytest.param(
+            config,
+            ranks,
+            ranks - 1,
+            *death,
+            marks=() if (config, number) in DEFAULT else pytest.mark.slow,
+            id=f"{config}-{death[0]}-{death[1]}",
+        )
+        for config, ranks in SPLITS
+        for number, death in enumerate(DEATHS)
+    ],
+)
+@TWENTY
+def test_a_death_is_named_and_all_go(folder, config, ranks, rank, fault, where, says, repeat):
+    words = ["--task.fault", fault, "--task.where", where, "--task.rank", str(rank), "--task.at", "170"]
+    words += ["--task.once", str(folder / "once")]
+    world = faulty(folder, *words, config=config, ranks=ranks)
+    assert world.codes == [1] * ranks, world.output
+    ended = summary(folder)
+    assert ended["exit_code"] == 1 and says in ended["exit_reason"], ended
+    assert ranks == 1 or f"rank {rank}" in ended["exit_reason"]
+    if fault.startswith("raise"):
+        assert world.output.count("Traceback (most recent call last)") in (1, 2)  # of the cause, and what it led to
+        assert world.output.count("the fault") >= 1 and "faulty.py" in world.output
+        assert "Connection" not in world.output
+    goes_on(folder, *words, config=config, ranks=ranks)
+
+
+def test_a_data_worker_that_goes_is_named(folder):
+    words = ["--machine.workers", "1", "--task.fault", "os_exit:4", "--task.where", "sample", "--task.at", "100"]
+    world = faulty(folder, *words)
+    assert world.codes == [1] and "DataLoader worker" in summary(folder)["exit_reason"], world.output
+
+
+def test_a_sample_in_a_worker_is_named(folder):
+    words = ["--machine.workers", "1", "--task.fault", "raise:ValueError", "--task.where", "sample", "--task.at", "100"]
+    world = faulty(folder, *words)
+    assert world.codes == [1]
+    assert "of the train set cannot be loaded by data worker 0: ValueError: the fault" in summary(folder)["exit_reason"]
+
+
+def test_data_workers_go_with_their_trainer(folder):
+    words = ["--machine.workers", "1", "--task.fault", "sleep:600", "--task.where", "sample", "--task.at", "100"]
+    trainer = _started(folder, *words)
+    deadline = time.monotonic() + 60
+    while not (family := psutil.Process(trainer.pid).children(recursive=True)) or len(family) < 2:
+        assert time.monotonic() < deadline and trainer.poll() is None
+        time.sleep(0.1)
+    time.sleep(0.5)
+    family = psutil.Process(trainer.pid).children(recursive=True)
+    family[0].kill()
+    assert trainer.wait(20) == 1
+    _, alive = psutil.wait_procs(family, 5)
+    assert not alive
+
+
+# --- hangs ------------------------------------------------------------------------------------------------------------
+
+HANGS = [("kill:SIGSTOP", "loss"), ("loop", "sample"), ("read", "loss"), ("sleep:600", "sample")]
+DEFAULT_HANGS = {("ddp", 0), ("single", 1), ("fsdp2", 2)}
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "fault", "where"),
+    [
+        pytest.param(config, ranks, *hang, marks=() if (config, number) in DEFAULT_HANGS else pytest.mark.slow)
+        for config, ranks in SPLITS
+        for number, hang in enumerate(HANGS)
+        if (config, number) != ("single", 0)  # a run of one process that a person has stopped stays so
+    ],
+)
+@TWENTY
+def test_who_stands_still_is_named_and_all_go(folder, config, ranks, fault, where, repeat):
+    rank = ranks - 1
+    words = ["--task.fault", fault, "--task.where", where, "--task.rank", str(rank), "--task.at", "170"]
+    words += ["--machine.patience", "0.3", "--task.once", str(folder / "once")]
+    world = faulty(folder, *words, config=config, ranks=ranks)
+    assert world.codes == [1] * ranks, world.output
+    ended = summary(folder)
+    assert f"rank {rank} stands still in training" in ended["exit_reason"], ended
+    assert ("it is stopped (SIGSTOP)" if "STOP" in fault else "faulty.py") in ended["exit_reason"]
+    for number in range(ranks):
+        stacks = (folder / "run" / "stacks" / f"rank-{number:05d}.txt").read_text()
+        assert "Thread 0x" in stacks and "train.py" in stacks, stacks
+        assert (" in happens" in stacks) == (number == rank), stacks
+    goes_on(folder, *words, config=config, ranks=ranks)
+
+
+def test_a_worker_that_stands_still_shows_its_stack(folder):
+    words = ["--machine.workers", "1", "--task.fault", "loop", "--task.where", "sample", "--task.at", "100"]
+    world = faulty(folder, *words, "--machine.patience", "0.3")
+    assert world.codes == [1], world.output
+    stacks = (folder / "run" / "stacks" / "rank-00000.txt").read_text()
+    assert "which loads data" in stacks and "faulty.py" in stacks
+
+
+def test_slow_steps_are_no_hang(folder):
+    """A rank that goes on is told of, and the run comes to its end."""
+    words = ["--task.fault", "sleep:5", "--task.rank", "1", "--task.at", "100", "--task.once", str(folder / "once")]
+    world = faulty(folder, *words, "--machine.patience", "0.4", config="ddp", ranks=2)
+    world.ok()
+    assert "rank 1 stands still in training" in world.output and "rank 1 goes on" in world.output
+
+
+def _with_a_stuck_writer(argv: list[str]) -> None:
+    from oneloop.checkpoint import under_way
+
+    under_way.WRITER = "stuck_writer"
+    train(argv)
+
+
+@pytest.mark.parametrize(("config", "ranks"), [("single", 1), pytest.param("fsdp2", 2, marks=pytest.mark.slow)])
+def test_a_stuck_save_does_not_hold_training(folder, config, ranks):
+    words = ["f.yaml", "--machine.patience", "0.1", "--duration", "60", "--save.every", "20"]
+    world = run(_with_a_stuck_writer, words, config=config, ranks=ranks, folder=folder, watch=True)
+    assert world.codes == [1] * ranks, world.output
+    assert "the save of step 20 has not come to its end in 1 s: its storage stands still; going on" in world.output
+    assert "its storage stands still" in summary(folder)["exit_reason"]
+    logged = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(line["step"] for line in logged if "train/loss" in line) == 60
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+def _started(folder: Path, *words: str) -> subprocess.Popen:
+    """``python -m oneloop.train`` of the recipe, in a process of its own."""
+    command = [sys.executable, "-m", "oneloop.train", "f.yaml", *words]
+    return subprocess.Popen(command, cwd=folder, env=_environment(), stderr=subprocess.PIPE, text=True)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def _until(true, seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+LAUNCHERS = {
+    "oneloop": [sys.executable, "-m", "oneloop", "launch"],
+    "accelerate": [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"],
+}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "config", "name"),
+    [
+        ("oneloop", "single", "SIGUSR1"),
+        ("accelerate", "single", "SIGTERM"),
+        *(
+            pytest.param(launcher, config, name, marks=pytest.mark.slow)
+            for launcher, config, name in [
+                ("oneloop", "single", "SIGTERM"),
+                ("oneloop", "ddp", "SIGTERM"),
+                ("oneloop", "ddp", "SIGUSR1"),
+                ("oneloop", "fsdp2", "SIGHUP"),
+                ("accelerate", "ddp", "SIGTERM"),
+                ("accelerate", "fsdp2", "SIGTERM"),
+                ("accelerate", "single", "SIGKILL"),
+                ("accelerate", "ddp", "SIGKILL"),
+            ]
+        ),
+    ],
+)
+@TWENTY
+def test_a_signal_to_the_launcher_saves(folder, launcher, config, name, repeat):
+    words = ["--config_file", str(CONFIGS / f"{config}.yaml")]
+    words += ["-m", "oneloop.train", "f.yaml"] if launcher == "accelerate" else ["f.yaml"]
+    words += ["--task.pause", "0.02", "--duration", "20000"]
+    process = subprocess.Popen([*LAUNCHERS[launcher], *words], cwd=folder, env=_environment())
+    _until(lambda: (folder / "run" / "checkpoints" / "step-00000010").exists())
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(getattr(signal, name))
+    code = process.wait(60)
+    assert code == 75 if launcher == "oneloop" else code != 0
+    _, alive = psutil.wait_procs(family, 15)
+    assert not alive
+    ended = summary(folder)
+    assert ended["exit_code"] == 75 and "stopped" in ended["exit_reason"], ended
+
+
+@pytest.mark.parametrize("after", [0.1, 0.7, 2.0])
+def test_a_signal_before_the_run_has_begun_leaves_nothing(folder, after):
+    process = _started(folder)
+    time.sleep(after)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=30)[1]
+    if not (folder / "run").exists():
+        assert process.returncode == 75 or after < 0.5, said  # Python itself had not begun
+        assert "Traceback" not in said
+    else:
+        assert summary(folder)["exit_code"] == 75
+
+
+def test_a_stop_is_heard_where_a_sample_blocks(folder):
+    """Also in the first steps, which may take minutes."""
+    words = ["--task.fault", "read", "--task.where", "sample", "--task.at", "24", "--task.once", "once"]
+    process = _started(folder, *words, "--machine.patience", "0.3")
+    _until(lambda: (folder / "once").exists())
+    time.sleep(1.0)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and time.monotonic() - began < 30, said
+    assert "faulty.py" in summary(folder)["exit_reason"]
+
+
+# --- before the first step --------------------------------------------------------------------------------------------
+
+
+def _apart(argv: list[str]) -> None:
+    """Each rank in a working folder of its own."""
+    place = Path(f"rank-{os.environ['RANK']}")
+    place.mkdir()
+    (place / "f.yaml").write_text(Path("f.yaml").read_text())
+    os.chdir(place)
+    train(argv)
+
+
+def test_another_folder_on_each_rank_is_refused(folder):
+    world = run(_apart, ["f.yaml", "--machine.patience", "0.2"], config="ddp", ranks=2, folder=folder, watch=True)
+    assert world.codes == [2, 2] and "run.dir run is another folder on rank 1" in world.output, world.output
+    assert not (folder / "rank-0" / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("shorter", "the train set has 64 samples on rank 0 and 60 on rank 1"),
+        ("other", "the train set holds other samples on rank 0"),
+        ("wider", "the model is another one on each rank: embedding.weight is (13, 8) float32 on rank 0 and (13, 9)"),
+    ],
+)
+@pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_ranks_that_see_other_things_are_refused(folder, config, fault, says):
+    world = faulty(folder, "--task.unlike", fault, config=config, ranks=2)
+    assert world.codes == [2, 2] and says in world.output, world.output
+    assert not (folder / "run").exists()
+
+
+# --- no false alarm ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "ranks"), SPLITS)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--task.eval_pause", "30", "--duration", "20", "--eval.every", "20"],  # two batches: an evaluation of 60 s
+        ["--task.fault", "sleep:30", "--task.at", "4", "--task.once", "once", "--duration", "60"],
+        ["--task.pause", "0.02", "--task.slow", "0.03", "--duration", "300"],  # 100 times slower, at random
+    ],
+    ids=["a long evaluation", "a slow first step", "steps at random 100x slower"],
+)
+def test_a_run_that_gets_on_is_left_alone(folder, words, config, ranks):
+    world = run(train, ["f.yaml", *words], config=config, ranks=ranks, folder=folder, watch=True, timeout=300)
+    world.ok()
+    assert "stands still" not in world.output and summary(folder)["exit_reason"] == "done"

@@ -1,0 +1,144 @@
+"""Runs that end, or are started, in ways that nobody has in mind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from test_endings import LAUNCHERS, RECIPE, faulty, summary
+from worlds import CONFIGS
+
+TRAIN = [sys.executable, "-m", "oneloop.train", "f.yaml"]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "f.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def started(folder: Path, *words: str, **more) -> subprocess.Popen:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **more.pop("variables", {})}
+    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | more
+    return subprocess.Popen([*TRAIN, *words], cwd=folder, env=variables, **given)
+
+
+def until(true, seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("raise:CancelledError", "CancelledError: the fault"),
+        ("raise:KeyboardInterrupt", "KeyboardInterrupt: the fault"),
+        ("raise:Unspeakable", "Unspeakable: (its message cannot be told: ValueError)"),
+    ],
+)
+def test_whatever_is_raised_is_named(folder, fault, says):
+    world = faulty(folder, "--task.fault", fault, "--task.rank", "1", "--task.at", "100", config="ddp", ranks=2)
+    assert world.codes == [1, 1]
+    assert summary(folder)["exit_reason"] == f"error: rank 1: {says}", world.output
+
+
+@pytest.mark.parametrize("told", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_thread_that_stays_holds_nobody(folder, told):
+    words = ["--task.fault", "thread:600", "--duration", "40"]
+    with started(folder, *words, "--machine.patience", "1" if told else "0.03") as process:
+        until(lambda: (folder / "run" / "summary.json").exists())
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        if told:
+            time.sleep(1)
+            process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=30)[1]
+    assert process.returncode == 0 and "has ended but did not leave" in said
+    assert summary(folder)["exit_reason"] == "done" and not psutil.wait_procs(family, 5)[1]
+
+
+def test_an_exit_without_a_word_is_an_error_whatever_its_code(folder):
+    world = faulty(folder, "--task.fault", "os_exit:0", "--task.where", "init", "--task.at", "0")
+    assert world.codes == [1] and "ended with exit code 0 and without a word" in world.output
+    assert not (folder / "run").exists()
+
+
+def test_a_signal_to_the_trainer_alone_in_its_imports(folder):
+    with started(folder) as process:
+        until(lambda: psutil.Process(process.pid).children())
+        psutil.Process(process.pid).children()[0].send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=30)[1]
+    assert process.returncode == 75 and "stopped by SIGTERM before the run had begun" in said, said
+    assert not (folder / "run").exists()
+
+
+def test_nobody_reads(folder):
+    """``oneloop train f.yaml | head -1``: it goes on."""
+    reading, writing = os.pipe()
+    with started(folder, "--duration", "60", stdout=writing) as process:
+        os.close(writing)
+        os.read(reading, 1)
+        os.close(reading)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, said
+    assert summary(folder)["exit_reason"] == "done"
+
+
+@pytest.mark.parametrize("closed", ["0<&- 1>&- 2>&-"])
+def test_without_standard_streams(folder, closed):
+    line = f"exec {' '.join(TRAIN)} --duration 20 {closed}"
+    assert subprocess.run(["sh", "-c", line], cwd=folder, timeout=60, check=False).returncode == 0
+    assert summary(folder)["exit_reason"] == "done"
+
+
+def test_variables_that_others_have_left(folder):
+    """A rank without a world, and a place for the exit code that has gone."""
+    left = {"RANK": "1", "ONELOOP_EXIT_FILE": str(folder / "gone" / "exit_code")}
+    with started(folder, "--duration", "many", variables=left) as process:
+        said = process.communicate(timeout=30)[1]
+    assert process.returncode == 2 and "duration" in said and "Traceback" not in said, said
+    with started(folder, "--duration", "20", variables=left) as process:
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 0 and summary(folder)["exit_reason"] == "done", said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_watching_process_is_killed(folder, rank):
+    command = [*LAUNCHERS["oneloop"], "--config_file", str(CONFIGS / "ddp.yaml"), "f.yaml", "--task.pause", "0.02"]
+    process = subprocess.Popen(
+        [*command, "--duration", "20000"], cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    until(lambda: (folder / "run" / "checkpoints" / "step-00000010").exists())
+    family = psutil.Process(process.pid).children(recursive=True)
+    ours = [one for one in family if "oneloop.train" in one.cmdline() and "launch" not in one.cmdline()]
+    pids = {one.pid for one in ours}
+    watchers = [one for one in ours if one.ppid() not in pids]
+    next(one for one in watchers if one.environ()["RANK"] == str(rank)).kill()
+    assert process.wait(60) == 1
+    assert not psutil.wait_procs(family, 15)[1]
+    assert f"rank {rank} has gone" in summary(folder)["exit_reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("group", [False, True])
+def test_a_long_step_under_the_launcher_is_saved(folder, name, group):
+    """More than the ten seconds that those have whose launcher has gone; by the launcher alone, or by all."""
+    command = [*LAUNCHERS["oneloop"], "--config_file", str(CONFIGS / "single.yaml"), "f.yaml", "--task.pause", "7"]
+    process = subprocess.Popen(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+    until(lambda: (folder / "run" / "metrics.jsonl").exists())
+    family = psutil.Process(process.pid).children(recursive=True)
+    time.sleep(8)
+    (os.killpg if group else os.kill)(process.pid, getattr(signal, name))
+    assert process.wait(90) == 75
+    assert not psutil.wait_procs(family, 5)[1]
+    assert summary(folder)["exit_code"] == 75 and summary(folder)["step"] >= 1
