@@ -126,7 +126,7 @@ def measured(ending: Ending, launcher: str, config: str, folder: Path, wanted: s
             process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
-        _, left = psutil.wait_procs([*seen.values()], 12 if ending.signal == signal.SIGKILL else 1)
+        _, left = psutil.wait_procs([*seen.values()], 12 if ending.to == "launcher" else 1)
         seconds = time.monotonic() - began
     for one in left:
         one.kill()
