@@ -102,8 +102,10 @@ def weights(folder: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file.exists() else "none"
 
 
-def finished(launcher: str, config: str, folder: Path, *words: str) -> None:
-    subprocess.run(command(launcher, config, *words), cwd=folder, capture_output=True, timeout=200, check=False)
+def finished(launcher: str, config: str, folder: Path, *words: str) -> str:
+    """What the undisturbed command says."""
+    typed = command(launcher, config, *words)
+    return subprocess.run(typed, cwd=folder, capture_output=True, timeout=200, check=False, text=True).stderr
 
 
 def measured(ending: Ending, launcher: str, config: str, folder: Path, wanted: str) -> str:
@@ -135,8 +137,10 @@ def measured(ending: Ending, launcher: str, config: str, folder: Path, wanted: s
         next((line for line in summary.read_text().splitlines() if "exit_code" in line), "") if summary.exists() else ""
     )
     said = [line for line in output.read_text().splitlines() if line.startswith("oneloop: ") or "results in" in line]
-    finished(launcher, config, folder, *words)
+    then = finished(launcher, config, folder, *words)
     same = "yes" if weights(folder) == wanted else "NO"
+    if same == "NO":
+        print(f"{weights(folder)} instead of {wanted}\n{then}", file=sys.stderr)
     last = (said or ["-"])[-1].removeprefix("oneloop: ")[:90]
     written = code.partition(":")[2].strip(" ,") or "-"
     return f"{seconds:5.1f}  {process.returncode!s:>4}  {written:>7}  {len(left):>4}  {same:>4}  {last}"

@@ -149,6 +149,14 @@ def test_who_stands_still_is_named_and_all_go(folder, config, ranks, fault, wher
     goes_on(folder, *words, config=config, ranks=ranks)
 
 
+def test_a_hang_before_the_first_checkpoint_begins_anew(folder):
+    words = ["--task.fault", "loop", "--task.at", "40", "--task.once", str(folder / "once"), "--save.every", "1000"]
+    world = faulty(folder, *words, "--machine.patience", "0.3")
+    assert world.codes == [1] and (folder / "run" / "stacks").exists(), world.output
+    faulty(folder, *words).ok()
+    assert summary(folder)["exit_reason"] == "done"
+
+
 def test_a_worker_that_stands_still_shows_its_stack(folder):
     words = ["--machine.workers", "1", "--task.fault", "loop", "--task.where", "sample", "--task.at", "100"]
     world = faulty(folder, *words, "--machine.patience", "0.3")

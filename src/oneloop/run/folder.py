@@ -29,7 +29,7 @@ _GROUPS = ("task", "batch", "schedule", "machine", "run")
 """that each resolved recipe has"""
 _LEFT = _OWN | {
     *("recipe.yaml", "environment.json", "metrics.jsonl", "examples.json", "summary.json", "report.html"),
-    *("checkpoints", "base", "tensorboard", "profile", "STOP", "wandb", "mlruns"),
+    *("checkpoints", "base", "tensorboard", "profile", "stacks", "STOP", "wandb", "mlruns"),
 }
 """what a run leaves that has saved nothing"""
 
