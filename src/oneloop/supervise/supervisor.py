@@ -98,7 +98,9 @@ class Supervisor:
             while self._signals:
                 self.child.signal(self._signals.pop(0))
         code = self.child.status
-        self._leave(ERROR if self._causes or code is None or code < 0 else code)
+        if self._causes or code is None or code < 0:
+            self._leave(ERROR)
+        os._exit(code)  # it has told the launcher itself
 
     # --- what is heard ---
 
@@ -264,13 +266,14 @@ class Supervisor:
         alone = self.peers.rank == 0 or not self.peers.together
         self.peers.tell(end=ERROR)
         self.child.kill()
-        if alone and self._folder is not None and not self.watch.has_ended(0):
-            leave_summary(self._folder, cause.summary)
+        folder = self._folder if alone and not self.watch.has_ended(0) else None
+        if folder is not None:
+            leave_summary(folder, cause.summary)
         if alone:
             print(cause.text, end="", file=sys.stderr)
             say(cause.summary["exit_reason"])
-        if alone and self._folder is not None and not self.watch.has_ended(0):
-            leave_page(self._folder)
+        if folder is not None:
+            leave_page(folder)
         self._leave(ERROR)
 
     def _leave(self, code: int) -> NoReturn:
