@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from oneloop.measure.diagnosis import diagnosis
-from oneloop.measure.meter import Meter, UpdateRatio
+from oneloop.measure.meter import Meter
 from oneloop.measure.throughput import measured_peak, training_flops
+from oneloop.measure.update_ratio import UpdateRatio
 from oneloop.measure.utilisation import utilisation
 from oneloop.run.processes import start
 from oneloop.tasks.causal_lm import CausalLM
@@ -206,7 +207,7 @@ def test_the_update_of_a_large_model_is_that_of_all_its_weights():
     before = torch.cat([one.flatten() for one in parameters])
     for one in parameters:
         one += 1e-3 * torch.randn_like(one)
-    moved, size = ratio.squares(torch.zeros(()))
+    moved, size = ratio.told(torch.zeros(()))
     change = torch.cat([one.flatten() for one in parameters]) - before
     assert float((moved / size).sqrt()) == pytest.approx(float(change.norm() / before.norm()), rel=0.05)
 
@@ -221,7 +222,7 @@ def test_the_update_of_any_layout_and_type(dtype):
     before = torch.cat([one.flatten() for one in parameters]).double()
     for one in parameters:
         one *= 1 - 2**-7
-    moved, size = ratio.squares(torch.zeros(()))
+    moved, size = ratio.told(torch.zeros(()))
     change = torch.cat([one.flatten() for one in parameters]).double() - before
     assert float(size) == pytest.approx(float(before.norm() ** 2), rel=1e-6)  # all of them: the model is small
     assert float(moved) == pytest.approx(float(change.norm() ** 2), rel=1e-6 if dtype != torch.bfloat16 else 1e-5)

@@ -21,6 +21,7 @@ from oneloop.data.groups import Batch, Weighed, loader, transferred
 from oneloop.data.keyed import Keyed, Place
 from oneloop.ema import EMA
 from oneloop.show.examples import Examples, Shows
+from oneloop.tasks.apart import Apart
 from oneloop.tasks.base import Objective
 from oneloop.tasks.metrics import Metrics, adapted, confusion, figures, prefix
 
@@ -52,6 +53,7 @@ def evaluate(
     interrupted: Callable[[], bool] = lambda: False,
     examples: Examples | None = None,
     name: str = "",
+    exact: bool = False,
 ) -> dict[str, float] | None:
     """Loss (weighted as in training) and the task's metrics over all of ``dataset``. Every rank must get here.
 
@@ -67,6 +69,10 @@ def evaluate(
         interrupted: asked once per micro-batch, and must answer alike on all ranks; True ends the evaluation.
         examples: takes in what is to be looked at, where the task can show a sample; a confusion matrix too.
         name: of the set, for messages.
+        exact: micro-batches are summed in an order that the number of ranks does not change: the same bits for any.
+
+    Raises:
+        ValueError: ``exact``, and a metric's state is no sum, extreme or list.
 
     Returns:
         ``{"loss": …, "accuracy": …}``, equal on all ranks, of a mixture also ``loss/NAME``; None where interrupted.
@@ -77,6 +83,7 @@ def evaluate(
     collate = Weighed(task.collate, task.weight, dtype=dtype)  # held-out samples may differ in weight
     wide = torch.float32 if device.type == "mps" else torch.float64
     measured = task.metrics().to(device) if hasattr(task, "metrics") else None
+    apart = Apart(measured) if exact else None
     totals, weights = torch.zeros(len(sources), dtype=wide, device=device), [0.0] * len(sources)
     loaded = loader(keyed, collate, share.places, workers=workers, device=device)
     share_buffers(model)
@@ -88,16 +95,23 @@ def evaluate(
             loss, outputs = task.loss(model, batch)
             if source is None:
                 continue
-            totals[source] += loss
-            weights[source] += weight
             if measured is not None:
                 task.update(measured, batch, outputs)  # type: ignore[attr-defined]
+            if apart is not None:
+                apart.batch(source, loss, weight)
+            else:
+                totals[source] += loss
+                weights[source] += weight
             if examples is not None:
                 examples.take(batch, outputs)
         if examples is not None and hasattr(task, "show"):
             chosen = partial(_chosen, keyed, collate, device)
             examples.look(cast(Shows, task), model, len(dataset), chosen, micro=micro, accelerator=accelerator)
-    losses = _losses([*sources], totals, weights, accelerator)
+    if apart is not None:
+        totals, weights = apart.summed(accelerator, len(sources), each=len(share.places), device=device)
+        losses = _figures([*sources], totals.tolist(), weights)
+    else:
+        losses = _losses([*sources], totals, weights, accelerator)
     return losses if measured is None else losses | _computed(task, adapted(measured), accelerator, examples)
 
 
@@ -106,7 +120,10 @@ def _losses(
 ) -> dict[str, float]:
     """The loss of all over all ranks, and where they are of several sources, of each."""
     sums = torch.stack([mine, torch.tensor(weights, dtype=mine.dtype, device=mine.device)])
-    totals, weights = accelerator.reduce(sums, "sum").tolist()
+    return _figures(sources, *accelerator.reduce(sums, "sum").tolist())
+
+
+def _figures(sources: Sequence[str], totals: Sequence[float], weights: Sequence[float]) -> dict[str, float]:
     figures = {"loss": math.fsum(totals) / math.fsum(weights)}
     if len(totals) > 1:
         figures |= {

@@ -16,10 +16,9 @@ from oneloop.checkpoint.run_state import RunState
 from oneloop.checkpoint.store import Keep
 from oneloop.data.groups import Group
 from oneloop.machine.garbage import scheduled_garbage
-from oneloop.machine.randomness import reseed
 from oneloop.machine.replicas import check_replicas
 from oneloop.machine.switches import release_cache
-from oneloop.measure.noise_scale import NoiseScale, Sensor
+from oneloop.measure.noise_scale import NoiseScale
 from oneloop.measure.sums import Sums
 from oneloop.optim.build import set_lr
 from oneloop.optim.clip import clear_gradients, clip_, global_norm
@@ -36,6 +35,7 @@ from oneloop.run.processes import Run
 from oneloop.run.rehearsal import rehearse
 from oneloop.run.start_lines import start_lines
 from oneloop.run.summary import summary
+from oneloop.run.summation import summation
 from oneloop.show.examples import Examples
 
 
@@ -60,7 +60,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         emas = job.emas(model, optimizer)
         seen = rehearse(job, run, model)  # a few samples go through task and model
         known = identity(job, run, optimizer) if run.main else {}
-    guard = Guard(optimizer, device=run.device, scaler=accelerator.scaler, policy=job.policy, total=run.total)
+    reduction, sensor, total, fingerprint = summation(job, run, model, optimizer, emas)
+    guard = Guard(optimizer, device=run.device, scaler=accelerator.scaler, policy=job.policy, total=total)
     run.display.lines(start_lines(job, run, model, optimizer, emas, seen))
 
     # What is saved, and where a run goes on. All else is a function of it, or begins anew (a row of bad steps).
@@ -89,7 +90,6 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         book.event("resume")
     run.display.begin(lambda: count.step, total=job.steps)
     profiling, clock, advice = job.profiling(folder.path, run, book), meter.clock, job.advice(run)
-    sensor = Sensor(accelerator, model)
     bad = BadSteps(job.policy, recipe.guard.patience)
     validation = {name: dataset for name, dataset in job.eval_sets.items() if name != "test"}
 
@@ -121,7 +121,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         if job.noise_scale:
             noise.add(*sensor.read(group.total, split.size), norm=figures["train/grad_norm"])
             figures |= noise.figures()
-        book.log(figures, advice(clock.overall))
+        book.log(figures, advice(clock.overall), **fingerprint())
 
     def save() -> None:
         """Begins a checkpoint; training waits for a copy to host memory. Every rank must get here."""
@@ -186,15 +186,15 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                 raise ValueError(f"step {count.step + 1}: the global batch weighs nothing: its mean loss is undefined")
 
             # Accumulate gradients: of the sum over the global batch, divided once by its weight.
-            sums = Sums(seen.figures)
-            scale = run.ranks * split.accumulate / group.total  # undoes DDP's and accelerate's means
+            sums = Sums(seen.figures, apart=job.exact)
+            scale = reduction.factor / group.total  # undoes DDP's and accelerate's means
             with sensor.measuring(job.noise_scale and rhythm.is_due("log", number)):
                 for micro, batch in enumerate(clock.over("transfer", group.batches)):
-                    # What is random in the model is a function of where it is, not a state.
-                    reseed(run.device, recipe.seed, count.position, run.rank, micro)
+                    job.reseed(run, count.position, micro)  # what is random in the model is a function of where it is
                     with accelerator.accumulate(model):
                         loss, outputs = task.loss(model, batch)
                         accelerator.backward(contagious(loss, scale))  # a NaN loss makes every rank's norm NaN
+                    reduction.leaf()  # of batch.grain: takes .grad away, and adds it in one fixed tree
                     sums.add(loss, outputs, group.weights[micro])
                     sensor.micro_batch(group.weights[micro])
                     clock.mark("compute")
@@ -206,7 +206,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
 
             # Update weights. The device leaves them alone where the gradients are bad.
             guard.unscale()
-            norm = global_norm(parameters)  # every rank must get here
+            norm = global_norm(parameters, exact=job.exact)  # every rank must get here
             clip_(parameters, recipe.optimizer.clip, norm)
             lr = set_lr(optimizer, job.rate(count.step, reductions=count.reductions))
             meter.before_update(rhythm.is_due("log", count.step + 1))

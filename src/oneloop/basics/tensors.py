@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from oneloop.basics.names import bare_name
@@ -15,6 +17,20 @@ from oneloop.basics.names import bare_name
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, sharing its memory; a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_element(tensor: Tensor) -> int:
+    """Where this rank's part of a tensor begins in the whole, counted in elements of the flat tensor.
+
+    Raises:
+        ValueError: it is sharded otherwise than by rows over one dimension of ranks.
+    """
+    if not isinstance(tensor, DTensor):
+        return 0
+    if len(tensor.placements) != 1 or not tensor.placements[0].is_shard(0):
+        raise ValueError(f"a tensor is sharded as {tensor.placements}, and by rows over one dimension is known")
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return int(offset[0]) * math.prod(tensor.shape[1:])
 
 
 def as_real(tensor: Tensor) -> Tensor:

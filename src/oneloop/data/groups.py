@@ -37,12 +37,21 @@ class Split:
     size: int
     ranks: int
     micro: int | None = None
-    """samples of one micro-batch (None: size / ranks)"""
+    """samples of one micro-batch (None: size / ranks; with leaves their samples)"""
+    grain: int | None = None
+    """samples of a leaf, where the same bits are wanted for any number of ranks; both are then powers of two"""
+    sharded: bool = False
+    """whether neighbouring leaves stand on neighbouring ranks, as under FSDP2; else each rank has a row of them"""
     accumulate: int = field(init=False)
     """micro-batches of one step on one process"""
 
     def __post_init__(self) -> None:
-        micro = self.micro or max(1, self.size // self.ranks)
+        if self.grain and (self.ranks & (self.ranks - 1) or self.ranks > self.size // self.grain):
+            raise ValueError(
+                f"batch.grain {self.grain} parts batch.size {self.size} into {self.size // self.grain} leaves, and"
+                f" {self.ranks} ranks are asked for; the same bits need a power of two of them, at most a rank a leaf"
+            )
+        micro = self.grain or self.micro or max(1, self.size // self.ranks)
         if self.size % (self.ranks * micro):
             unit = self.ranks * micro
             nearest = max(1, round(self.size / unit)) * unit
@@ -59,6 +68,10 @@ class Split:
         assert self.micro is not None
         return self.micro
 
+    def leaf(self, rank: int, micro: int) -> int:
+        """Which of a step's micro-batches it is that a rank takes as its ``micro``-th."""
+        return micro * self.ranks + rank if self.grain and self.sharded else rank * self.accumulate + micro
+
     def __str__(self) -> str:
         return f"batch {self.size} = {self.ranks} ranks x {self.accumulate} micro-batches x {self.micro}"
 
@@ -71,6 +84,8 @@ class Group:
     """on the device, the next one on its way while one is used"""
     weights: list[float]
     """weight of each micro-batch, known before the first is used"""
+    apart: bool = False
+    """whether the total is to be the same bits for every split: the ranks then tell every weight"""
     total: float = math.nan
     """weight of the whole global batch, once the ranks have agreed on it"""
     stop: bool = False
@@ -122,12 +137,14 @@ class _Places:
         self.order, self.split, self.rank, self.start = order, split, rank, start
 
     def __iter__(self) -> Iterator[list[Place]]:
-        share = self.split.accumulate * self.split.each
-        ahead = max(1, 4096 // share)  # steps computed at once: numpy's calls cost more than their work
-        start = self.start + self.rank * share
+        each = self.split.each
+        mine = each * np.array([self.split.leaf(self.rank, micro) for micro in range(self.split.accumulate)])
+        share = (mine[:, None] + np.arange(each)).reshape(-1)  # of a step, from its first sample on
+        ahead = max(1, 4096 // len(share))  # steps computed at once: numpy's calls cost more than their work
+        start = self.start
         while True:
             steps = start + self.split.size * np.arange(ahead)
-            positions = (steps[:, None] + np.arange(share)[None, :]).reshape(-1, self.split.each)
+            positions = (steps[:, None] + share[None, :]).reshape(-1, each)
             epochs, indices = self.order.at(positions.astype(np.int64))
             for epoch, index in zip(epochs.tolist(), indices.tolist(), strict=True):
                 yield list(zip(epoch, index, strict=True))
@@ -246,7 +263,7 @@ def groups(
         while True:
             while len(weights) < ahead:
                 load()
-            yield Group(islice(moved, split.accumulate), weights.popleft())
+            yield Group(islice(moved, split.accumulate), weights.popleft(), apart=bool(split.grain))
     finally:
         batches = iter(())  # ends the workers, whoever still holds a group
 

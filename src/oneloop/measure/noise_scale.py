@@ -28,23 +28,28 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
+from oneloop.basics.exact_sums import digit_rows, square_sum
+
 
 class Sensor:
     """Squared norms of the gradients of a step's parts, taken before they are summed. Adds nothing to other steps.
 
-    A part is a micro-batch of one rank; under FSDP2, which sums a rank's micro-batches first, a rank's share.
+    A part is a micro-batch of one rank; under FSDP2, which sums a rank's micro-batches first, a rank's share, unless it
+    is ``exact``.
 
     Args:
         accelerator: its ranks share the step; its scaler's loss scale is undone.
         model: as prepared.
+        exact: gradients are summed over the ranks, each micro-batch's by itself, by one who calls :meth:`see` under
+            FSDP2; what is found is then the same bits for every split.
     """
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
-        self._accelerator = accelerator
-        self._ranks = accelerator.num_processes
+    def __init__(self, accelerator: Accelerator, model: nn.Module, *, exact: bool = False) -> None:
+        self._accelerator, self._exact = accelerator, exact
+        self._means = 1 if exact else accelerator.num_processes
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for module in self._sharded:
+        for module in self._sharded if not exact else ():
             module.set_custom_reduce_scatter(_Watched(self))
         self._on = False
         self._norms: list[Tensor] = []
@@ -53,7 +58,7 @@ class Sensor:
 
     @staticmethod
     def why_not(ranks: int, accumulate: int, *, sharded: bool) -> str | None:
-        """Why a split cannot show the noise scale; None where it can."""
+        """Why a split cannot show the noise scale; None where it can. (Of an exact one: ``sharded`` says nothing.)"""
         if ranks * (1 if sharded else accumulate) > 1:
             return None
         return "a step is one micro-batch, so there is nothing to compare; set batch.micro to half of it"
@@ -78,7 +83,10 @@ class Sensor:
     def see(self, gradient: Tensor) -> None:
         """Takes in one gradient of a part."""
         if self._on:
-            self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=_wide(gradient)))
+            if self._exact:
+                self._norms.append(digit_rows([gradient]))
+            else:
+                self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=_wide(gradient)))
 
     def micro_batch(self, weight: float) -> None:
         """One micro-batch's backward is done.
@@ -89,7 +97,8 @@ class Sensor:
         self._weight += weight
         if self._norms:
             if self._weight > 0:
-                self._parts.append((torch.stack(self._norms).square().sum(), self._weight))
+                found = torch.cat(self._norms) if self._exact else torch.stack(self._norms).square().sum()
+                self._parts.append((found, self._weight))
             self._norms, self._weight = [], 0.0
 
     def read(self, weight: float, samples: int) -> tuple[float, float, float]:
@@ -105,21 +114,39 @@ class Sensor:
         """
         # A part's gradient was scaled so that the ranks' mean is the step's: undone, and divided by its own weight.
         squares = [square.double().cpu() for square, _ in self._parts]
-        undone = [(weight / (self._ranks * own * self._scale)) ** 2 for _, own in self._parts]
-        told = torch.tensor(
-            [
-                sum(float(square) * factor for square, factor in zip(squares, undone, strict=True)),
-                sum(1.0 / own for _, own in self._parts),
-                len(self._parts),
-            ],
-            dtype=torch.float32 if self._accelerator.device.type == "mps" else torch.float64,
-            device=self._accelerator.device,
-        )
-        square, inverse, count = self._accelerator.reduce(told, "sum").tolist()
+        undone = [(weight / (self._means * own * self._scale)) ** 2 for _, own in self._parts]
+        if self._exact:
+            square, inverse, count = self._exactly([square_sum(rows.tolist()) for rows in squares], undone)
+        else:
+            told = torch.tensor(
+                [
+                    sum(float(square) * factor for square, factor in zip(squares, undone, strict=True)),
+                    sum(1.0 / own for _, own in self._parts),
+                    len(self._parts),
+                ],
+                dtype=torch.float32 if self._accelerator.device.type == "mps" else torch.float64,
+                device=self._accelerator.device,
+            )
+            square, inverse, count = self._accelerator.reduce(told, "sum").tolist()
         self._parts = []
         each = weight / samples  # what a sample weighs
         count = count or math.nan
         return square / count, inverse / count * each, 1.0 / samples
+
+    def _exactly(self, squares: list[float], undone: list[float]) -> tuple[float, float, float]:
+        """The sums over the parts of all ranks, each rounded once."""
+        mine = torch.tensor(
+            [
+                (square * factor, 1.0 / own)
+                for square, factor, (_, own) in zip(squares, undone, self._parts, strict=True)
+            ],
+            dtype=torch.float64,
+            device=self._accelerator.device,
+        ).view(-1, 2)
+        most = max(self._accelerator.gather(torch.tensor([len(mine)], device=mine.device)).tolist())
+        padded = torch.nn.functional.pad(mine, (0, 0, 0, most - len(mine)))[None]
+        found = [row for rank in self._accelerator.gather(padded).tolist() for row in rank if row[1]]
+        return math.fsum(row[0] for row in found), math.fsum(row[1] for row in found), len(found)
 
 
 class _Watched(DefaultReduceScatter):

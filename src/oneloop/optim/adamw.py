@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from oneloop.basics.tensors import local
+from oneloop.optim.elementwise import adamw_
 
 _KEPT = ("exp_avg", "exp_avg_sq", "step")
 
@@ -37,6 +38,9 @@ class AdamW(torch.optim.AdamW):
     :meth:`step`, makes the step change nothing where it is 1.
     """
 
+    elementwise = False
+    """whether each element's update is to depend on nothing else: not fused, the same bits for all shardings"""
+
     def __init__(self, params: Any, **options: Any) -> None:
         self._lists: list[_Lists] | None = None
         super().__init__(params, fused=True, **options)
@@ -51,6 +55,8 @@ class AdamW(torch.optim.AdamW):
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         """One update of all parameters."""
+        if self.elementwise:
+            return self._each_by_itself()
         if closure is not None or self._hooks() or getattr(self, "grad_scale", None) is not None:
             return self._torchs_way(closure)
         if self._lists is None or not self._current(self._lists):
@@ -82,6 +88,25 @@ class AdamW(torch.optim.AdamW):
         return None
 
     step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it, for hooks and a profiler's record
+
+    def _each_by_itself(self) -> None:
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
+                if not self.state[parameter]:  # as torch begins it
+                    self.state[parameter] = {name: torch.zeros_like(parameter) for name in _KEPT[:2]}
+                    self.state[parameter]["step"] = torch.zeros((), device=local(parameter).device)
+            adamw_(
+                [local(parameter.detach()) for parameter in parameters],
+                [local(parameter.grad) for parameter in parameters],
+                *([local(self.state[parameter][name]) for parameter in parameters] for name in _KEPT),
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                found_inf=getattr(self, "found_inf", None),
+            )
 
     def _torchs_way(self, closure: Any) -> Any:
         step = torch.optim.AdamW.step

@@ -24,6 +24,7 @@ def build(
     weight_decay: float,
     options: Mapping[str, Any] | None = None,
     settings: Settings | None = None,
+    elementwise: bool = False,
 ) -> Optimizer:
     """An optimizer over the parameters of ``model``, after it was sharded.
 
@@ -34,9 +35,10 @@ def build(
         weight_decay: of the matrices.
         options: keyword arguments of ``make``.
         settings: ``lr_factor`` and ``weight_decay`` of single parameters, by their bare names.
+        elementwise: updates are the same bits for all shardings.
 
     Raises:
-        ValueError: ``weight_decay`` for a class that has none.
+        ValueError: ``weight_decay`` for a class that has none, or ``elementwise`` for one that cannot.
     """
     arguments = inspect.signature(make).parameters
     wanted = weight_decay or next(
@@ -48,6 +50,12 @@ def build(
     named = [(bare_name(name), parameter) for name, parameter in model.named_parameters()]
     groups = parameter_groups(named, weight_decay, settings=settings)
     optimizer = make(groups, lr=lr, **extra, **(options or {}))
+    if elementwise:
+        if not hasattr(optimizer, "elementwise"):
+            raise ValueError(
+                f"batch.grain: {type(optimizer).__name__} has no update that is the same for all shardings"
+            )
+        optimizer.elementwise = True
     optimizer.defaults.setdefault(LR_FACTOR, 1.0)  # so it is nothing that a checkpoint keeps
     for group in optimizer.param_groups:  # an own class may have given them rates of its own
         group[LR_FACTOR] = group.get(LR_FACTOR, 1.0) * (float(group["lr"]) / lr if lr else 1.0)

@@ -10,17 +10,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from oneloop.basics.exact_sums import exact_norm
 from oneloop.basics.tensors import local
 
 
 @torch.no_grad()
-def global_norm(parameters: Iterable[Tensor]) -> Tensor:
+def global_norm(parameters: Iterable[Tensor], *, exact: bool = False) -> Tensor:
     """L2 norm of all gradients together: a plain 0-dim tensor, equal on every rank. Every rank must get here.
 
     Sharded gradients (FSDP2) cost one small all-reduce; others are already reduced.
+
+    Args:
+        parameters: with their gradients.
+        exact: rounded once, at the end: the same bits for all shardings. Sharded gradients then cost two.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    if exact and gradients:
+        whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+        group = sharded[0].device_mesh.get_group() if sharded else None
+        return exact_norm(whole, [local(one) for one in sharded], group).to(gradients[0].dtype)
     if not sharded:
         return _norm(gradients)
     norm = _norm([gradient for gradient in gradients if not isinstance(gradient, DTensor)])

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from oneloop.basics.tensors import local
+from oneloop.optim.elementwise import adamw_
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 
@@ -52,6 +53,8 @@ class Muon(Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    elementwise = False
+    """as :attr:`oneloop.optim.adamw.AdamW.elementwise`, for the rest; a matrix is always updated as a whole"""
 
     def __init__(
         self,
@@ -106,24 +109,16 @@ class Muon(Optimizer):
             elif params:
                 states = [self.state[parameter] for parameter in params]
                 beta1, beta2 = group["betas"]
-                adamw(
-                    [local(p) for p in params],
-                    [local(p.grad) for p in params],
-                    [local(s["exp_avg"]) for s in states],
-                    [local(s["exp_avg_sq"]) for s in states],
-                    [],
-                    [s["step"] for s in states],
-                    fused=True,
-                    grad_scale=None,
-                    found_inf=self.found_inf,
-                    amsgrad=False,
-                    beta1=beta1,
-                    beta2=beta2,
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
-                )
+                mine, gradients = [local(p) for p in params], [local(p.grad) for p in params]
+                first, second = ([local(s[name]) for s in states] for name in ("exp_avg", "exp_avg_sq"))
+                steps = [s["step"] for s in states]
+                how: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+                how |= {"beta1": beta1, "beta2": beta2, "found_inf": self.found_inf}
+                if self.elementwise:
+                    adamw_(mine, gradients, first, second, steps, **how)
+                    continue
+                how |= {"fused": True, "grad_scale": None, "amsgrad": False, "maximize": False}
+                adamw(mine, gradients, first, second, [], steps, **how)
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         weights, momentum = local(parameter), local(self.state[parameter]["momentum"])

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from oneloop.basics.tensors import local
+from oneloop.optim.elementwise import sgd_
 
 
 class SGD(torch.optim.SGD):
@@ -16,6 +17,9 @@ class SGD(torch.optim.SGD):
 
     ``found_inf``, a 0-dim tensor set before :meth:`step`, makes the step change nothing where it is 1.
     """
+
+    elementwise = False
+    """as :attr:`oneloop.optim.adamw.AdamW.elementwise`"""
 
     def __init__(
         self, params: Any, *, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False
@@ -33,7 +37,18 @@ class SGD(torch.optim.SGD):
         for group in self.param_groups:
             params = [parameter for parameter in group["params"] if parameter.grad is not None]
             buffers = [self.state[parameter].get("momentum_buffer") for parameter in params]
-            if params:
+            if self.elementwise:
+                sgd_(
+                    [local(p) for p in params],
+                    [local(p.grad) for p in params],
+                    [local(b) for b in buffers] if group["momentum"] else None,
+                    lr=group["lr"],
+                    momentum=group["momentum"],
+                    weight_decay=group["weight_decay"],
+                    nesterov=group["nesterov"],
+                    found_inf=self.found_inf,
+                )
+            elif params:
                 sgd(
                     [local(p) for p in params],
                     [local(p.grad) for p in params],

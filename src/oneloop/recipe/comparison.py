@@ -11,7 +11,7 @@ from oneloop.recipe.names import CHOICES, same_thing
 
 _MATHEMATICS = ("task", "seed", "duration", "init", "optimizer", "schedule", "ema", "guard")
 """groups of keys"""
-_MORE_MATHEMATICS = ("batch.size", "debug.overfit")
+_MORE_MATHEMATICS = ("batch.size", "batch.grain", "debug.overfit")
 _NOT_MATHEMATICS = ("ema.device",)
 _PLACE = "task.data"
 _NAMES = tuple(f"{group}.name" for group in CHOICES)

@@ -38,9 +38,31 @@ class BatchConfig:
     micro: int | Literal["auto", "fastest"] | None = None
     """micro-batch: samples that one process puts through the model at once (null: batch.size / processes; auto: the
     largest that fits into memory, fastest: the quickest that fits, both tried before the run)"""
+    grain: int | None = None
+    """samples of a leaf: what goes through the model at once everywhere, so that the weights are the same bits for any
+    number of processes, sharded or not (null: equal to rounding). batch.size / grain and the processes are powers of
+    two"""
 
     def __post_init__(self) -> None:
         at_least(1, batch__size=self.size, batch__micro=self.micro if isinstance(self.micro, int) else 1)
+        if self.grain is not None:
+            at_least(1, batch__grain=self.grain)
+            self._refuse_grain(self.grain)
+
+    def _refuse_grain(self, grain: int) -> None:
+        leaves, rest = divmod(self.size, grain)
+        if rest or leaves & (leaves - 1) or not leaves:
+            powers = [grain << power for power in range(self.size.bit_length() + 1)]
+            nearest = min(powers, key=lambda size: abs(size - self.size))
+            raise BadInput(
+                f"batch.grain {grain}: batch.size {self.size} is {self.size / grain:.4g} times as much; the same bits"
+                f" need a power of two of leaves; nearest size: {nearest}"
+            )
+        if self.micro not in (None, grain):
+            raise BadInput(
+                f"batch.micro {self.micro} is given with batch.grain {grain}, which is what goes through the model at"
+                " once; leave batch.micro out"
+            )
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from oneloop.recipe.mathematics import (
     ScheduleConfig,
     TaskConfig,
 )
+from oneloop.recipe.same_bits import refuse_inexact
 
 GROUPS: dict[str, type] = {
     "task": TaskConfig,
@@ -74,6 +75,10 @@ class Recipe:
     run: RunConfig
     debug: DebugConfig
     resolved: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.batch.grain is not None:
+            refuse_inexact(self.batch.grain, self.eval, self.optimizer, self.machine)
 
     @property
     def folder(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import sysconfig
@@ -98,22 +99,32 @@ class Agreement:
         """Each group with the sums over the ranks of its weight, the stop flag and the trouble flag."""
         if self._host is None:
             for group in groups:
-                yield group, group.weight, told(), saves.poll() is not None
+                total = math.fsum(group.weights) if group.apart else group.weight
+                yield group, total, told(), saves.poll() is not None
                 if self._afresh:
                     break
             return
         coming: tuple[Group, Tensor, Any] | None = None
         for group in groups:
-            mine = torch.tensor([group.weight, told(), saves.poll() is not None], dtype=torch.float64)
+            mine = torch.tensor([told(), saves.poll() is not None, *self._weights(group)], dtype=torch.float64)
             work = dist.all_reduce(mine, group=self._host, async_op=True)
             if coming is not None:
                 before, sums, underway = coming
                 underway.wait()
-                yield before, *sums.numpy().tolist()
+                stop, trouble, *weights = sums.numpy().tolist()
+                yield before, math.fsum(weights), stop, trouble
                 if self._afresh:
                     work.wait()
                     return
             coming = group, mine, work
+
+    def _weights(self, group: Group) -> list[float]:
+        """What the ranks sum up: the weight; or where it shall be the same bits for every split each one in its own
+        place, where nothing is added to it."""
+        if not group.apart:
+            return [group.weight]
+        mine, rank = len(group.weights), dist.get_rank(self._host)
+        return [0.0] * (mine * rank) + group.weights + [0.0] * (mine * (self.ranks - rank - 1))
 
     # --- now and then ---
 

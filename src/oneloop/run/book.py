@@ -40,10 +40,10 @@ class Book:
         """Writes down that something happened."""
         self.write(self.line(event=name))
 
-    def log(self, figures: Mapping[str, float], remarks: Iterable[str]) -> None:
-        """Training figures, and what there is to say of them."""
+    def log(self, figures: Mapping[str, float], remarks: Iterable[str], **more: str) -> None:
+        """Training figures, and what there is to say of them; ``more`` is written down only."""
         self._results["train/loss"] = figures["train/loss"]
-        self.write(self.line(time=self._count.elapsed(), **figures))
+        self.write(self.line(time=self._count.elapsed(), **figures, **more))
         self._display.figures(self._count.step, figures, remarks)
 
     def evaluated(

@@ -43,7 +43,8 @@ def build_job(
     """
     if sharded:
         refuse_if_sharded(resolve("optimizer", recipe.optimizer.name))
-    split = Split(recipe.batch.size, ranks, recipe.batch.micro if isinstance(recipe.batch.micro, int) else micro)
+    micro = recipe.batch.micro if isinstance(recipe.batch.micro, int) else micro
+    split = Split(recipe.batch.size, ranks, micro, grain=recipe.batch.grain, sharded=sharded)
     task = make_task(recipe)
     train_set, eval_sets = (theirs(task, member, getattr(task, member)) for member in ("train_set", "eval_sets"))
     check_sets(train_set, eval_sets)
@@ -79,7 +80,7 @@ def build_job(
         optimizer_share=share,
         notes=built.notes,
         upward=upward,
-        no_noise_scale=Sensor.why_not(ranks, split.accumulate, sharded=sharded),
+        no_noise_scale=Sensor.why_not(ranks, split.accumulate, sharded=sharded and not split.grain),
     )
 
 

@@ -78,6 +78,7 @@ def begun(recipe: Recipe, *, command: Sequence[str]) -> Run:
         sync_each_batch=recipe.machine.sync_each_batch,
         find_unused_parameters=recipe.machine.find_unused_parameters,
         deterministic=recipe.machine.deterministic,
+        exact=recipe.batch.grain is not None,
         track=recipe.track,
         folder=recipe.folder,
     )

@@ -7,9 +7,15 @@ import platform
 import shutil
 import socket
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
+
+import torch
+
+from oneloop.recipe.schema import Recipe
 
 _PACKAGES = (
     "accelerate",
@@ -27,9 +33,13 @@ _PACKAGES = (
 )
 
 
-def _versions() -> dict[str, str]:
+_COMPUTE = ("bitsandbytes", "numpy", "oneloop", "peft", "timm", "torch", "torchvision", "transformers")
+"""those whose version may change what is computed"""
+
+
+def _versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
     versions = {}
-    for package in _PACKAGES:
+    for package in packages:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
     return versions
@@ -56,3 +66,29 @@ def environment(**more: Any) -> dict[str, Any]:
         },
         **more,
     }
+
+
+def computed_by(recipe: Recipe, device: torch.device) -> dict[str, Any]:
+    """What the bits of a run rest on beside its mathematics: kind of device, versions, and how products are made."""
+    machine, versions = recipe.machine, _versions(_COMPUTE)
+    if device.type == "cuda":
+        versions |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
+    return {
+        "device": _kind(device),
+        "versions": versions,
+        "machine.matmul": machine.matmul,
+        "machine.compile": f"{machine.compile}, {machine.compile_mode}" if machine.compile != "none" else "none",
+    }
+
+
+def _kind(device: torch.device) -> str:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
+    if device.type != "cpu":
+        return device.type
+    name = platform.machine()
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"cpu, {name}, {torch.backends.cpu.get_cpu_capability()}"

@@ -21,6 +21,7 @@ from oneloop.optim.groups import LR_FACTOR
 from oneloop.recipe.comparison import same_place
 from oneloop.recipe.names import CHOICES, resolve, source
 from oneloop.recipe.schema import Recipe
+from oneloop.run.environment import computed_by
 from oneloop.run.job import Job
 from oneloop.run.processes import Run
 from oneloop.tasks.contract import theirs
@@ -82,7 +83,19 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             found.append(f"{what}: {before[key]} -> {now[key]}")
     if "follows" in before and "follows" in now and before["follows"] != now["follows"]:
         found.append(f"the steps of the run, along which the loss changes: {before['follows']} -> {now['follows']}")
+    computed = before.get("computed") or {}, now.get("computed") or {}
+    for key in dict.fromkeys(key for each in computed if all(computed) for key in each):
+        there, here = (each.get(key) for each in computed)
+        if there != here:
+            found.append(f"the bits are promised (batch.grain), and {_computed_otherwise(key, there, here)}")
     return found
+
+
+def _computed_otherwise(key: str, there: Any, here: Any) -> str:
+    if not isinstance(there, Mapping) or not isinstance(here, Mapping):
+        return f"{key}: {there} -> {here}"
+    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    return f"{key}: {', '.join(f'{name} {there.get(name)} -> {here.get(name)}' for name in names)}"
 
 
 def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -129,6 +142,7 @@ def identity(job: Job, run: Run, optimizer: Optimizer) -> dict[str, Any]:
         "source": source_of(type(job.task)),
         "follows": job.steps if hasattr(job.task, "progress") else None,
         "recipe": dict(job.recipe.resolved),
+        "computed": computed_by(job.recipe, run.device) if job.exact else None,
     }
 
 

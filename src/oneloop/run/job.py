@@ -20,6 +20,7 @@ from oneloop.data.order import Ordered
 from oneloop.data.rows.changes import fingerprint_of
 from oneloop.ema import EMA
 from oneloop.evaluate import evaluate_all
+from oneloop.machine.randomness import reseed
 from oneloop.measure.diagnosis import Advice
 from oneloop.measure.meter import Meter
 from oneloop.measure.profiling import Profiling
@@ -103,6 +104,11 @@ class Job:
         return torch_dtype(self.recipe)
 
     @property
+    def exact(self) -> bool:
+        """Whether the run is to be the same bits for every split (``batch.grain``)."""
+        return self.split.grain is not None
+
+    @property
     def noise_scale(self) -> bool:
         """Whether it is measured."""
         return self.recipe.log.noise_scale and self.no_noise_scale is None
@@ -164,6 +170,13 @@ class Job:
 
     # --- what the loop is made of ---
 
+    def reseed(self, run: Run, position: int, micro: int) -> None:
+        """Makes what is random in the model a function of the step and the rank; or of the leaf (``batch.grain``)."""
+        if self.exact:
+            reseed(run.device, self.recipe.seed, position, self.split.leaf(run.rank, micro), others=True)
+        else:
+            reseed(run.device, self.recipe.seed, position, run.rank, micro)
+
     def optimizer(self, model: nn.Module) -> Optimizer:
         """The recipe's optimizer over the prepared model."""
         chosen = self.recipe.optimizer
@@ -176,6 +189,7 @@ class Job:
                 weight_decay=chosen.weight_decay,
                 options=chosen.options,
                 settings=self.built.settings,
+                elementwise=self.exact,
             )
         except Exception as error:
             raise ValueError(f"optimizer.name {chosen.name} cannot be built: {error}{where(error)}") from error
@@ -218,12 +232,15 @@ class Job:
                 workers=self.workers(run),
                 dtype=self.dtype,
                 seed=self.recipe.seed,
+                exact=self.exact,
                 interrupted=run.stop_wanted,
             )
 
     def meter(self, run: Run, parameters: Iterable[Tensor], *, flops: float, figures: Sequence[str]) -> Meter:
         """Figures of training; ``figures`` are more of the task's own."""
         about: dict[str, Any] = {"flops": flops, "peak": run.peak_flops(), "tokens": self.unit == "tokens"}
+        if self.exact:
+            about |= {"leaf": self.split.leaf, "leaves": self.split.accumulate}
         return Meter(run.accelerator, parameters, **about, figures=figures)
 
     def checkpoints(self, folder: Path, run: Run) -> Checkpoints:

@@ -170,7 +170,8 @@ def _lay_out(model: nn.Module, recipe: Recipe, names: list[str], *, sharded: boo
         raise ValueError(
             "machine.offload is asked for on a CPU, where activations are in host memory already; leave it out"
         )
-    if channels_last(model, machine.channels_last, device=device, sharded=sharded):
+    wanted = False if recipe.batch.grain else machine.channels_last  # auto would be another one under FSDP2
+    if channels_last(model, wanted, device=device, sharded=sharded):
         notes.append("convolutions run channels last")
     if count := recompute(model, machine.recompute, names=machine.blocks, offload=machine.offload):
         notes.append(f"recompute {machine.recompute}: {count} blocks of {', '.join(names)}")
@@ -189,6 +190,12 @@ def _lay_out(model: nn.Module, recipe: Recipe, names: list[str], *, sharded: boo
 
 def _refuse_inexact(recipe: Recipe, model: nn.Module, split: Split) -> None:
     """Refuses what would not be exact with this model and this split."""
+    if split.grain and has_batch_statistics(model):
+        raise ValueError(
+            f"batch.grain {split.grain} asks for the same bits on any number of processes, and the model has BatchNorm,"
+            " whose running statistics each process moves by the leaves that it has; take a model with GroupNorm or"
+            " LayerNorm, or freeze it in eval mode"
+        )
     skips = "skip" in (recipe.guard.nonfinite, recipe.guard.spike if recipe.guard.sigma else "")
     if skips and has_batch_statistics(model):
         raise ValueError(

@@ -85,6 +85,7 @@ def start(
     sync_each_batch: bool = False,
     find_unused_parameters: bool = False,
     deterministic: bool = False,
+    exact: bool = False,
     track: tuple[str, ...] = (),
     folder: Path | None = None,
 ) -> Run:
@@ -94,13 +95,16 @@ def start(
         sync_each_batch: accelerate's switch of that name: reduce gradients at every micro-batch.
         find_unused_parameters: torch's DDP's switch of that name.
         deterministic: refuse operations that have no deterministic algorithm.
+        exact: the same bits for any number of processes: deterministic; half precision is autocast, under FSDP2 too;
+            one thread on a CPU, whose number decides how sums are cut.
         track: accelerate's tracker names.
         folder: where the trackers write.
 
     Raises:
-        BadInput: a precision that the device lacks, or a strategy that is not plain, DDP or FSDP2.
+        BadInput: a precision that the device lacks, or a strategy that is not plain, DDP or FSDP2; exact: what cannot
+            be.
     """
-    if deterministic:
+    if deterministic or exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
@@ -109,30 +113,40 @@ def start(
     _refuse_strategy(sharding=sharding)
     on_cpu = not torch.accelerator.is_available()  # said to accelerate, several processes then get gloo
     # Before the ranks connect: each finds the same, and none waits for another.
-    _refuse_precision(precision, torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator())
+    kind = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
+    _refuse_precision(precision, kind)
+    threads = torch.get_num_threads()
+    if exact:
+        _refuse_inexact(precision, kind)
+        torch.set_num_threads(1 if on_cpu else threads)
     state = PartialState(cpu=on_cpu, timeout=_LONG)
     plugin = None
     if sharding:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
         if state.distributed_type == DistributedType.NO:
             raise BadInput("FSDP2 is asked for with one process; use single.yaml, or --num_processes 2 or more")
         if state.device.type == "cpu":
             # accelerate turns only MULTI_GPU into FSDP; with gloo the same code runs without a GPU.
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=sharded_precision(precision))
+        policy = MixedPrecisionPolicy() if exact else sharded_precision(precision)
+        plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
     accelerator = Accelerator(
         cpu=on_cpu,
         fsdp_plugin=plugin,
         log_with=list(track) or None,
         project_config=ProjectConfiguration(str(folder), logging_dir=str(folder / "tensorboard")) if folder else None,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=1, sync_with_dataloader=False, sync_each_batch=sync_each_batch
+            num_steps=1, sync_with_dataloader=False, sync_each_batch=sharding if exact else sync_each_batch
         ),
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
         ],
         step_scheduler_with_optimizer=False,
     )
-    return Run(accelerator)
+    run = Run(accelerator)
+    run.closing.callback(torch.set_num_threads, threads)
+    return run
 
 
 def _refuse_strategy(*, sharding: bool) -> None:
@@ -152,6 +166,19 @@ def _refuse_strategy(*, sharding: bool) -> None:
             "tensor, context or sequence parallelism is asked for, and only data parallelism (dp_replicate,"
             " dp_shard) is supported; set the other sizes to 1"
         )
+
+
+def _refuse_inexact(precision: str, device: torch.device | None) -> None:
+    """Refuses what ``batch.grain`` does not go with."""
+    asked = "batch.grain asks for the same bits on any number of processes, and"
+    if int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1)) > 1:
+        raise BadInput(
+            f"{asked} hybrid sharding (HSDP) sums over its replicas in an order of its own; use fsdp2.yaml or ddp.yaml"
+        )
+    if precision == "fp8":
+        raise BadInput(f"{asked} fp8 scales by what each process has seen; use bf16 or no")
+    if device is not None and device.type == "mps":
+        raise BadInput(f"{asked} mps has no float64, in which sums are exact; leave it out, or run it on a CPU")
 
 
 def _refuse_precision(precision: str, device: torch.device | None) -> None:

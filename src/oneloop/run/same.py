@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oneloop.basics.errors import BadInput
+from oneloop.run.environment import computed_by
 from oneloop.run.identity import first_samples
 from oneloop.run.job import Job
 from oneloop.run.processes import Run
@@ -22,9 +23,17 @@ def refuse_other_jobs(job: Job, run: Run) -> None:
         return
     with run.setting_up():
         mine = {"sets": first_samples(job.task, job.sets, seed=job.recipe.seed), "model": _model_of(job)}
+        mine["computed"] = computed_by(job.recipe, run.device) if job.exact else {}
     told = run.gathered(mine)
     for name in dict.fromkeys(name for one in told for name in one["sets"]):
         _compare(name, [one["sets"].get(name) for one in told])
+    for rank, one in enumerate(told):
+        for key, value in one["computed"].items():
+            if value != told[0]["computed"][key]:
+                raise BadInput(
+                    f"batch.grain promises the same bits, and the {key} of rank {rank} is another one than rank 0's:"
+                    f" {value}, and {told[0]['computed'][key]}; run it on machines of one kind"
+                )
     models = [one["model"] for one in told]
     for rank, model in enumerate(models):
         if model != models[0]:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from oneloop.ema import EMA
 from oneloop.machine.randomness import has_batch_statistics, has_dropout
 from oneloop.machine.replicas import replica_group
+from oneloop.run.environment import computed_by
 from oneloop.run.job import Job
 from oneloop.run.processes import Run
 from oneloop.run.rehearsal import Rehearsal
@@ -30,14 +31,17 @@ def start_lines(
     yield f"{recipe.optimizer.name}, learning rate {job.rate.peak:.3g} at most; schedule {recipe.schedule.name}"
     if job.eval_sets:
         yield f"held out: {', '.join(f'{name} {len(part):,} samples' for name, part in job.eval_sets.items())}"
-    yield _promise(job, model, seen)
+    yield _promise(job, run, model, seen)
     if about := getattr(job.train_set, "about", lambda: None)():
         yield f"data: {about}"
     yield from getattr(job.task, "notes", ())
     if seen.unused:
         first = ", ".join(seen.unused[:3])
         yield f"parameters that took no part in the loss at the start: {len(seen.unused)} ({first})"
-    if run.sharded and split.accumulate > 1:
+    if job.exact and run.sharded and split.accumulate > 1:
+        moved = split.accumulate * 4 * number / 2**20
+        yield f"batch.grain under FSDP2: {moved:,.1f} MiB of gradients are exchanged per step, none kept whole"
+    elif run.sharded and split.accumulate > 1:
         held, moved = 4 * number / 2**20, split.accumulate * 4 * number / 2**20
         if recipe.machine.sync_each_batch:
             yield f"machine.sync_each_batch: {moved:,.1f} MiB of gradients are scattered per step, none kept whole"
@@ -59,8 +63,15 @@ def start_lines(
         yield f"muon updates {len(matrices)} matrices, adamw the rest"
 
 
-def _promise(job: Job, model: nn.Module, seen: Rehearsal) -> str:
+def _promise(job: Job, run: Run, model: nn.Module, seen: Rehearsal) -> str:
     """How exact this run is, by what its model and its loss do."""
+    if job.exact:
+        leaves, about = job.split.size // job.split.each, computed_by(job.recipe, run.device)
+        return (
+            f"batch.grain {job.split.each}, {leaves} leaves: the same bits on 1 to {leaves} processes (powers of two),"
+            f" sharded or not, as long as the device ({about['device']}) and the versions (torch"
+            f" {about['versions']['torch']}, …) are the same"
+        )
     if not seen.additive:
         return (
             "the task says that its loss is no sum over samples: another split of the batch trains another model; the"

@@ -1,0 +1,107 @@
+"""Updates of which each element depends on nothing but itself: the same bits however parameters are sharded.
+
+Fused kernels on a CPU treat the last elements of a tensor in another way, and which those are depends on its shard's
+length. These are of torch's foreach operations, with the bits of torch's own foreach optimizers (torch 2.15); unlike
+those they take ``found_inf``, 1 where nothing shall change, without asking the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def adamw_(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    found_inf: Tensor | None = None,
+) -> None:
+    """AdamW (Loshchilov & Hutter 2019), in place.
+
+    Args:
+        parameters: this rank's parts.
+        gradients: of the same shapes, as all others but the steps.
+        exp_avgs: first moments.
+        exp_avg_sqs: second moments.
+        steps: updates that each has had, 0-dim, float32.
+        lr: learning rate.
+        beta1: decay rate of the first moment.
+        beta2: of the second.
+        eps: added to the root of the second moment.
+        weight_decay: as a share of the learning rate.
+        found_inf: 0-dim.
+    """
+    if not parameters:
+        return
+    counted = torch.stack([*steps]) + (1 if found_inf is None else 1 - found_inf)
+    first = torch._foreach_lerp(exp_avgs, gradients, 1 - beta1)
+    second = torch._foreach_mul(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+    wide = counted.double().clamp(min=1)  # at a first step that is bad nothing is divided by zero
+    size = (-lr / (1 - beta1**wide)).to(first[0].dtype)
+    root = (1 - beta2**wide).sqrt().to(first[0].dtype)
+    below = torch._foreach_sqrt(second)
+    torch._foreach_div_(below, root.unbind())
+    torch._foreach_add_(below, eps)
+    moved = torch._foreach_mul(first, size.unbind())
+    torch._foreach_div_(moved, below)
+    new = torch._foreach_mul(parameters, 1 - lr * weight_decay)
+    torch._foreach_add_(new, moved)
+    torch._foreach_copy_(steps, counted.unbind())
+    for held, made in ((exp_avgs, first), (exp_avg_sqs, second), (parameters, new)):
+        _put(held, made, found_inf)
+
+
+@torch.no_grad()
+def sgd_(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    buffers: list[Tensor] | None,
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    nesterov: bool,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Stochastic gradient descent, in place.
+
+    Args:
+        parameters: this rank's parts.
+        gradients: of the same shapes.
+        buffers: of the momentum, which begin at zero; None without momentum.
+        lr: learning rate.
+        momentum: share of the last update kept.
+        weight_decay: added to the gradients as this share of the parameters.
+        nesterov: look ahead.
+        found_inf: 0-dim.
+    """
+    moved = torch._foreach_add(gradients, parameters, alpha=weight_decay) if weight_decay else [*gradients]
+    if buffers is not None:
+        new = torch._foreach_mul(buffers, momentum)
+        torch._foreach_add_(new, moved)
+        moved = torch._foreach_add(moved, new, alpha=momentum) if nesterov else new
+        _put(buffers, new, found_inf)
+    _put(parameters, torch._foreach_add(parameters, moved, alpha=-lr), found_inf)
+
+
+def _put(held: list[Tensor], made: Sequence[Tensor], found_inf: Tensor | None) -> None:
+    """Puts what was made in the place of what was held, unless the step is bad."""
+    if found_inf is None:
+        torch._foreach_copy_(held, [*made])
+        return
+    bad = found_inf > 0
+    for one, new in zip(held, made, strict=True):
+        torch.where(bad, one, new, out=one)

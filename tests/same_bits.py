@@ -1,0 +1,59 @@
+"""Real runs with ``batch.grain``, and what of them has to be the same bits for every split: all but times."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from safetensors import safe_open
+
+from worlds import run, train
+
+SPLITS = ((1, "single"), (2, "ddp"), (2, "fsdp2"), (4, "ddp"), (4, "fsdp2"))
+"""(ranks, config)"""
+TIMED = ("time", "train/samples_per_second", "speed/", "share/", "memory/", "device/")
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """sha256 by tensor of the newest checkpoint and of ``final/``, and of the log without times."""
+    found = {}
+    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    for place in (newest, folder / "final"):
+        for name, value in _tensors(place).items():
+            found[f"{place.name if place.name == 'final' else 'state'}:{name}"] = value
+    for number, line in enumerate(lines(folder)):
+        found[f"line {number}"] = json.dumps(line, sort_keys=True)
+    return found
+
+
+def lines(folder: Path) -> list[dict]:
+    """metrics.jsonl without times, and without what tells of stops and starts."""
+    told = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    kept = [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in told]
+    return [line for line in kept if line.get("event") not in ("resume", "save")]
+
+
+def _tensors(folder: Path) -> dict[str, str]:
+    """sha256 of each whole tensor, put together from the shards of a checkpoint."""
+    pieces: dict[str, list[tuple[tuple[int, ...], bytes]]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            places = json.loads((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+            for name in opened.keys():  # noqa: SIM118
+                at = tuple(places.get(name, {}).get("saved_offsets", ()))
+                pieces.setdefault(name, []).append((at, opened.get_tensor(name).numpy().tobytes()))
+    return {name: hashlib.sha256(b"".join(raw for _, raw in sorted(each))).hexdigest() for name, each in pieces.items()}
+
+
+def trained(folder: Path, words: list[str], *, ranks: int, config: str, options=(), function=train, **more) -> dict:
+    """The digest of a run of these words on these processes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    more = {"timeout": 600.0} | more
+    run(function, [*words, "--run.dir", str(folder / "run")], ranks=ranks, config=config, options=options, **more).ok()
+    return digest(folder / "run")
+
+
+def different(one: dict, other: dict) -> list[str]:
+    """Names of what is not the same."""
+    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
