@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import convert_outputs_to_fp32
+from accelerate.utils.modeling import get_mixed_precision_context_manager
 from torch import nn
 
 from oneloop.machine.randomness import has_batch_statistics
@@ -28,6 +31,8 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
         if isinstance(prepared, nn.parallel.DistributedDataParallel):
             prepared.broadcast_buffers = has_batch_statistics(model)  # else a broadcast per forward for nothing
         return prepared  # type: ignore[no-any-return]
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     # accelerate wants an optimizer beside the model, and would rebind its parameters by address; the real one is
     # built on the sharded parameters instead.
     plugin = accelerator.state.fsdp_plugin
@@ -35,7 +40,20 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
     plugin.transformer_cls_names_to_wrap = _around_no_embedding(model, asked) or None
     prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     accelerator._optimizers.clear()
+    if accelerator.native_amp and plugin.mixed_precision_policy == MixedPrecisionPolicy():
+        _autocast(prepared, accelerator)
     return prepared  # type: ignore[no-any-return]
+
+
+def _autocast(model: nn.Module, accelerator: Accelerator) -> None:
+    """Has the model's forward run under autocast, and return float32: what accelerate does without FSDP2, which else
+    casts by a policy of its own, and so gives other bits."""
+    context = get_mixed_precision_context_manager(accelerator.native_amp, accelerator.autocast_handler)
+    own: Any = getattr(model.forward, "__func__", None)
+    if own is None:  # somebody has put another one there
+        model.forward = convert_outputs_to_fp32(context(model.forward))
+    else:
+        model.forward = MethodType(convert_outputs_to_fp32(context(own)), model)
 
 
 def _around_no_embedding(model: nn.Module, blocks: Sequence[str]) -> list[str]:
