@@ -1,4 +1,4 @@
-"""``batch.grain``: the same bits for any number of processes, sharded or not; of weights, optimizer, averages and log."""
+"""``batch.grain``: the same bits for any number of processes, sharded or not; of weights, optimizer and log."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ AFTER = ("evaluate", "predict")
 """commands that run on many processes too, through launch"""
 _USAGE = """usage: oneloop new FILE.py | --configs [DIR]
        oneloop launch [accelerate launch's options] RECIPE [--key value …]
-       oneloop verify RUN
+       oneloop verify RUN [--same RUN]
        oneloop report RUN [RUN …] [--to FILE]
        oneloop watch RUN [RUN …] [--once] [--every SECONDS] [--figures NAME,NAME]
        oneloop worth RECIPE [--key value …] [--only NAME,NAME] [--rounds N] [--seconds S] [--to DIR]
@@ -42,7 +42,8 @@ launch  Starts the training processes as `accelerate launch … -m oneloop.train
         A recipe is a packaged name, a YAML file or a task (my_task.py:MyTask). --config_file takes a file of
         accelerate's, or CONFIGS. `accelerate launch --help` lists its options, `python -m oneloop.train --help` the
         keys of a recipe.
-verify  Reads every checkpoint of a run and lists what is wrong; exits with 1 where anything is.
+verify  Reads every checkpoint of a run and lists what is wrong; exits with 1 where anything is. --same says instead
+        whether two runs are the same bits (batch.grain), else at which step they part, and by which tensor.
 report  Writes one HTML page about a run (by default its report.html), or about several laid over one another (by
         default ./report.html); nothing in it is fetched from a network.
 watch   Draws a run in the terminal while it goes on, or several side by side; --once: as they are now. Figures have
@@ -143,8 +144,14 @@ def launch_processes(words: Sequence[str]) -> int:
 
 
 def verify(words: Sequence[str]) -> int:
-    """Lists what is wrong with the checkpoints of a run."""
-    given = parsed("verify", words, {})
+    """Lists what is wrong with the checkpoints of a run, or says where two runs part."""
+    given = parsed("verify", words, {"--same": None})
+    if given["--same"]:
+        from oneloop.run.parting import parting
+
+        same, lines = parting(Path(given["--same"]), Path(given["RUN"]))
+        print(printable("\n".join(lines)))
+        return 0 if same else ERROR
     store = _store(given["RUN"])
     bad = 0
     for path in store.sealed():

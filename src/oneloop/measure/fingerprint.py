@@ -31,7 +31,7 @@ _AT_ONCE = 1 << 20
 @torch.no_grad()
 def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """One hash of all, as 16 hexadecimal digits (``bits``), and two bytes of each tensor's own, in the order of the
-    names, in base64 (``bits_of``). One small all-reduce where something is sharded; one host sync.
+    names, in base64 (``bits_of``; little-endian). One small all-reduce where something is sharded; one host sync.
 
     Raises:
         ValueError: a tensor is sharded otherwise than by rows over one dimension of ranks.
@@ -49,12 +49,6 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     values: list[int] = hashes.tolist()  # host sync
     short = b"".join(struct.pack("<H", key(value) & 0xFFFF) for value in values)
     return {"bits": f"{key(*values):016x}", "bits_of": base64.b64encode(short).decode()}
-
-
-def parted(one: str, other: str) -> list[int]:
-    """Numbers of the tensors, in the order of their names, that differ by two ``bits_of``."""
-    mine, theirs = (struct.unpack(f"<{len(raw) // 2}H", raw) for raw in map(base64.b64decode, (one, other)))
-    return [number for number, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b]
 
 
 def _hash(tensor: Tensor) -> Tensor:

@@ -158,11 +158,13 @@ def _trained(
             batch, _ = _batch(contract, job, run, part)
             costs.append(float(contract.loss(model, batch)[0].detach()))
     batch, _ = _batch(contract, job, run, samples)
+    held = {name: buffer.clone() for name, buffer in model.named_buffers()} if job.exact else {}
     with Operations() as counted:
         loss, outputs = contract.loss(model, batch)
         draws = contract.draws or not _same(before, _random_states(run.device))
         counted.backward = True
         theirs(job.task, "loss", loss.backward)
+    _refuse_moved(model, held)
     unused = [bare_name(name) for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     if unused and run.ranks > 1 and not run.sharded and not job.recipe.machine.find_unused_parameters:
         raise BadInput(
@@ -180,6 +182,16 @@ def _trained(
         unused=unused,
         graph=graph,
     )
+
+
+def _refuse_moved(model: nn.Module, held: dict[str, torch.Tensor]) -> None:
+    """Refuses buffers that are no more what they were: each process would have others."""
+    buffers = dict(model.named_buffers())
+    if moved := [name for name, before in held.items() if not torch.equal(before, buffers[name])]:
+        raise BadInput(
+            "batch.grain asks for the same bits on any number of processes, and a forward in training moves the buffer"
+            f" {bare_name(moved[0])} of the model, on each process by the leaves that it has; leave it as it is"
+        )
 
 
 def _figures(contract: Contract, outputs: dict[str, Any]) -> tuple[str, ...]:

@@ -1,0 +1,114 @@
+"""Whether two runs are the same bits, by the hashes of their logs, and where they part; needs no torch."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from oneloop.basics.errors import BadInput
+from oneloop.checkpoint.store import Store, read_manifest
+from oneloop.recipe.comparison import difference
+
+_KINDS = ("model", "optimizer", "ema")
+"""of tensors, by the beginnings of their names, in the order in which they are told"""
+
+
+def parting(one: Path, other: Path) -> tuple[bool, list[str]]:
+    """Compares weights, averages and optimizer state of two runs at every step that both have logged.
+
+    Returns:
+        Whether they are the same bits, and what there is to tell: where they part, and what was set otherwise.
+
+    Raises:
+        BadInput: a folder holds no such log, or they have no step in common.
+    """
+    logs = {folder: _log(folder) for folder in (one, other)}
+    steps = sorted(logs[one].keys() & logs[other].keys())
+    if not steps:
+        told = " and ".join(f"{folder} ({_some(log)})" for folder, log in logs.items())
+        raise BadInput(f"{told} have logged no step in common; give both the same log.every")
+    lines, before = [], None
+    for step in steps:
+        mine, theirs = logs[one][step], logs[other][step]
+        if mine["bits"] != theirs["bits"]:
+            since = "before it nothing was logged" if before is None else f"at step {before} they were the same bits"
+            lines = [f"they part at step {step} ({since}): {_tensors(one, other, mine, theirs)}"]
+            break
+        before = step
+    apart = difference(_recipe(one), _recipe(other))
+    changed = [f"set otherwise: {'; '.join(apart)}"] if apart else []
+    if lines:
+        return False, lines + changed
+    longest = max(logs, key=lambda folder: max(logs[folder]))
+    more = max(logs[longest]) - steps[-1]
+    rest = [f"{longest} goes on for {more} steps, which are compared with nothing"] if more else []
+    which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} log lines, step {steps[0]} to {steps[-1]}"
+    return True, [f"the same bits at {which}: weights, averages and optimizer state", *rest, *changed]
+
+
+def _log(folder: Path) -> dict[int, Mapping[str, Any]]:
+    """The lines with hashes by step; of a step that was made again after a rewind the last."""
+    try:
+        text = (folder / "metrics.jsonl").read_text()
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{folder} holds no run (metrics.jsonl cannot be read: {error})") from error
+    found = {}
+    for line in text.splitlines():
+        try:
+            told = json.loads(line)
+            if isinstance(told.get("bits"), str):
+                found[int(told["step"])] = told
+        except (ValueError, KeyError, AttributeError, TypeError):
+            continue  # cut off, or damaged
+    if not found:
+        raise BadInput(f"{folder} has no hashes in metrics.jsonl; a run has them where batch.grain is set")
+    return found
+
+
+def _some(log: Mapping[int, Any]) -> str:
+    first = sorted(log)[:3]
+    return f"{', '.join(map(str, first))}{', …' if len(log) > len(first) else ''}"
+
+
+def _recipe(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(yaml.safe_load((folder / "recipe.yaml").read_text()))
+    except (OSError, ValueError, yaml.YAMLError, TypeError):
+        return {}
+
+
+def _tensors(one: Path, other: Path, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """Which tensors differ: the first, and how many."""
+    try:
+        hashes = [_short(line["bits_of"]) for line in (mine, theirs)]
+    except (KeyError, ValueError, TypeError, struct.error):
+        return "which tensors is not told"
+    if len(hashes[0]) != len(hashes[1]):
+        return f"one holds {len(hashes[0])} tensors, the other {len(hashes[1])}"
+    numbers = [number for number, (a, b) in enumerate(zip(*hashes, strict=True)) if a != b]
+    names = _names(one, len(hashes[0])) or _names(other, len(hashes[0]))
+    if not numbers or not names:
+        return f"{len(numbers) or 'some'} of {len(hashes[0])} tensors"
+    apart = sorted((names[number] for number in numbers), key=lambda name: _KINDS.index(name.split(".")[0]))
+    more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+    return f"{apart[0]}{more}, of {len(names)} tensors"
+
+
+def _short(text: str) -> tuple[int, ...]:
+    raw = base64.b64decode(text)
+    return struct.unpack(f"<{len(raw) // 2}H", raw)
+
+
+def _names(folder: Path, number: int) -> list[str]:
+    """Names of what is hashed, as a checkpoint of that run has them; empty where it has others."""
+    for path in reversed(Store(folder / "checkpoints").sealed()):
+        names = sorted(read_manifest(path).get("tensors") or {})
+        if len(names) == number and all(name.split(".")[0] in _KINDS for name in names):
+            return names
+    return []
