@@ -57,3 +57,40 @@ def trained(folder: Path, words: list[str], *, ranks: int, config: str, options=
 def different(one: dict, other: dict) -> list[str]:
     """Names of what is not the same."""
     return [name for name in {**one, **other} if one.get(name) != other.get(name)]
+
+
+def mortal(words: list[str], step: int, delay: float) -> None:
+    """``train``, killed a moment after this step was logged."""
+    import os
+    import signal
+    import threading
+    import time
+
+    log = Path(words[words.index("--run.dir") + 1], "metrics.jsonl")
+
+    def watch() -> None:
+        while True:
+            time.sleep(0.005)
+            try:
+                logged = [json.loads(line).get("step", 0) for line in log.read_text().splitlines() if "bits" in line]
+            except (OSError, ValueError):
+                continue
+            if logged and logged[-1] >= step:
+                time.sleep(delay)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+    train(words)
+
+
+def history(folder: Path, words: list[str], deaths: list[tuple[int, str, int]], last: tuple[int, str], draw) -> int:
+    """A run that is killed at these steps, each on another world, and ends on the last; how often it was killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words, killed = [*words, "--run.dir", str(folder / "run")], 0
+    for ranks, config, step in deaths:
+        world = run(mortal, words, step, draw.uniform(0.0, 0.1), ranks=ranks, config=config, timeout=300.0)
+        assert set(world.codes) <= {-9, 0, 1}, world.output  # 1: another rank went first
+        killed += -9 in world.codes
+    ranks, config = last
+    run(train, words, ranks=ranks, config=config, timeout=300.0).ok()
+    return killed

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from oneloop.cli import main
+from oneloop.run.identity import differences
 from own_files import rows, write
-from same_bits import SPLITS, different, trained
+from same_bits import SPLITS, different, digest, history, trained
+from worlds import run, train
 
 COMMON = ["--ema.half_life", "200 samples", "--optimizer.clip", "0.5", "--log.every", "4", "--track", "none"]
 COMMON += ["--machine.workers", "0", "--save.every", "0", "--guard.sigma", "6", "--guard.window", "8"]
@@ -74,3 +81,192 @@ def test_the_same_bits_in_half_precision(tmp_path, task):
         SPLITS[:3],
         options=["--mixed_precision", "bf16"],
     )
+
+
+RAGGED = ["--batch.size", "16", "--batch.grain", "2", "--duration", "60", "--log.every", "1", "--eval.every", "7"]
+RAGGED += ["--save.every", "5", "--track", "none", "--machine.workers", "0", "--ema.half_life", "40 samples"]
+MISHAPS = {
+    "none": [],
+    "a skip": ["--task.spoiled", "5", "--guard.nonfinite", "skip"],
+    "a rewind": ["--task.spoiled", "5", "--guard.nonfinite", "rewind"],
+    "a spike": ["--task.loud", "7", "--guard.sigma", "6", "--guard.window", "10", "--guard.spike", "skip"],
+}
+
+
+def ragged(folder: Path, *more: str) -> list[str]:
+    """A run of sequences of several lengths, with dropout."""
+    recipe = folder / "ragged.yaml"
+    recipe.write_text("task: tiny.Ragged\n")
+    return [str(recipe), "--task.dropout", "0.2", "--optimizer.clip", "0.4", *RAGGED, *more]
+
+
+def test_killed_twice_and_gone_on_in_other_worlds(tmp_path):
+    words, draw = ragged(tmp_path), random.Random(20)
+    undisturbed = trained(tmp_path / "whole", words, ranks=1, config="single")
+    deaths = [(4, "ddp", draw.randint(8, 25)), (2, "fsdp2", draw.randint(30, 50))]
+    assert history(tmp_path / "killed", words, deaths, (1, "single"), draw) == 2
+    assert different(undisturbed, digest(tmp_path / "killed" / "run")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_random_histories(tmp_path, seed):
+    draw = random.Random(seed)
+    mishap, optimizer = draw.choice(sorted(MISHAPS)), draw.choice(["adamw", "sgd", "muon"])
+    words = ragged(tmp_path, *MISHAPS[mishap], "--optimizer.name", optimizer)
+    undisturbed = trained(tmp_path / "whole", words, ranks=1, config="single")
+    at, deaths = 0, []
+    while (at := at + draw.randint(5, 25)) < 58:
+        deaths.append((*draw.choice(SPLITS), at))
+    history(tmp_path / "killed", words, deaths, draw.choice(SPLITS), draw)
+    assert different(undisturbed, digest(tmp_path / "killed" / "run")) == [], (mishap, optimizer, deaths)
+
+
+# --- broken on purpose: found by the hash -----------------------------------------------------------------------------
+
+
+def exchanged_leaves(words: list[str]) -> None:
+    """The second leaf and the third change places. (Of the first and the second the sum would be the same.)"""
+    from oneloop.data.groups import Split
+
+    leaf = Split.leaf
+    Split.leaf = lambda split, rank, micro: {1: 2, 2: 1}.get(at := leaf(split, rank, micro), at)
+    train(words)
+
+
+def rank_order(words: list[str]) -> None:
+    """The ranks' gradients are added one after another."""
+    from oneloop.machine import reduction
+
+    reduction.tree_sum = lambda parts: sum(parts[1:], parts[0])
+    train(words)
+
+
+def float_norm(words: list[str]) -> None:
+    """The norm is a sum of floating numbers, shard by shard."""
+    from oneloop import train as page
+
+    norm = page.global_norm
+    page.global_norm = lambda parameters, exact: norm(parameters)
+    train(words)
+
+
+def seeded_by_rank(words: list[str]) -> None:
+    """Dropout is a function of the rank and its micro-batch."""
+    from oneloop.machine.randomness import reseed
+    from oneloop.run.job import Job
+
+    Job.reseed = lambda job, run, position, micro: reseed(run.device, job.recipe.seed, position, run.rank, micro)
+    train(words)
+
+
+@pytest.mark.parametrize(
+    ("broken", "ranks", "config"),
+    [
+        (float_norm, 2, "fsdp2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (exchanged_leaves, 2, "ddp"),
+                (exchanged_leaves, 2, "fsdp2"),
+                (rank_order, 4, "ddp"),
+                (rank_order, 4, "fsdp2"),
+                (seeded_by_rank, 2, "ddp"),
+            )
+        ),
+    ],
+)
+def test_a_break_is_found_by_the_hash(tmp_path, broken, ranks, config, capsys):
+    words = ragged(tmp_path, "--duration", "40", "--save.every", "0", "--eval.every", "0")
+    for place, function, world in (("right", train, (1, "single")), ("wrong", broken, (ranks, config))):
+        trained(tmp_path / place, words, ranks=world[0], config=world[1], function=function)
+    places = [str(tmp_path / place / "run") for place in ("right", "wrong")]
+    assert main(["verify", "--same", *places]) == 1
+    said = capsys.readouterr().out
+    assert "they part at step " in said and ": model." in said
+    assert main(["verify", "--same", places[0], places[0]]) == 0
+    assert "the same bits at 40 log lines, step 1 to 40" in capsys.readouterr().out
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+ASKED = "batch.grain"
+REFUSED = {
+    "leaves that are no power of two": (["--batch.grain", "24"], ["batch.grain 24", "batch.size 64", "size: 48"]),
+    "more than the batch": (["--batch.grain", "128"], ["batch.grain 128", "batch.size 64", "nearest size: 128"]),
+    "another micro-batch": (["--batch.micro", "4"], ["batch.micro 4", "batch.grain 8"]),
+    "one to be found": (["--batch.micro", "auto"], ["batch.micro auto", "batch.grain 8"]),
+    "another one in evaluations": (["--eval.micro", "64"], [ASKED, "eval.micro 64"]),
+    "adafactor": (["--optimizer.name", "adafactor"], [ASKED, "adafactor", "adamw, sgd, muon"]),
+    "an optimizer of one's own": (["--optimizer.name", "torch.optim.AdamW"], [ASKED, "torch.optim.AdamW", "adamw"]),
+    "the whole model compiled": (["--machine.compile", "whole"], [ASKED, "compile whole", "regional"]),
+    "channels last": (["--machine.channels_last", "true"], [ASKED, "channels_last"]),
+    "cuDNN's trials": (["--machine.cudnn_benchmark", "true"], [ASKED, "cudnn_benchmark"]),
+    "BatchNorm": (["--task.model", "resnet18"], [ASKED, "BatchNorm", "GroupNorm"]),
+    "a buffer that moves": (["--task", "moving.Moving"], [ASKED, "buffer seen"]),
+}
+WORLDS = [
+    (3, "ddp", ["--batch.grain", "8"], ["8 leaves", "3 ranks", "power of two"]),
+    (2, "ddp", ["--batch.grain", "64"], ["1 leaves", "2 ranks"]),
+    (4, "hsdp", [], [ASKED, "HSDP", "fsdp2.yaml"]),
+]
+MOVING = """
+from torch import nn, zeros
+from tiny import Net, Ragged
+
+class Counting(Net):
+    def __init__(self):
+        super().__init__(8, 0.0)
+        self.register_buffer("seen", zeros(()))
+
+    def forward(self, tokens):
+        if self.training:
+            self.seen += tokens.shape[0]
+        return super().forward(tokens)
+
+class Moving(Ragged):
+    def model(self):
+        return Counting()
+"""
+
+
+def refused(folder: Path, words: list[str], says: list[str], **how) -> None:
+    (folder / "moving.py").write_text(MOVING)
+    world = run(train, ["digits", "--batch.grain", "8", *words], folder=folder, **how)
+    assert world.codes == [2] * len(world.codes), world.output
+    assert all(part in world.output for part in says), world.output
+    assert "Traceback" not in world.output and not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_exact_is_refused(tmp_path, kind):
+    refused(tmp_path, *REFUSED[kind])
+
+
+@pytest.mark.parametrize(("ranks", "config", "words", "says"), WORLDS)
+def test_worlds_that_cannot_be_exact_are_refused(tmp_path, ranks, config, words, says):
+    refused(tmp_path, words, says, ranks=ranks, config=config)
+
+
+def test_what_the_bits_rest_on_is_compared(tmp_path):
+    words = ragged(tmp_path, "--duration", "4", "--run.dir", str(tmp_path / "run"))
+    run(train, words).ok()
+    words[words.index("4")] = "6"
+    changed = run(train, [*words, "--run.accept_changes", "true", "--machine.matmul", "high"])
+    assert (
+        changed.codes == [0] and "accepted: the bits are promised (batch.grain), and machine.matmul" in changed.output
+    )
+    words[words.index("6")] = "8"
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, "-m", "oneloop.train", *words, "--machine.matmul", "high"]
+    other = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert other.returncode == 2 and "batch.grain), and device: cpu" in other.stderr and "-> cpu" in other.stderr
+
+
+def test_other_versions_are_told():
+    about = {"device": "cpu", "versions": {"torch": "2.11.0", "numpy": "2.0"}, "machine.matmul": "highest"}
+    same = {"data": {}, "model": "", "trained": "", "precision": "", "rates": [], "recipe": {"task": {"data": ""}}}
+    now = about | {"versions": {"torch": "2.12.0", "numpy": "2.0"}}
+    told = differences({**same, "computed": about}, {**same, "computed": now})
+    assert told == ["the bits are promised (batch.grain), and versions: torch 2.11.0 -> 2.12.0"]
+    assert differences({**same, "computed": about}, {**same, "computed": about}) == []
