@@ -67,12 +67,14 @@ def test_the_same_bits_on_one_process_and_on_two(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("task", TASKS)
 def test_the_same_bits_for_all_splits(tmp_path, task):
     same(tmp_path, [*TASKS[task](tmp_path), "--duration", "300", *COMMON])
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("task", ["digits", "gpt", "snippets"])
 def test_the_same_bits_in_half_precision(tmp_path, task):
     same(
@@ -109,6 +111,7 @@ def test_killed_twice_and_gone_on_in_other_worlds(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("seed", range(20))
 def test_random_histories(tmp_path, seed):
     draw = random.Random(seed)

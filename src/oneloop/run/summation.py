@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -39,7 +40,8 @@ def summation(job: Job, run: Run, model: nn.Module, optimizer: Optimizer, emas: 
         return Summation(Reduction(run.ranks, split.accumulate), sensor, run.total, dict)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     tree = Tree(model, parameters, ranks=run.ranks, accumulate=split.accumulate, see=sensor.see)
-    places = [split.leaf(run.rank, micro) for micro in range(split.accumulate)]
+    mine = [split.leaf(run.rank, micro) for micro in range(split.accumulate)]
+    places = torch.tensor(mine, device=run.device)
 
     def total(losses: Tensor) -> Tensor:
         """Of the leaves of this rank: each in its own place, where nothing is added to it; then in the tree."""
