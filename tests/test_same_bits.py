@@ -27,7 +27,7 @@ def digits(folder: Path) -> list[str]:
 def language(*more: str):
     def words(folder: Path) -> list[str]:
         data = write(folder / "data", "text", rows(45))
-        shape = ["--task.layers", "3", "--task.width", "36", "--task.dropout", "0.1", "--task.block", "24"]
+        shape = ["--task.layers", "3", "--task.width", "40", "--task.dropout", "0.1", "--task.block", "24"]
         sizes = ["--batch.size", "16", "--batch.grain", "2", "--eval.micro", "2", "--eval.every", "25"]
         return ["gpt", "--task.data", str(data), *shape, *sizes, *more]
 
