@@ -114,3 +114,20 @@ def test_a_spike_policy_costs_one_small_sum_more(tmp_path):
     found = per_step(tmp_path, ranks=2, strategy="ddp", optimizer="adamw", more=more)
     assert found == {"c10d::allreduce_": 30}  # the bucket; weight and stop flag; the loss
     assert per_step(tmp_path / "one", ranks=1, strategy="single", optimizer="adamw", more=more) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "sent"),
+    [
+        (1, "single", {}),
+        # A bucket's exchange of pieces and their gathering, which move what a ring does; weight and stop flag.
+        (2, "ddp", {"c10d::alltoall_base_": 10, "c10d::_allgather_base_": 10, "c10d::allreduce_": 10}),
+        # Two units, exchanged in both micro-batches; the norm's largest value and its digits; weight and stop flag.
+        (2, "fsdp2", {"c10d::_allgather_base_": 40, "c10d::alltoall_base_": 40, "c10d::allreduce_": 30}),
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_the_same_bits_read_nothing(tmp_path, ranks, strategy, sent, optimizer):
+    more = (*EXTRAS, "--batch.grain", str(16 // ranks // 2))
+    assert per_step(tmp_path, ranks=ranks, strategy=strategy, optimizer=optimizer, more=more) == sent
