@@ -2,8 +2,8 @@
 
 A square is cut at fixed places into digits of 30 bits, and digits are added as whole numbers, which does not round
 (binned summation: Demmel & Nguyen 2015). Three digits below the largest value are kept: what is cut off a square is
-less than 2^-60 of the largest one. The cuts lie at multiples of 30 bits, not at the largest value, so that sums of parts
-can be put together later.
+less than 2^-60 of the largest one. The cuts lie at multiples of 30 bits, not at the largest value, so that sums of
+parts can be put together later.
 
 >>> norm = exact_norm(tensors)
 >>> rows = [digit_rows([part]) for part in parts]        # of ranks, pieces, … in any order
