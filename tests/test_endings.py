@@ -92,7 +92,8 @@ def test_a_death_is_named_and_all_go(folder, config, ranks, rank, fault, where, 
 def test_a_data_worker_that_goes_is_named(folder):
     words = ["--machine.workers", "1", "--task.fault", "os_exit:4", "--task.where", "sample", "--task.at", "100"]
     world = faulty(folder, *words)
-    assert world.codes == [1] and "DataLoader worker" in summary(folder)["exit_reason"], world.output
+    assert world.codes == [1] and (folder / "run" / "summary.json").exists(), world.output
+    assert "DataLoader worker" in summary(folder)["exit_reason"]
 
 
 def test_a_sample_in_a_worker_is_named(folder):
