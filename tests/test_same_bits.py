@@ -99,7 +99,7 @@ def ragged(folder: Path, *more: str) -> list[str]:
     """A run of sequences of several lengths, with dropout."""
     recipe = folder / "ragged.yaml"
     recipe.write_text("task: tiny.Ragged\n")
-    return [str(recipe), "--task.dropout", "0.2", "--optimizer.clip", "0.4", *RAGGED, *more]
+    return [str(recipe), "--task.samples", "301", "--task.dropout", "0.2", "--optimizer.clip", "0.4", *RAGGED, *more]
 
 
 def test_killed_twice_and_gone_on_in_other_worlds(tmp_path):
