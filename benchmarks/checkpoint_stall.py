@@ -32,8 +32,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.state import model_tensors
-from oneloop.data.groups import Split, Weighed, groups
+from oneloop.data.groups import Weighed, groups
 from oneloop.data.order import Order
+from oneloop.data.split import Split
 
 
 def state(mib: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], float]]:

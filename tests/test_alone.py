@@ -9,8 +9,9 @@ from torch import nn
 
 
 def test_order_and_groups_feed_a_plain_loop():
-    from oneloop.data.groups import Split, Weighed, groups
+    from oneloop.data.groups import Weighed, groups
     from oneloop.data.order import Order
+    from oneloop.data.split import Split
 
     accelerator = Accelerator()
     data = [(torch.randn(3), torch.randn(1)) for _ in range(20)]

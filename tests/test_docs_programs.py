@@ -29,13 +29,29 @@ def on_two(folder: Path, name: str, *wanted: str):
 
 
 def test_all_programs_of_the_parts_are_run():
-    assert PARTS.keys() == {"order.py", "checkpoints.py", "guard.py", "noise.py", "memory.py", "evaluation.py"}
+    assert PARTS.keys() == {
+        "order.py",
+        "leaves.py",
+        "checkpoints.py",
+        "guard.py",
+        "noise.py",
+        "memory.py",
+        "evaluation.py",
+    }
 
 
 def test_order_and_groups(tmp_path):
     world = on_two(tmp_path, "order.py")
     world.ok()
     assert "y = 2.00 x + 1.00" in world.output
+
+
+def test_leaves_are_the_same_bits_on_one_process_and_on_two(tmp_path):
+    two = on_two(tmp_path, "leaves.py")
+    two.ok()
+    one = run(program, "leaves.py", folder=tmp_path)
+    told = re.findall(r"the weights are (\w{16})", one.output + two.output)
+    assert len(told) == 2 and told[0] == told[1]
 
 
 def test_average_and_checkpoints_are_saved_and_resumed(tmp_path):

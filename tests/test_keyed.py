@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from oneloop.data.groups import Split, Weighed, groups
+from oneloop.data.groups import Weighed, groups
 from oneloop.data.keyed import Keyed
 from oneloop.data.order import Order
+from oneloop.data.split import Split
 from worlds import run, train
 
 SIZE, MIDDLE = 40, 17

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from oneloop.basics.seeds import key
-from oneloop.data.groups import Split
 from oneloop.data.order import Order
+from oneloop.data.split import Split
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 37, 1797, 4096, 100_003])

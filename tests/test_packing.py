@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from oneloop.data.bucketing import Bucketed
-from oneloop.data.groups import Split
 from oneloop.data.order import Order
 from oneloop.data.packing import Bins, packed
+from oneloop.data.split import Split
 
 
 def fills(bins: Bins, lengths: np.ndarray) -> list[int]:

@@ -130,7 +130,7 @@ def test_random_histories(tmp_path, seed):
 
 def exchanged_leaves(words: list[str]) -> None:
     """The second leaf and the third change places. (Of the first and the second the sum would be the same.)"""
-    from oneloop.data.groups import Split
+    from oneloop.data.split import Split
 
     leaf = Split.leaf
     Split.leaf = lambda split, rank, micro: {1: 2, 2: 1}.get(at := leaf(split, rank, micro), at)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
 from oneloop.basics.buffers import share_buffers
 from oneloop.basics.progress import tracked
@@ -21,9 +21,9 @@ from oneloop.data.groups import Batch, Weighed, loader, transferred
 from oneloop.data.keyed import Keyed, Place
 from oneloop.ema import EMA
 from oneloop.show.examples import Examples, Shows
-from oneloop.tasks.apart import Apart
 from oneloop.tasks.base import Objective
 from oneloop.tasks.metrics import Metrics, adapted, confusion, figures, prefix
+from oneloop.tasks.totals import Apart, Together
 
 
 @contextmanager
@@ -69,10 +69,7 @@ def evaluate(
         interrupted: asked once per micro-batch, and must answer alike on all ranks; True ends the evaluation.
         examples: takes in what is to be looked at, where the task can show a sample; a confusion matrix too.
         name: of the set, for messages.
-        exact: micro-batches are summed in an order that the number of ranks does not change: the same bits for any.
-
-    Raises:
-        ValueError: ``exact``, and a metric's state is no sum, extreme or list.
+        exact: sums are the same bits for any number of ranks; a metric that cannot be so is a ValueError.
 
     Returns:
         ``{"loss": …, "accuracy": …}``, equal on all ranks, of a mixture also ``loss/NAME``; None where interrupted.
@@ -81,10 +78,8 @@ def evaluate(
     share = share_of([*sources.values()], micro, accelerator.num_processes, accelerator.process_index)
     keyed, device = Keyed(dataset, seed=seed, name=name), accelerator.device
     collate = Weighed(task.collate, task.weight, dtype=dtype)  # held-out samples may differ in weight
-    wide = torch.float32 if device.type == "mps" else torch.float64
     measured = task.metrics().to(device) if hasattr(task, "metrics") else None
-    apart = Apart(measured) if exact else None
-    totals, weights = torch.zeros(len(sources), dtype=wide, device=device), [0.0] * len(sources)
+    sums = (Apart if exact else Together)(len(sources), device, measured)
     loaded = loader(keyed, collate, share.places, workers=workers, device=device)
     share_buffers(model)
     with evaluating(model), closing(_weighed(loaded, device)) as weighed:
@@ -97,33 +92,18 @@ def evaluate(
                 continue
             if measured is not None:
                 task.update(measured, batch, outputs)  # type: ignore[attr-defined]
-            if apart is not None:
-                apart.batch(source, loss, weight)
-            else:
-                totals[source] += loss
-                weights[source] += weight
+            sums.batch(source, loss, weight)
             if examples is not None:
                 examples.take(batch, outputs)
         if examples is not None and hasattr(task, "show"):
-            chosen = partial(_chosen, keyed, collate, device)
-            examples.look(cast(Shows, task), model, len(dataset), chosen, micro=micro, accelerator=accelerator)
-    if apart is not None:
-        totals, weights = apart.summed(accelerator, len(sources), each=len(share.places), device=device)
-        losses = _figures([*sources], totals.tolist(), weights)
-    else:
-        losses = _losses([*sources], totals, weights, accelerator)
-    return losses if measured is None else losses | _computed(task, adapted(measured), accelerator, examples)
+            found = partial(_chosen, keyed, collate, device)
+            examples.look(cast(Shows, task), model, len(dataset), found, micro=micro, accelerator=accelerator)
+    losses = _losses([*sources], *sums.summed(accelerator, each=len(share.places)))
+    return losses | ({} if measured is None else _computed(task, adapted(measured), accelerator, examples))
 
 
-def _losses(
-    sources: Sequence[str], mine: Tensor, weights: Sequence[float], accelerator: Accelerator
-) -> dict[str, float]:
-    """The loss of all over all ranks, and where they are of several sources, of each."""
-    sums = torch.stack([mine, torch.tensor(weights, dtype=mine.dtype, device=mine.device)])
-    return _figures(sources, *accelerator.reduce(sums, "sum").tolist())
-
-
-def _figures(sources: Sequence[str], totals: Sequence[float], weights: Sequence[float]) -> dict[str, float]:
+def _losses(sources: Sequence[str], totals: Sequence[float], weights: Sequence[float]) -> dict[str, float]:
+    """The loss of all, and where they are of several sources, of each."""
     figures = {"loss": math.fsum(totals) / math.fsum(weights)}
     if len(totals) > 1:
         figures |= {

@@ -8,7 +8,7 @@ import signal
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -22,58 +22,9 @@ from oneloop.basics.orphans import die_with
 from oneloop.basics.stop_signals import on_stops
 from oneloop.data.keyed import Batches, Keyed, Place
 from oneloop.data.order import Ordered
+from oneloop.data.split import Split
 
 Batch = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Split:
-    """How a global batch is divided: ``size = ranks x accumulate x micro``.
-
-    Raises:
-        ValueError: it does not divide.
-    """
-
-    size: int
-    ranks: int
-    micro: int | None = None
-    """samples of one micro-batch (None: size / ranks; with leaves their samples)"""
-    grain: int | None = None
-    """samples of a leaf, where the same bits are wanted for any number of ranks; both are then powers of two"""
-    sharded: bool = False
-    """whether neighbouring leaves stand on neighbouring ranks, as under FSDP2; else each rank has a row of them"""
-    accumulate: int = field(init=False)
-    """micro-batches of one step on one process"""
-
-    def __post_init__(self) -> None:
-        if self.grain and (self.ranks & (self.ranks - 1) or self.ranks > self.size // self.grain):
-            raise ValueError(
-                f"batch.grain {self.grain} parts batch.size {self.size} into {self.size // self.grain} leaves, and"
-                f" {self.ranks} ranks are asked for; the same bits need a power of two of them, at most a rank a leaf"
-            )
-        micro = self.grain or self.micro or max(1, self.size // self.ranks)
-        if self.size % (self.ranks * micro):
-            unit = self.ranks * micro
-            nearest = max(1, round(self.size / unit)) * unit
-            asked = "" if self.micro is None else f" x micro {micro}"
-            raise ValueError(
-                f"batch.size {self.size} cannot be split over {self.ranks} ranks{asked}; nearest size: {nearest}"
-            )
-        object.__setattr__(self, "micro", micro)
-        object.__setattr__(self, "accumulate", self.size // (self.ranks * micro))
-
-    @property
-    def each(self) -> int:
-        """Samples of one micro-batch."""
-        assert self.micro is not None
-        return self.micro
-
-    def leaf(self, rank: int, micro: int) -> int:
-        """Which of a step's micro-batches it is that a rank takes as its ``micro``-th."""
-        return micro * self.ranks + rank if self.grain and self.sharded else rank * self.accumulate + micro
-
-    def __str__(self) -> str:
-        return f"batch {self.size} = {self.ranks} ranks x {self.accumulate} micro-batches x {self.micro}"
 
 
 @dataclass

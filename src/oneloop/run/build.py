@@ -8,8 +8,9 @@ from typing import Any
 from torch.utils.data import Subset
 
 from oneloop.basics.duration import Duration, Scale
-from oneloop.data.groups import Split, Weighed
+from oneloop.data.groups import Weighed
 from oneloop.data.order import order_of
+from oneloop.data.split import Split
 from oneloop.ema import gamma
 from oneloop.measure.noise_scale import Sensor
 from oneloop.optim.build import refuse_if_sharded, try_optimizer

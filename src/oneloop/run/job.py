@@ -15,9 +15,10 @@ from oneloop.basics.beats import BEATS, ENDING, EVALUATION
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.run_state import RunState
 from oneloop.checkpoint.store import Store, name_of
-from oneloop.data.groups import Group, Split, Weighed, groups, workers_here
+from oneloop.data.groups import Group, Weighed, groups, workers_here
 from oneloop.data.order import Ordered
 from oneloop.data.rows.changes import fingerprint_of
+from oneloop.data.split import Split
 from oneloop.ema import EMA
 from oneloop.evaluate import evaluate_all
 from oneloop.machine.randomness import reseed

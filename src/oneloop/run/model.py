@@ -16,7 +16,7 @@ from oneloop.basics.origin import Origin
 from oneloop.basics.seeds import key
 from oneloop.checkpoint.state import unsavable
 from oneloop.checkpoint.weights import load_weights
-from oneloop.data.groups import Split
+from oneloop.data.split import Split
 from oneloop.machine.base import count, hold_frozen
 from oneloop.machine.blocks import blocks, class_names
 from oneloop.machine.compile import compile_

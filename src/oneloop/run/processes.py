@@ -115,22 +115,10 @@ def start(
     # Before the ranks connect: each finds the same, and none waits for another.
     kind = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
     _refuse_precision(precision, kind)
-    threads = torch.get_num_threads()
     if exact:
         _refuse_inexact(precision, kind)
-        torch.set_num_threads(1 if on_cpu else threads)
     state = PartialState(cpu=on_cpu, timeout=_LONG)
-    plugin = None
-    if sharding:
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        if state.distributed_type == DistributedType.NO:
-            raise BadInput("FSDP2 is asked for with one process; use single.yaml, or --num_processes 2 or more")
-        if state.device.type == "cpu":
-            # accelerate turns only MULTI_GPU into FSDP; with gloo the same code runs without a GPU.
-            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        policy = MixedPrecisionPolicy() if exact else sharded_precision(precision)
-        plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
+    plugin = _sharding(state, precision, exact=exact) if sharding else None
     accelerator = Accelerator(
         cpu=on_cpu,
         fsdp_plugin=plugin,
@@ -145,8 +133,23 @@ def start(
         step_scheduler_with_optimizer=False,
     )
     run = Run(accelerator)
-    run.closing.callback(torch.set_num_threads, threads)
+    if exact and on_cpu:
+        run.closing.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
     return run
+
+
+def _sharding(state: PartialState, precision: str, *, exact: bool) -> FullyShardedDataParallelPlugin:
+    """FSDP2, on a CPU too."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if state.distributed_type == DistributedType.NO:
+        raise BadInput("FSDP2 is asked for with one process; use single.yaml, or --num_processes 2 or more")
+    if state.device.type == "cpu":
+        # accelerate turns only MULTI_GPU into FSDP; with gloo the same code runs without a GPU.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    policy = MixedPrecisionPolicy() if exact else sharded_precision(precision)
+    return FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
 
 
 def _refuse_strategy(*, sharding: bool) -> None:

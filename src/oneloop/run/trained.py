@@ -17,7 +17,7 @@ from oneloop.checkpoint.chosen import FINAL, chosen_of
 from oneloop.checkpoint.state import load_tensors
 from oneloop.checkpoint.store import Store, read_manifest
 from oneloop.checkpoint.weights import load_weights
-from oneloop.data.groups import Split
+from oneloop.data.split import Split
 from oneloop.machine.base import rounded
 from oneloop.recipe.mathematics import InitConfig
 from oneloop.recipe.names import CHOICES, from_there, source
