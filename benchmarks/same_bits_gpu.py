@@ -29,8 +29,8 @@ import torch.multiprocessing as processes
 from torch import Tensor, nn
 
 from oneloop.basics.exact_sums import tree_sum
+from oneloop.basics.reseed import reseed
 from oneloop.basics.tensors import optimizer_tensors
-from oneloop.machine.randomness import reseed
 from oneloop.machine.reduction import Tree
 from oneloop.measure.fingerprint import fingerprint
 from oneloop.optim.adamw import AdamW

@@ -46,12 +46,12 @@ def _tensors(folder: Path) -> dict[str, str]:
     return {name: hashlib.sha256(b"".join(raw for _, raw in sorted(each))).hexdigest() for name, each in pieces.items()}
 
 
-def trained(folder: Path, words: list[str], *, ranks: int, config: str, options=(), function=train, **more) -> dict:
+def trained(place: Path, words: list[str], *, ranks: int, config: str, options=(), function=train, **more) -> dict:
     """The digest of a run of these words on these processes."""
-    folder.mkdir(parents=True, exist_ok=True)
+    place.mkdir(parents=True, exist_ok=True)
     more = {"timeout": 600.0} | more
-    run(function, [*words, "--run.dir", str(folder / "run")], ranks=ranks, config=config, options=options, **more).ok()
-    return digest(folder / "run")
+    run(function, [*words, "--run.dir", str(place / "run")], ranks=ranks, config=config, options=options, **more).ok()
+    return digest(place / "run")
 
 
 def different(one: dict, other: dict) -> list[str]:

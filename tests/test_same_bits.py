@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from oneloop.basics.errors import BadInput
 from oneloop.cli import main
+from oneloop.recipe.parse import read
 from oneloop.run.identity import differences
 from own_files import rows, write
 from same_bits import SPLITS, different, digest, history, trained
@@ -28,7 +30,7 @@ def language(*more: str):
     def words(folder: Path) -> list[str]:
         data = write(folder / "data", "text", rows(45))
         shape = ["--task.layers", "3", "--task.width", "40", "--task.dropout", "0.1", "--task.block", "24"]
-        sizes = ["--batch.size", "16", "--batch.grain", "2", "--eval.micro", "2", "--eval.every", "25"]
+        sizes = ["--batch.size", "16", "--batch.grain", "2", "--eval.every", "100"]
         return ["gpt", "--task.data", str(data), *shape, *sizes, *more]
 
     return words
@@ -37,7 +39,7 @@ def language(*more: str):
 def snippets(folder: Path) -> list[str]:
     data = write(folder / "data", "jsonl", rows(90))
     shape = ["--task.layers", "2", "--task.width", "36", "--task.dropout", "0.1", "--task.length", "16"]
-    sizes = ["--batch.size", "16", "--batch.grain", "2", "--eval.micro", "2", "--eval.every", "25"]
+    sizes = ["--batch.size", "16", "--batch.grain", "2", "--eval.every", "100"]
     return ["snippets", "--task.data", str(data), *shape, *sizes]
 
 
@@ -52,10 +54,10 @@ TASKS = {
 }
 
 
-def same(folder: Path, words: list[str], splits=SPLITS, **more) -> None:
+def same(place: Path, words: list[str], splits=SPLITS, **more) -> None:
     """Trains the words on each split and compares all that is left of the runs."""
     first, *others = (
-        trained(folder / f"{config}-{ranks}", words, ranks=ranks, config=config, **more) for ranks, config in splits
+        trained(place / f"{config}-{ranks}", words, ranks=ranks, config=config, **more) for ranks, config in splits
     )
     assert sum(name.startswith("line") for name in first) > 5
     assert {name.split(".")[0] for name in first if name.startswith("state")} >= {"state:model", "state:optimizer"}
@@ -156,7 +158,7 @@ def float_norm(words: list[str]) -> None:
 
 def seeded_by_rank(words: list[str]) -> None:
     """Dropout is a function of the rank and its micro-batch."""
-    from oneloop.machine.randomness import reseed
+    from oneloop.basics.reseed import reseed
     from oneloop.run.job import Job
 
     Job.reseed = lambda job, run, position, micro: reseed(run.device, job.recipe.seed, position, run.rank, micro)
@@ -273,3 +275,69 @@ def test_other_versions_are_told():
     told = differences({**same, "computed": about}, {**same, "computed": now})
     assert told == ["the bits are promised (batch.grain), and versions: torch 2.11.0 -> 2.12.0"]
     assert differences({**same, "computed": about}, {**same, "computed": about}) == []
+
+
+# --- odd tasks and words ----------------------------------------------------------------------------------------------
+
+FOUND = """
+import random
+import torch
+import torchmetrics
+from tiny import Ragged
+
+class Noisy(Ragged):
+    '''A loss that draws, in evaluations too; metrics whose states are no sums; a figure that is infinite.'''
+
+    def loss(self, model, batch):
+        loss, outputs = super().loss(model, batch)
+        noise = 1 + 0.1 * torch.rand(()) + 0.1 * random.random()
+        odd = torch.tensor(float("inf") if batch["index"][0] % 2 else float("-inf"))
+        return loss * noise, {"said": outputs["loss"].mean(1), "odd": odd}
+
+    def metrics(self):
+        kinds = {"r": torchmetrics.PearsonCorrCoef(), "mean": torchmetrics.MeanMetric()}
+        return torchmetrics.MetricCollection({**kinds, "mae": torchmetrics.MeanAbsoluteError()})
+
+    def update(self, metrics, batch, outputs):
+        said, wanted = outputs["said"], batch["target"].float().mean(1)
+        metrics["r"].update(said, wanted)
+        metrics["mean"].update(said)
+        metrics["mae"].update(said, wanted)
+"""
+
+
+def test_a_loss_that_draws_and_metrics_that_are_no_sums(tmp_path):
+    (tmp_path / "noisy.py").write_text(FOUND)
+    (tmp_path / "noisy.yaml").write_text("task: noisy.Noisy\n")
+    words = [str(tmp_path / "noisy.yaml"), *RAGGED, "--duration", "10", "--eval.every", "4", "--machine.workers", "1"]
+    same(tmp_path, words, SPLITS[:3], folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["verify", "--same", "one"], "takes two runs"),
+        (["verify", "--same", "one", "two"], "one holds no run"),
+        (["verify", "--same", "plain", "plain"], "no hashes in metrics.jsonl"),
+        (["verify", "--same", "odd", "plain"], "no hashes in metrics.jsonl"),
+        (["worth", "digits", "--batch.grain", "8"], "leave it out"),
+    ],
+)
+def test_what_cannot_be_compared_is_told(tmp_path, monkeypatch, capsys, words, says):
+    monkeypatch.chdir(tmp_path)
+    for name, line in (
+        ("plain", b'{"step": 1, "train/loss": 1.0}'),
+        ("odd", b'{"bits": "ab", "step": Infinity}\n\xff'),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_bytes(line)
+    assert main(words) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_grain_takes_the_place_of_what_a_packaged_recipe_says():
+    recipe = read(["gpt", "--batch.grain", "4"])
+    assert (recipe.batch.grain, recipe.eval.micro) == (4, None)
+    assert read(["gpt", "--batch.grain", "null"]).eval.micro == 64
+    with pytest.raises(BadInput, match="set eval.micro 4"):
+        read(["gpt", "--batch.grain", "4", "--eval.micro", "8"])

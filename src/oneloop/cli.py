@@ -145,6 +145,8 @@ def launch_processes(words: Sequence[str]) -> int:
 
 def verify(words: Sequence[str]) -> int:
     """Lists what is wrong with the checkpoints of a run, or says where two runs part."""
+    if "--same" in words and len(words) != 3:
+        raise BadInput("oneloop verify --same takes two runs: oneloop verify --same RUN RUN")
     given = parsed("verify", words, {"--same": None})
     if given["--same"]:
         from oneloop.run.parting import parting

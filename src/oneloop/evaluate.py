@@ -16,6 +16,7 @@ from torch import nn
 
 from oneloop.basics.buffers import share_buffers
 from oneloop.basics.progress import tracked
+from oneloop.basics.reseed import reseed
 from oneloop.basics.sharding import reshard
 from oneloop.data.groups import Batch, Weighed, loader, transferred
 from oneloop.data.keyed import Keyed, Place
@@ -82,7 +83,7 @@ def evaluate(
     sums = (Apart if exact else Together)(len(sources), device, measured)
     loaded = loader(keyed, collate, share.places, workers=workers, device=device)
     share_buffers(model)
-    with evaluating(model), closing(_weighed(loaded, device)) as weighed:
+    with evaluating(model), closing(_weighed(loaded, device, (seed, share.first) if exact else None)) as weighed:
         batches = tracked(weighed, "evaluating", total=len(share.places))
         for source, (batch, weight) in zip(share.sources, batches, strict=True):
             if interrupted():
@@ -114,8 +115,11 @@ def _losses(sources: Sequence[str], totals: Sequence[float], weights: Sequence[f
     return figures
 
 
-def _weighed(loaded: Iterable[tuple[Batch, float]], device: torch.device) -> Generator[tuple[Batch, float]]:
-    """The batches on the device, each with its weight; one may be on its way while another is used."""
+def _weighed(
+    loaded: Iterable[tuple[Batch, float]], device: torch.device, seeded: tuple[int, int] | None = None
+) -> Generator[tuple[Batch, float]]:
+    """The batches on the device, each with its weight; one may be on its way while another is used. What is random is
+    ``seeded`` before each: by a seed and its number, from this one on."""
     weights: deque[float] = deque()
 
     def batches() -> Iterator[Batch]:
@@ -123,7 +127,9 @@ def _weighed(loaded: Iterable[tuple[Batch, float]], device: torch.device) -> Gen
             weights.append(weight)
             yield batch
 
-    for batch in transferred(batches(), device):
+    for number, batch in enumerate(transferred(batches(), device)):
+        if seeded is not None:
+            reseed(device, seeded[0], seeded[1] + number, others=True)
         yield batch, weights.popleft()
 
 
@@ -154,6 +160,8 @@ class Share:
     places: list[list[Place]]
     sources: list[int | None]
     """where each one's samples are from; None: it does not count"""
+    first: int
+    """number of the first one among those of all ranks"""
 
 
 def share_of(sources: Sequence[range], micro: int, ranks: int, rank: int) -> Share:
@@ -172,6 +180,7 @@ def share_of(sources: Sequence[range], micro: int, ranks: int, rank: int) -> Sha
     return Share(
         [[(0, index) for index in cut[at if at < len(cut) else 0][1]] for at in mine],
         [cut[at][0] if at < len(cut) else None for at in mine],
+        mine.start,
     )
 
 

@@ -39,6 +39,15 @@ def tree_sum(parts: Tensor) -> Tensor:
     return parts[0]
 
 
+def rounded_sum(values: Iterable[float]) -> float:
+    """Their sum, rounded once; infinite or NaN where one of them is not finite, or where it is too large."""
+    known = [*values]
+    try:
+        return math.fsum(known)
+    except (OverflowError, ValueError):  # of inf - inf
+        return sum(known)
+
+
 def digit_rows(tensors: Iterable[Tensor]) -> Tensor:
     """What the squares of all elements come to, for :func:`square_sum`: shape (pieces, 4), float64. No host sync.
 
@@ -55,7 +64,12 @@ def digit_rows(tensors: Iterable[Tensor]) -> Tensor:
 def square_sum(rows: Sequence[Sequence[float]]) -> float:
     """The sum of the squares that these rows stand for, correctly rounded; NaN where a value was not finite."""
     whole, last = _whole(rows)
-    return math.nan if whole is None else math.ldexp(float(whole), 2 * _HALF * last) if whole else 0.0
+    if whole is None:
+        return math.nan
+    try:
+        return math.ldexp(float(whole), 2 * _HALF * last)
+    except OverflowError:
+        return math.inf
 
 
 def square_ratio(rows: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:

@@ -2,30 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
-import torch
 from torch import nn
-
-from oneloop.basics.seeds import key
 
 _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
 _DROPOUT = (nn.modules.dropout._DropoutNd,)
-
-
-def reseed(device: torch.device, *numbers: int, others: bool = False) -> None:
-    """Makes what is random in the model a function of these numbers. About a microsecond; ten with ``others``, which
-    seeds Python's and numpy's generators too."""
-    number = key(*numbers)
-    if others:
-        random.seed(number)
-        np.random.seed(number & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(number)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(number)
-    elif device.type != "cpu":
-        torch.manual_seed(number)
 
 
 def has_batch_statistics(model: nn.Module) -> bool:

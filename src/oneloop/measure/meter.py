@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from oneloop.basics.exact_sums import rounded_sum
 from oneloop.basics.memory import peak_memory
 from oneloop.measure.clock import Clock
 from oneloop.measure.update_ratio import ExactUpdateRatio, UpdateRatio
@@ -133,7 +134,7 @@ class Meter:
         if self._leaf is None:
             return [sum(losses), *(sum(parts) for parts in figures)]
         own = 1 + len(self._names)
-        return [math.fsum(value for row in figures[name::own] for value in row) for name in range(own)]
+        return [rounded_sum(value for row in figures[name::own] for value in row) for name in range(own)]
 
     def _gathered(self, told: list[Tensor], host: list[float]) -> tuple[list[float], list[list[float]]]:
         """Every rank's summed loss, and its other figures: 0-dim tensors, and what the host knows.

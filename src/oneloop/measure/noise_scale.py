@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from oneloop.basics.exact_sums import digit_rows, square_sum
+from oneloop.basics.exact_sums import digit_rows, rounded_sum, square_sum
 
 
 class Sensor:
@@ -146,7 +146,7 @@ class Sensor:
         most = max(self._accelerator.gather(torch.tensor([len(mine)], device=mine.device)).tolist())
         padded = torch.nn.functional.pad(mine, (0, 0, 0, most - len(mine)))[None]
         found = [row for rank in self._accelerator.gather(padded).tolist() for row in rank if row[1]]
-        return math.fsum(row[0] for row in found), math.fsum(row[1] for row in found), len(found)
+        return rounded_sum(row[0] for row in found), rounded_sum(row[1] for row in found), len(found)
 
 
 class _Watched(DefaultReduceScatter):

@@ -11,6 +11,7 @@ from oneloop.basics.errors import BadInput
 from oneloop.basics.files import replacing
 from oneloop.basics.plain_json import dumps
 from oneloop.plan.worth import worth as measured
+from oneloop.recipe.parse import read
 from oneloop.show.worth import as_page, as_table, sentences
 
 
@@ -31,6 +32,8 @@ def worth(words: Sequence[str]) -> int:
             raise BadInput(f"oneloop worth: {name} needs a value")
         else:
             own[name] = value if equals else rest.pop(0)
+    if read(training).batch.grain is not None:
+        raise BadInput("oneloop worth tries other ways to compute a recipe, and batch.grain fixes them; leave it out")
     rounds, seconds = _number("--rounds", own["--rounds"], int), _number("--seconds", own["--seconds"], float)
     results = measured(
         training, only=[name for name in own["--only"].split(",") if name], rounds=int(rounds), seconds=seconds

@@ -144,6 +144,8 @@ def _made(name: str, written: dict[str, Any], typed: dict[str, Any], flags: set[
     for key, value in typed.items():
         if value is None and key in (kinds := _types(made)) and kinds[key] is not bool:
             raise BadInput(f"{key} needs a value: --{key} VALUE")
+    if typed.get("batch.grain") not in (None, "null"):  # what a recipe says beside it is meant for other splits
+        written = {key: value for key, value in written.items() if key not in ("batch.micro", "eval.micro")}
     given = written | typed
     _refuse_unknown(given, made)
     try:

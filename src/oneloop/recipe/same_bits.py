@@ -20,7 +20,8 @@ def refuse_inexact(grain: int, evaluation: EvalConfig, optimizer: OptimizerConfi
     asked = f"batch.grain {grain} asks for the same bits on any number of processes, and"
     if evaluation.micro not in (None, grain):
         raise BadInput(
-            f"{asked} eval.micro {evaluation.micro} puts another number through the model at once; leave eval.micro out"
+            f"{asked} eval.micro {evaluation.micro} puts another number through the model at once; set eval.micro"
+            f" {grain}, or leave it out"
         )
     if optimizer.name not in _OPTIMIZERS:
         what = (

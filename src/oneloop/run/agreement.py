@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import sysconfig
@@ -21,6 +20,7 @@ from torch.distributed import distributed_c10d
 
 from oneloop.basics.beats import BEATS, TRAINING
 from oneloop.basics.errors import BAD_INPUT, BadInput
+from oneloop.basics.exact_sums import rounded_sum
 from oneloop.basics.text import printable
 from oneloop.data.groups import Group
 from oneloop.run.ending import leave_at_once
@@ -99,7 +99,7 @@ class Agreement:
         """Each group with the sums over the ranks of its weight, the stop flag and the trouble flag."""
         if self._host is None:
             for group in groups:
-                total = math.fsum(group.weights) if group.apart else group.weight
+                total = rounded_sum(group.weights) if group.apart else group.weight
                 yield group, total, told(), saves.poll() is not None
                 if self._afresh:
                     break
@@ -112,7 +112,7 @@ class Agreement:
                 before, sums, underway = coming
                 underway.wait()
                 stop, trouble, *weights = sums.numpy().tolist()
-                yield before, math.fsum(weights), stop, trouble
+                yield before, rounded_sum(weights), stop, trouble
                 if self._afresh:
                     work.wait()
                     return

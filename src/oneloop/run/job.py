@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from oneloop.basics.beats import BEATS, ENDING, EVALUATION
+from oneloop.basics.reseed import reseed
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.run_state import RunState
 from oneloop.checkpoint.store import Store, name_of
@@ -21,7 +22,6 @@ from oneloop.data.rows.changes import fingerprint_of
 from oneloop.data.split import Split
 from oneloop.ema import EMA
 from oneloop.evaluate import evaluate_all
-from oneloop.machine.randomness import reseed
 from oneloop.measure.diagnosis import Advice
 from oneloop.measure.meter import Meter
 from oneloop.measure.profiling import Profiling

@@ -190,6 +190,11 @@ def _lay_out(model: nn.Module, recipe: Recipe, names: list[str], *, sharded: boo
 
 def _refuse_inexact(recipe: Recipe, model: nn.Module, split: Split) -> None:
     """Refuses what would not be exact with this model and this split."""
+    if split.grain and any(parameter.is_complex() for parameter in model.parameters() if parameter.requires_grad):
+        raise ValueError(
+            f"batch.grain {split.grain} asks for the same bits on any number of processes, and sums of complex"
+            " gradients are not known to be exact; take real parameters, or leave batch.grain out"
+        )
     if split.grain and has_batch_statistics(model):
         raise ValueError(
             f"batch.grain {split.grain} asks for the same bits on any number of processes, and the model has BatchNorm,"

@@ -41,7 +41,8 @@ def parting(one: Path, other: Path) -> tuple[bool, list[str]]:
             lines = [f"they part at step {step} ({since}): {_tensors(one, other, mine, theirs)}"]
             break
         before = step
-    apart = difference(_recipe(one), _recipe(other))
+    recipes = [_recipe(folder) for folder in (one, other)]
+    apart = difference(*recipes) if all(recipes) else []
     changed = [f"set otherwise: {'; '.join(apart)}"] if apart else []
     if lines:
         return False, lines + changed
@@ -55,8 +56,8 @@ def parting(one: Path, other: Path) -> tuple[bool, list[str]]:
 def _log(folder: Path) -> dict[int, Mapping[str, Any]]:
     """The lines with hashes by step; of a step that was made again after a rewind the last."""
     try:
-        text = (folder / "metrics.jsonl").read_text()
-    except (OSError, ValueError) as error:
+        text = (folder / "metrics.jsonl").read_text(errors="replace")
+    except OSError as error:
         raise BadInput(f"{folder} holds no run (metrics.jsonl cannot be read: {error})") from error
     found = {}
     for line in text.splitlines():
@@ -64,7 +65,7 @@ def _log(folder: Path) -> dict[int, Mapping[str, Any]]:
             told = json.loads(line)
             if isinstance(told.get("bits"), str):
                 found[int(told["step"])] = told
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError, OverflowError):
             continue  # cut off, or damaged
     if not found:
         raise BadInput(f"{folder} has no hashes in metrics.jsonl; a run has them where batch.grain is set")

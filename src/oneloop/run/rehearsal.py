@@ -19,12 +19,13 @@ from torch import nn
 
 from oneloop.basics.errors import BadInput
 from oneloop.basics.names import bare_name
+from oneloop.basics.reseed import reseed
 from oneloop.basics.sharding import reshard
 from oneloop.checkpoint.weights import bare
 from oneloop.data.groups import transferred
 from oneloop.data.keyed import Keyed
 from oneloop.evaluate import evaluating
-from oneloop.machine.randomness import has_batch_statistics, has_dropout, reseed
+from oneloop.machine.randomness import has_batch_statistics, has_dropout
 from oneloop.measure.meter import OWN_FIGURES
 from oneloop.measure.throughput import Operations
 from oneloop.run.job import Job

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from oneloop.basics.exact_sums import rounded_sum
 
 _EXACT = {"dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat"}
 """reductions of torchmetrics that the number of ranks does not change, but for sums of floating numbers"""
@@ -45,14 +46,14 @@ class Apart:
     Args:
         sources: how many there are, each with sums of its own.
         device: of the evaluation.
-        metrics: a task's; its floating sums are emptied after each micro-batch (those of whole numbers are exact).
-
-    Raises:
-        ValueError: the state of a torchmetrics metric is no sum, extreme or list.
+        metrics: a task's; its floating sums are emptied after each micro-batch (those of whole numbers are exact). What
+            a torchmetrics metric is given whose states are no sums, extremes or lists is kept, and given to it in the
+            end, of all ranks in one order.
     """
 
     def __init__(self, sources: int, device: torch.device, metrics: Any = None) -> None:
         self._number, self._device = sources, device
+        self._kept = [_Kept(metric) for metric in _metrics(metrics) if not _adds_up(metric)]
         self._places = [*_places(metrics)]
         self._sources: list[int] = []
         self._losses: list[Tensor] = []
@@ -90,7 +91,9 @@ class Apart:
             padded = torch.stack([*taken, *[torch.zeros_like(state)] * (each - len(taken))])
             total = _tree(accelerator.gather(padded[None]).view(-1, *state.shape))
             state.copy_(total if accelerator.is_main_process else torch.zeros_like(total))
-        totals, weights = ([math.fsum(row[place] for row in part) for part in here] for place in (1, 2))
+        for kept in self._kept:
+            kept.give(self._device)
+        totals, weights = ([rounded_sum(row[place] for row in part) for part in here] for place in (1, 2))
         return totals, weights
 
 
@@ -110,19 +113,53 @@ def _places(metrics: Any) -> Iterator[tuple[Any, str | int]]:
     if hasattr(metrics, "sums"):
         yield from ((metrics, place) for place, state in enumerate(metrics.sums()) if state.is_floating_point())
         return
+    for metric in _metrics(metrics):
+        for name, reduction in metric._reductions.items() if _adds_up(metric) else ():
+            state = getattr(metric, name)
+            if reduction.__name__ == "dim_zero_sum" and torch.is_tensor(state) and state.is_floating_point():
+                yield metric, name
+
+
+def _metrics(metrics: Any) -> Iterator[Any]:
+    """Those of a torchmetrics collection, the ones inside of wrappers too."""
+    if metrics is None or hasattr(metrics, "sums"):
+        return
     metrics._enable_compute_groups = False  # metrics that share a state would each empty it
     for whole in metrics.values():
-        for metric in whole.modules():
-            for name, reduction in getattr(metric, "_reductions", {}).items():
-                if getattr(reduction, "__name__", None) not in _EXACT:
-                    raise ValueError(
-                        f"batch.grain: the state {name} of the metric {type(metric).__name__} is put together from the"
-                        " ranks in a way that depends on how many there are; leave it out, or measure it afterwards"
-                        " (oneloop evaluate)"
-                    )
-                state = getattr(metric, name)
-                if reduction.__name__ == "dim_zero_sum" and torch.is_tensor(state) and state.is_floating_point():
-                    yield metric, name
+        yield from (metric for metric in whole.modules() if hasattr(metric, "_reductions"))
+
+
+def _adds_up(metric: Any) -> bool:
+    """Whether the states of ranks come together as those of one would be."""
+    return all(getattr(reduction, "__name__", None) in _EXACT for reduction in metric._reductions.values())
+
+
+class _Kept:
+    """What a metric is given, kept until all ranks' can be given to it in order."""
+
+    def __init__(self, metric: Any) -> None:
+        self._metric, self._update = metric, metric.update
+        self._calls: list[Any] = []
+        metric.update = self
+
+    def __call__(self, *given: Any, **named: Any) -> None:
+        self._calls.append(_moved((given, named), torch.device("cpu")))
+
+    def give(self, device: torch.device) -> None:
+        """Every rank must get here."""
+        from accelerate.utils import gather_object
+
+        self._metric.distributed_available_fn = lambda: False  # it has all
+        for given, named in gather_object(self._calls):
+            self._update(*_moved(given, device), **_moved(named, device))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, dict):
+        return {name: _moved(inside, device) for name, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [_moved(inside, device) for inside in value]
+    return value.detach().to(device) if torch.is_tensor(value) else value
 
 
 def _state(place: tuple[Any, str | int]) -> Tensor:
