@@ -221,7 +221,7 @@ LAUNCHERS = {
 @pytest.mark.parametrize(
     ("launcher", "config", "name"),
     [
-        ("oneloop", "single", "SIGUSR1"),
+        pytest.param("oneloop", "single", "SIGUSR1", marks=pytest.mark.slow),
         ("accelerate", "single", "SIGTERM"),
         *(
             pytest.param(launcher, config, name, marks=pytest.mark.slow)

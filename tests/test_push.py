@@ -134,6 +134,7 @@ def test_whole_weights_replace_adapters_of_an_earlier_push(trained, tmp_path):
         assert not {"adapter_model.safetensors", "adapter_config.json"} & files.keys()
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_on_the_way_is_told(trained, tmp_path, capsys):
     run, whole = str(trained / "run"), str(trained / "whole" / "run")
     for words, says in (

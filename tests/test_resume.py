@@ -394,7 +394,8 @@ def test_the_launchers_death_ends_the_trainers(tmp_path):
     assert not alive
 
 
-@pytest.mark.parametrize("config", [pytest.param("single", marks=pytest.mark.slow), "ddp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["single", "ddp"])
 def test_chaos(config):
     from chaos import WORDS, chaos
 

@@ -64,8 +64,10 @@ def same(place: Path, words: list[str], splits=SPLITS, **more) -> None:
     assert [different(first, other) for other in others] == [[]] * len(others)
 
 
-def test_the_same_bits_on_one_process_and_on_two(tmp_path):
+def test_the_same_bits_on_one_process_and_on_two(tmp_path, capsys):
     same(tmp_path, [*digits(tmp_path), "--duration", "40", *COMMON], SPLITS[:3])
+    assert main(["verify", "--same", str(tmp_path / "single-1" / "run"), str(tmp_path / "fsdp2-2" / "run")]) == 0
+    assert "the same bits at 10 log lines, step 4 to 40" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -85,6 +87,13 @@ def test_the_same_bits_in_half_precision(tmp_path, task):
         SPLITS[:3],
         options=["--mixed_precision", "bf16"],
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_same_bits_of_compiled_blocks(tmp_path):
+    words = [*snippets(tmp_path), "--duration", "20", *COMMON, "--machine.compile", "regional"]
+    same(tmp_path, words, SPLITS[:3])
 
 
 RAGGED = ["--batch.size", "16", "--batch.grain", "2", "--duration", "60", "--log.every", "1", "--eval.every", "7"]
@@ -165,20 +174,16 @@ def seeded_by_rank(words: list[str]) -> None:
     train(words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "ranks", "config"),
     [
         (float_norm, 2, "fsdp2"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (exchanged_leaves, 2, "ddp"),
-                (exchanged_leaves, 2, "fsdp2"),
-                (rank_order, 4, "ddp"),
-                (rank_order, 4, "fsdp2"),
-                (seeded_by_rank, 2, "ddp"),
-            )
-        ),
+        (exchanged_leaves, 2, "ddp"),
+        (exchanged_leaves, 2, "fsdp2"),
+        (rank_order, 4, "ddp"),
+        (rank_order, 4, "fsdp2"),
+        (seeded_by_rank, 2, "ddp"),
     ],
 )
 def test_a_break_is_found_by_the_hash(tmp_path, broken, ranks, config, capsys):
@@ -253,6 +258,7 @@ def test_worlds_that_cannot_be_exact_are_refused(tmp_path, ranks, config, words,
     refused(tmp_path, words, says, ranks=ranks, config=config)
 
 
+@pytest.mark.slow
 def test_what_the_bits_rest_on_is_compared(tmp_path):
     words = ragged(tmp_path, "--duration", "4", "--run.dir", str(tmp_path / "run"))
     run(train, words).ok()
@@ -306,6 +312,7 @@ class Noisy(Ragged):
 """
 
 
+@pytest.mark.slow
 def test_a_loss_that_draws_and_metrics_that_are_no_sums(tmp_path):
     (tmp_path / "noisy.py").write_text(FOUND)
     (tmp_path / "noisy.yaml").write_text("task: noisy.Noisy\n")
