@@ -176,7 +176,7 @@ def test_fp8_where_there_is_none(here):
     ("command", "words", "says"),
     [
         ([sys.executable, "-m", "oneloop.train"], ["digits", "--batch.siez", "3"], ["batch.siez"]),
-        (
+        pytest.param(
             [
                 sys.executable,
                 "-m",
@@ -189,6 +189,7 @@ def test_fp8_where_there_is_none(here):
             ],
             ["digits"],
             ["fp16", "CPU"],
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             [sys.executable, "-m", "oneloop.cli", "launch", "--config_file", str(CONFIGS / "ddp.yaml")],

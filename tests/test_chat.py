@@ -686,7 +686,8 @@ OTHER = (
 )
 
 
-@pytest.mark.parametrize("own", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [False, True])
 def test_a_run_keeps_the_template_that_people_know(tmp_path, own):
     a_model(tmp_path / "qwen3", tokenizer_of("qwen 3"))
     written(tmp_path / "data", [{"messages": turns("hi", word)} for word in ("yo", "a b c", "x", "y")])

@@ -96,6 +96,49 @@ def test_a_data_worker_that_goes_is_named(folder):
     assert "DataLoader worker" in summary(folder)["exit_reason"]
 
 
+class Dying:
+    """A set whose worker goes at its third sample."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 2:
+            os._exit(4)
+        return index
+
+
+def held_behind_another_error() -> list[int]:
+    """How many readers from workers there are, before a worker's error was seen to and afterwards."""
+    import gc
+
+    import torch
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+    from oneloop.data.groups import Weighed, end_workers, loader
+    from oneloop.data.keyed import Keyed
+
+    collate = Weighed(lambda samples: {"x": torch.tensor(samples)}, lambda batch: torch.tensor(1.0))
+    places = [[(0, index)] for index in range(8)]
+    held = []
+    try:
+        try:
+            for _ in loader(Keyed(Dying(), seed=0), collate, places, workers=1, device=torch.device("cpu")):
+                pass
+        except RuntimeError as error:
+            raise ValueError("what was made of it") from error
+    except ValueError as error:
+        for end in (lambda _: None, end_workers):
+            end(error)
+            held.append(sum(isinstance(one, _MultiProcessingDataLoaderIter) for one in gc.get_objects()))
+    return held
+
+
+def test_a_worker_that_has_gone_is_let_go_behind_another_error(folder):
+    """While it is held, torch raises for it when the system tells of its end, wherever the run is by then."""
+    assert run(held_behind_another_error).ok() == [[1, 0]]
+
+
 def test_a_sample_in_a_worker_is_named(folder):
     words = ["--machine.workers", "1", "--task.fault", "raise:ValueError", "--task.where", "sample", "--task.at", "100"]
     world = faulty(folder, *words)
@@ -221,11 +264,11 @@ LAUNCHERS = {
 @pytest.mark.parametrize(
     ("launcher", "config", "name"),
     [
-        pytest.param("oneloop", "single", "SIGUSR1", marks=pytest.mark.slow),
         ("accelerate", "single", "SIGTERM"),
         *(
             pytest.param(launcher, config, name, marks=pytest.mark.slow)
             for launcher, config, name in [
+                ("oneloop", "single", "SIGUSR1"),
                 ("oneloop", "single", "SIGTERM"),
                 ("oneloop", "ddp", "SIGTERM"),
                 ("oneloop", "ddp", "SIGUSR1"),

@@ -337,6 +337,7 @@ def test_a_class_of_a_notebook_that_was_changed(tmp_path):
     run(_again_in_a_notebook, folder=tmp_path).ok()
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_is_not_trained_by_evaluate(folder):
     """Its class is imported from it, and its call would be made again."""
     script = TASK + "\n\nfrom oneloop import fit\n\nfit(Annealed, duration=3, track='none', run={'dir': 'run'})\n"

@@ -138,6 +138,7 @@ def test_adapters_on_a_model_that_has_changed(tmp_path):
         the_task(final).model()
 
 
+@pytest.mark.slow
 def test_adapters_that_are_scaled_otherwise_since(base, trained, tmp_path):
     given = shutil.copytree(trained / "final", tmp_path / "given")
     words = [*WORDS, "--task.model", str(given), "--duration", "4", "--save.every", "2"]

@@ -338,6 +338,7 @@ def prepared(folder: str) -> int:
     return int(made.values.sum()) + len(made.ends)
 
 
+@pytest.mark.slow
 def test_one_process_prepares_while_the_others_wait_at_a_lock(tmp_path):
     write(tmp_path / "data", "parquet", rows(180))
     one, other = run(prepared, str(tmp_path / "data"), ranks=2).ok()

@@ -43,7 +43,7 @@ def test_what_lands_on_disk(tmp_path, recipe):
     names = {path.name for path in folder.iterdir()}
     assert {"recipe.yaml", "environment.json", "metrics.jsonl", "summary.json", "final"} <= names
     assert list(folder.rglob("events.out.tfevents*"))
-    assert yaml.safe_load((folder / "recipe.yaml").read_text())["batch"] == {"size": 8, "micro": None}
+    assert yaml.safe_load((folder / "recipe.yaml").read_text())["batch"] == {"size": 8, "micro": None, "grain": None}
     assert json.loads((folder / "environment.json").read_text())["versions"]["torch"] in torch.__version__
     ended = summary(folder)
     assert (ended["exit_reason"], ended["exit_code"], ended["step"], ended["samples"]) == ("done", 0, 30, 240)
@@ -174,8 +174,8 @@ def _trainers(parent: int) -> list[int]:
     ("config", "name"),
     [
         pytest.param("single", "SIGTERM", marks=pytest.mark.slow),
-        pytest.param("ddp", "SIGUSR1", marks=pytest.mark.slow),
-        ("fsdp2", "SIGINT"),
+        ("ddp", "SIGUSR1"),
+        pytest.param("fsdp2", "SIGINT", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, config, name):

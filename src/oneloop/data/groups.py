@@ -140,11 +140,14 @@ def loader(
     return _of_workers(loading) if workers else loading
 
 
-def end_workers(error: BaseException) -> None:
-    """Ends the worker processes that an exception of theirs would keep: its traceback holds what reads from them."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_filename == torch.utils.data.dataloader.__file__:
-            frame.clear()
+def end_workers(error: BaseException | None) -> None:
+    """Ends the worker processes that an exception of theirs would keep: its traceback, or that of one which it was
+    raised from, holds what reads from them. (While it does, torch raises when it hears of their end, wherever.)"""
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename == torch.utils.data.dataloader.__file__:
+                frame.clear()
+        error = error.__cause__ or error.__context__
 
 
 def _of_workers(loading: Iterable[tuple[Batch, float]]) -> Iterator[tuple[Batch, float]]:

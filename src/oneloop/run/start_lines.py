@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from oneloop.ema import EMA
 from oneloop.machine.randomness import has_batch_statistics, has_dropout
 from oneloop.machine.replicas import replica_group
+from oneloop.machine.strategy import HALF
 from oneloop.run.environment import computed_by
 from oneloop.run.job import Job
 from oneloop.run.processes import Run
@@ -38,9 +39,11 @@ def start_lines(
     if seen.unused:
         first = ", ".join(seen.unused[:3])
         yield f"parameters that took no part in the loss at the start: {len(seen.unused)} ({first})"
-    if job.exact and run.sharded and split.accumulate > 1:
+    if job.exact and run.sharded:
         moved = split.accumulate * 4 * number / 2**20
-        yield f"batch.grain under FSDP2: {moved:,.1f} MiB of gradients are exchanged per step, none kept whole"
+        half = run.accelerator.mixed_precision in HALF
+        weights = "; half precision is autocast, and weights are gathered in float32: twice the bytes" if half else ""
+        yield f"batch.grain under FSDP2: {moved:,.1f} MiB of gradients are exchanged per step, none kept whole{weights}"
     elif run.sharded and split.accumulate > 1:
         held, moved = 4 * number / 2**20, split.accumulate * 4 * number / 2**20
         if recipe.machine.sync_each_batch:
