@@ -66,7 +66,7 @@ def test_squares_of_parts_come_together_in_any_order():
 def test_the_tree_adds_neighbours_first():
     a, b, c, d = drawn(9, 9, 9, 9)
     assert torch.equal(tree_sum(torch.stack([a, b, c, d])), (a + b) + (c + d))
-    assert torch.equal(tree_sum(a[None]), a)
+    assert torch.equal(tree_sum(a[None]), a) and torch.equal(tree_sum(torch.stack([a, b, c])), (a + b) + c)
 
 
 LENGTHS = [*range(1, 40), 63, 64, 65, 127, 1000]

@@ -29,12 +29,14 @@ _ON_CPU, _ELSEWHERE = 1 << 17, 1 << 21
 
 
 def tree_sum(parts: Tensor) -> Tensor:
-    """The sum over the first dimension in one fixed binary tree: neighbours first.
+    """The sum over the first dimension in one fixed binary tree: neighbours first. Zeros at the end change nothing of it.
 
     Args:
-        parts: of shape (n, …), n a power of two.
+        parts: of shape (n, …).
     """
     while len(parts) > 1:
+        if len(parts) % 2:
+            parts = torch.cat([parts, torch.zeros_like(parts[:1])])
         parts = parts[0::2] + parts[1::2]
     return parts[0]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oneloop.basics.exact_sums import rounded_sum
+from oneloop.basics.exact_sums import rounded_sum, tree_sum
 
 _EXACT = {"dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat"}
 """reductions of torchmetrics that the number of ranks does not change, but for sums of floating numbers"""
@@ -89,21 +89,12 @@ class Apart:
         for place, taken in zip(self._places, self._states, strict=True):
             state = _state(place)
             padded = torch.stack([*taken, *[torch.zeros_like(state)] * (each - len(taken))])
-            total = _tree(accelerator.gather(padded[None]).view(-1, *state.shape))
+            total = tree_sum(accelerator.gather(padded[None]).view(-1, *state.shape))
             state.copy_(total if accelerator.is_main_process else torch.zeros_like(total))
         for kept in self._kept:
             kept.give(self._device)
         totals, weights = ([rounded_sum(row[place] for row in part) for part in here] for place in (1, 2))
         return totals, weights
-
-
-def _tree(parts: Tensor) -> Tensor:
-    """Their sum over the first dimension, neighbours first; zeros at the end change nothing of it."""
-    while len(parts) > 1:
-        if len(parts) % 2:
-            parts = torch.cat([parts, torch.zeros_like(parts[:1])])
-        parts = parts[0::2] + parts[1::2]
-    return parts[0]
 
 
 def _places(metrics: Any) -> Iterator[tuple[Any, str | int]]:
