@@ -29,7 +29,7 @@ _ON_CPU, _ELSEWHERE = 1 << 17, 1 << 21
 
 
 def tree_sum(parts: Tensor) -> Tensor:
-    """The sum over the first dimension in one fixed binary tree: neighbours first. Zeros at the end change nothing of it.
+    """The sum over the first dimension in one fixed binary tree, neighbours first. Zeros at the end change nothing.
 
     Args:
         parts: of shape (n, …).
