@@ -417,6 +417,7 @@ def test_odd_manifests_are_problems(tmp_path, whole, change):
     assert problems(newest)
 
 
+@pytest.mark.slow
 def test_an_unchanged_run_goes_on_whatever_its_repr_and_its_samples(tmp_path):
     lay(
         tmp_path,

@@ -334,6 +334,7 @@ def test_a_storage_that_does_not_shard_is_refused_under_fsdp2(base, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_base_that_has_changed_since_is_refused(tmp_path):
     base = a_base(tmp_path / "base")
     words = ["--task.model", str(base), "--task.lora.rank", "4", "--duration", "4", "--save.every", "2"]
@@ -355,6 +356,7 @@ def test_a_base_that_has_changed_since_is_refused(tmp_path):
     assert "going on from run/checkpoints/step-00000002" in world.output
 
 
+@pytest.mark.slow
 def test_adapters_are_taken_on_where_they_were_left(base, tmp_path):
     of_words(tmp_path, "--task.model", str(base), "--task.lora.rank", "4", "--duration", "3").ok()
     first = adapters_of(tmp_path)

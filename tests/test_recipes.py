@@ -67,9 +67,8 @@ def corpus(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "recipe", ["gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("digits", "llama", "sft", "snippets"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["digits", "gpt", "llama", "sft", "snippets"])
 def test_the_same_weights_four_ways(corpus, recipe):
     weights, losses = {}, {}
     for way, (config, ranks, words) in WAYS.items():

@@ -127,6 +127,7 @@ def test_augmentation_and_dropout_come_back_at_every_kind_of_position(tmp_path, 
         same(tmp_path / "alone", tmp_path / str(step))
 
 
+@pytest.mark.slow
 def test_elastic_worlds_see_the_same_samples_and_losses(tmp_path, recipe):
     ids = {}
     for dtype, bound in (("float64", 1e-9), ("float32", 1e-5)):
