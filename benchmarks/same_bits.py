@@ -86,6 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--only", help="the beginning of a recipe's name")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "src")]
@@ -108,6 +109,8 @@ def main() -> None:
             return figures(Path(scratch, "run")) if function is train else done[0]
 
     for recipe, (grain, words) in RECIPES.items():
+        if not recipe.startswith(args.only or ""):
+            continue
         for world, (ranks, config) in WORLDS.items():
             kinds = {"without": ["--batch.micro", str(grain)], "batch.grain": ["--batch.grain", str(grain)]}
             if config == "fsdp2":
@@ -121,7 +124,7 @@ def main() -> None:
                 times = [each for each, _ in found[kind]]
                 ratios = [a / b for (a, _), (b, _) in zip(found[kind], found["without"], strict=True)]
                 memory = statistics.median(peak for _, peak in found[kind])
-                counts = [trained([*words, *more], ranks, config, steps, sent, ranks) for steps in (30, 40)]
+                counts = [trained([*words, *more], ranks, config, steps, sent, ranks) for steps in (10, 20)]
                 print(
                     f"{recipe:14} {world:12} {kind:16} {statistics.median(times):7.1f} ({min(times):.1f} to"
                     f" {max(times):.1f}) ms  {statistics.median(ratios):5.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
