@@ -16,7 +16,7 @@ from oneloop.recipe.parse import read
 from oneloop.run.identity import differences
 from own_files import rows, write
 from same_bits import SPLITS, different, digest, history, trained
-from worlds import run, train
+from worlds import ROOT, run, train
 
 COMMON = ["--ema.half_life", "200 samples", "--optimizer.clip", "0.5", "--log.every", "4", "--track", "none"]
 COMMON += ["--machine.workers", "0", "--save.every", "0", "--guard.sigma", "6", "--guard.window", "8"]
@@ -348,3 +348,15 @@ def test_a_grain_takes_the_place_of_what_a_packaged_recipe_says():
     assert read(["gpt", "--batch.grain", "null"]).eval.micro == 64
     with pytest.raises(BadInput, match="set eval.micro 4"):
         read(["gpt", "--batch.grain", "4", "--eval.micro", "8"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_commands_of_the_page(tmp_path):
+    commands = (ROOT / "docs" / "same-bits.md").read_text().split("```\n")[1]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-e", "-c", commands], cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("the same bits at 2 log lines, step 20 to 40")
