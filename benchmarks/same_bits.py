@@ -37,7 +37,7 @@ COMMON = [
 ]
 RECIPES = {
     "digits, 98 K": (8, ["digits", "--task.dropout", "0.1"]),
-    "gpt, 0.8 M": (2, ["gpt", "--batch.size", "16", "--task.dropout", "0.1", "--eval.micro", "null"]),
+    "gpt, 0.8 M": (2, ["gpt", "--task.data", str(HERE.parent / "src"), "--batch.size", "16", "--eval.micro", "null"]),
 }
 WORLDS = {"one process": (1, "single"), "DDP, 2": (2, "ddp"), "FSDP2, 2": (2, "fsdp2")}
 SENT = {"alltoall_base_": 1.0, "_allgather_base_": 1.0, "_reduce_scatter_base_": 1.0, "allreduce_": 2.0}
