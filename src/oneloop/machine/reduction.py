@@ -87,9 +87,8 @@ class Tree(Reduction):
         self._leaves += 1
         if self._leaves == self._accumulate:
             if not self._replicated:  # else done, bucket by bucket
-                for parameter, gradient in zip(
-                    self._parameters, self._add_up([p.grad for p in self._parameters], self._parameters), strict=True
-                ):
+                sums = self._add_up([parameter.grad for parameter in self._parameters], self._parameters)
+                for parameter, gradient in zip(self._parameters, sums, strict=True):
                     parameter.grad = gradient
             self._leaves, self._sums = 0, []
             return
