@@ -63,9 +63,7 @@ def timeless(line: dict[str, Any]) -> dict[str, Any]:
 
 def drawn(folder: Path, rank: int) -> list[list[int]]:
     """Sample ids of each micro-batch that a rank trained on."""
-    rows = [json.loads(line) for line in (folder / f"ids-{rank}.jsonl").read_text().splitlines()]
-    tried = sum(len(row) == 2 for row in rows[:2])  # parts of the micro-batch on which the task is tried, and then it
-    return rows[tried + bool(tried) :]
+    return [json.loads(line) for line in (folder / f"ids-{rank}.jsonl").read_text().splitlines()]
 
 
 def left(folder: Path, ranks: int, code: Any) -> dict[str, Any]:

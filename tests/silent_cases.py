@@ -167,7 +167,7 @@ GOOD = {
         code=0,
     ),
     "a loss that draws from a generator of its own": Case(
-        ("model, loss or collate draw random numbers",),
+        ("the same samples with the same seeds give another loss", "a resume"),
         "    own = torch.Generator().manual_seed(0)\n"
         + LOSS
         + "        return (each * torch.rand(each.shape, generator=self.own)).sum(), {}",

@@ -224,7 +224,8 @@ def test_the_loss_is_called_on_real_samples_only_and_not_often(tmp_path):
     world.ok()
     calls = [line.split()[1:] for line in world.output.splitlines() if line.startswith("CALL")]
     tried = calls[: next(at for at, call in enumerate(calls) if call == ["8", "True"])]
-    assert tried == [["1", "False"], ["2", "False"], ["4", "False"], ["2", "True"], ["2", "True"], ["4", "True"]]
+    trained = [["4", "True"], ["2", "True"], ["2", "True"]]
+    assert tried == [["1", "False"], ["2", "False"], ["4", "False"], *trained, ["4", "True"]]
 
 
 BATCH_NORM = (
@@ -260,9 +261,9 @@ def leaking(words: list[str]) -> None:
     """A run whose rehearsal puts nothing back."""
     import contextlib
 
-    from oneloop.run import rehearsal
+    from oneloop.run import passes, rehearsal
 
-    rehearsal._undone = lambda *_: contextlib.nullcontext()
+    rehearsal.undone = passes.undone = lambda *_: contextlib.nullcontext()
     here(words)
 
 

@@ -313,7 +313,7 @@ def test_a_signal_before_the_run_has_begun_leaves_nothing(folder, after):
 
 def test_a_stop_is_heard_where_a_sample_blocks(folder):
     """Also in the first steps, which may take minutes."""
-    words = ["--task.fault", "read", "--task.where", "sample", "--task.at", "24", "--task.once", "once"]
+    words = ["--task.fault", "read", "--task.where", "sample", "--task.at", "28", "--task.once", "once"]
     process = _started(folder, *words, "--machine.patience", "0.3")
     _until(lambda: (folder / "once").exists())
     time.sleep(1.0)

@@ -103,7 +103,7 @@ def _one_interpreter() -> None:
     assert half["train/loss"] != plain["train/loss"] and abs(half["train/loss"] - plain["train/loss"]) < 0.05
     assert json.loads(Path("half/environment.json").read_text())["accelerate"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
     with pytest.raises(Diverged, match="step 4: the (loss|gradient) is not finite"):
-        fit(Points, task={"nan_after": 9}, batch={"size": 8}, duration=20, run={"dir": "nan"}, **QUIET)
+        fit(Points, task={"nan_after": 10}, batch={"size": 8}, duration=20, run={"dir": "nan"}, **QUIET)
     assert json.loads(Path("nan/summary.json").read_text())["exit_code"] == 3
     with pytest.raises(BadInput, match="did you mean 'batch.size'"):
         fit("digits", batch={"siz": 3})

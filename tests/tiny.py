@@ -18,7 +18,7 @@ def drawn(folder: Path, rank: int, *, micro: int = 99) -> list[int]:
     from oneloop.run.identity import FIRST, SAMPLES
     from oneloop.run.rehearsal import SAMPLED
 
-    before = min(SAMPLED, micro) + (SAMPLES + 2 if rank == 0 else 0)
+    before = 2 * min(SAMPLED, micro) + (SAMPLES + 2 if rank == 0 else 0)
     before += 2 * FIRST if (folder / "drawn-1.txt").exists() else 0  # compared between ranks
     return [int(line) for line in (folder / f"drawn-{rank}.txt").read_text().split()][before:]
 

@@ -1,4 +1,4 @@
-"""The ``oneloop`` command: new, launch, verify, report, watch, worth, evaluate, predict, export."""
+"""The ``oneloop`` command: new, launch, verify, report, watch, worth, prove, evaluate, predict, export."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ _USAGE = """usage: oneloop new FILE.py | --configs [DIR]
        oneloop report RUN [RUN …] [--to FILE]
        oneloop watch RUN [RUN …] [--once] [--every SECONDS] [--figures NAME,NAME]
        oneloop worth RECIPE [--key value …] [--only NAME,NAME] [--rounds N] [--seconds S] [--to DIR]
+       oneloop prove RECIPE [--key value …] --config_file FILE [--processes N] [--steps 8] [--json]
        oneloop evaluate RUN [--data PLACE] [--checkpoint final|STEP|best|newest] [--weights raw|ema] [--json] …
        oneloop predict RUN --data PLACE --to FILE.parquet|jsonl|csv [--checkpoint …] [--weights …] [--raw]
        oneloop export RUN --to DIR | --push ORG/NAME [--checkpoint final|STEP|best|newest]
@@ -52,6 +53,10 @@ worth   What each technique is worth on this recipe and this machine: short real
         on top of the others (fused, bf16, workers, pinned, channels_last, accumulation, recompute, ema, clip, logging,
         compile, fp16: the first eight that can be done here, or those that --only names). Takes minutes; a table, and
         worth.json and worth.html in --to (by default runs/worth-RECIPE). One process; no weights are kept.
+prove   Trains the same few steps on one process and as the config file says, in a temporary folder, and reports
+        bit-identical (batch.grain), equal (the gradients agree, and the weights are as close as rounding leaves them),
+        or different: from which step on, first in which tensor, and the likely reason. Exits with 0, or 1 if different.
+          oneloop prove my_task.py:MyTask --config_file fsdp2
 evaluate
         Prints loss and metrics of a run's weights (by default those of final/, else of its newest checkpoint) on its
         own validation and test sets, or on all rows of another place.
@@ -81,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "report": report,
         "watch": watch,
         "worth": worth,
+        "prove": prove,
     }
     commands |= {name: partial(after, name) for name in AFTER}
     command, *rest = words
@@ -151,9 +157,9 @@ def verify(words: Sequence[str]) -> int:
     if given["--same"]:
         from oneloop.run.parting import parting
 
-        same, lines = parting(Path(given["--same"]), Path(given["RUN"]))
+        parted, lines = parting(Path(given["--same"]), Path(given["RUN"]))
         print(printable("\n".join(lines)))
-        return 0 if same else ERROR
+        return ERROR if parted else 0
     store = _store(given["RUN"])
     bad = 0
     for path in store.sealed():
@@ -218,6 +224,13 @@ def after(command: str, words: Sequence[str]) -> int:
 def worth(words: Sequence[str]) -> int:
     """Measures what techniques are worth."""
     from oneloop.plan.command import worth as command
+
+    return command(words)
+
+
+def prove(words: Sequence[str]) -> int:
+    """Compares a layout with one process."""
+    from oneloop.plan.prove import prove as command
 
     return command(words)
 

@@ -56,7 +56,7 @@ def evaluate(
     name: str = "",
     exact: bool = False,
 ) -> dict[str, float] | None:
-    """Loss (weighted as in training) and the task's metrics over all of ``dataset``. Every rank must get here.
+    """Loss (weighted as in training) and the task's metrics over all of ``dataset``. Collective: call on every rank.
 
     Args:
         task: has ``collate``, ``weight``, ``loss``, and ``metrics`` with ``update`` where there are any.
@@ -89,12 +89,10 @@ def evaluate(
             if interrupted():
                 return None
             loss, outputs = task.loss(model, batch)
-            if source is None:
-                continue
-            if measured is not None:
+            if measured is not None and (share.idle or source is not None):
                 task.update(measured, batch, outputs)  # type: ignore[attr-defined]
-            sums.batch(source, loss, weight)
-            if examples is not None:
+            sums.batch(source, loss, weight, idle=share.idle)
+            if examples is not None and source is not None:
                 examples.take(batch, outputs)
         if examples is not None and hasattr(task, "show"):
             found = partial(_chosen, keyed, collate, device)
@@ -162,6 +160,11 @@ class Share:
     """where each one's samples are from; None: it does not count"""
     first: int
     """number of the first one among those of all ranks"""
+
+    @property
+    def idle(self) -> bool:
+        """Whether none of them counts."""
+        return all(source is None for source in self.sources)
 
 
 def share_of(sources: Sequence[range], micro: int, ranks: int, rank: int) -> Share:

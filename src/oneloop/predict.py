@@ -150,12 +150,10 @@ def _write_part(part: Path, said: Iterable[Columns], *, flat: bool) -> None:
     with part.open("w", encoding="utf-8") as stream:
         for columns in said:
             for row in zip(*columns.values(), strict=True):
-                if flat and (
-                    lists := [name for name, value in zip(columns, row, strict=True) if isinstance(value, list)]
-                ):
+                line = dict(zip(columns, row, strict=True))
+                if flat and (lists := [name for name, value in line.items() if isinstance(value, list)]):
                     which = ", ".join(lists)
                     raise ValueError(f"{which} hold a list for each sample, and csv has none; write parquet or jsonl")
-                line = dict(zip(columns, row, strict=True))
                 stream.write(json.dumps(line, ensure_ascii=False, default=_told) + "\n")
 
 
@@ -167,7 +165,6 @@ def _told(value: Any) -> Any:
 
 
 def _rows(parts: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """All rows, in order."""
     for part in parts:
         with part.open(encoding="utf-8") as stream:
             yield from map(json.loads, stream)

@@ -60,7 +60,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         emas = job.emas(model, optimizer)
         seen = rehearse(job, run, model)  # a few samples go through task and model
         known = identity(job, run, optimizer) if run.main else {}
-    reduction, sensor, total, fingerprint = summation(job, run, model, optimizer, emas)
+    reduction, sensor, total, fingerprint = summation(job, run, model, optimizer, emas, seen)
     guard = Guard(optimizer, device=run.device, scaler=accelerator.scaler, policy=job.policy, total=total)
     run.display.lines(start_lines(job, run, model, optimizer, emas, seen))
 
@@ -159,6 +159,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
 
     def settle() -> Fate | None:
         """What became of the open step (None: none is open). No wait, where the next backward is queued behind it."""
+        run.confirm()  # FSDP2 added up the same on all ranks; collective
         if (step := guard.settle()) is None:
             return None
         if step.verdict is not Verdict.TAKEN:
@@ -187,14 +188,13 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
 
             # Accumulate gradients: of the sum over the global batch, divided once by its weight.
             sums = Sums(seen.figures, apart=job.exact)
-            scale = reduction.factor / group.total  # undoes DDP's and accelerate's means
+            scale = reduction.factor / group.total  # undoes accelerate's mean
             with sensor.measuring(job.noise_scale and rhythm.is_due("log", number)):
                 for micro, batch in enumerate(clock.over("transfer", group.batches)):
                     job.reseed(run, count.position, micro)  # what is random in the model is a function of where it is
-                    with accelerator.accumulate(model):
+                    with accelerator.accumulate(model), reduction:  # .grad is the sum over micro-batches and ranks
                         loss, outputs = task.loss(model, batch)
                         accelerator.backward(contagious(loss, scale))  # a NaN loss makes every rank's norm NaN
-                    reduction.leaf()  # of batch.grain: takes .grad away, and adds it in one fixed tree
                     sums.add(loss, outputs, group.weights[micro])
                     sensor.micro_batch(group.weights[micro])
                     clock.mark("compute")

@@ -33,6 +33,8 @@ class Beats:
         """the phase"""
         self.count = 0
         """signs of life so far"""
+        self.unit = ""
+        """number and name of the FSDP2 unit that ran last in this step"""
         self.last = monotonic()
         self.changed: Callable[[], None] = lambda: None
         """called at the beginning of every phase"""

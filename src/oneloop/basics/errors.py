@@ -23,6 +23,10 @@ class Diverged(RuntimeError):
     """Loss or gradient became NaN or Inf; the weights are those from before that step."""
 
 
+class Inexact(RuntimeError):
+    """A step whose result would depend on the parallel layout; it was not accepted, and no checkpoint holds it."""
+
+
 def at_least(bound: float, **values: float) -> None:
     """Refuses values below ``bound``; their names are keys of the recipe, with two underscores for the dot.
 

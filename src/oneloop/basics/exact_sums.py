@@ -109,7 +109,8 @@ def exact_norm(
     device = next(tensor.device for tensor in (*whole, *shards))
     held = [tensor for tensor in (*whole, *shards) if tensor.numel()]
     zero = torch.zeros((), dtype=torch.float64, device=device)
-    largest = torch.stack([zero, *(norm.double() for norm in torch._foreach_norm(held, math.inf))]).max()
+    norms = torch._foreach_norm(held, math.inf) if held else []
+    largest = torch.stack([zero, *(norm.double() for norm in norms)]).max()
     largest = torch.where(torch.isfinite(largest), largest, math.inf)  # a maximum over ranks may lose a NaN
     if group is not None:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)

@@ -19,6 +19,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def dense(tensor: Tensor) -> bool:
+    """Whether a tensor has no gaps between its elements, in whatever order they are stored."""
+    packed = torch.empty_like(tensor, device="meta").stride()
+    return all(a == b or size == 1 for a, b, size in zip(tensor.stride(), packed, tensor.size(), strict=True))
+
+
 def first_element(tensor: Tensor) -> int:
     """Where this rank's part of a tensor begins in the whole, counted in elements of the flat tensor.
 

@@ -47,7 +47,7 @@ def unsavable(model: nn.Module) -> str:
                 f"{name} is a {type(tensor).__name__} of get_extra_state(), and only parameters and buffers are kept;"
                 " register it as a buffer"
             )
-        if tensor.dtype not in _TYPES and not tensor.is_complex():
+        if tensor.dtype not in (*_TYPES, torch.complex64):
             known = ", ".join(str(kind).removeprefix("torch.") for kind in _TYPES)
             return (
                 f"{name} is of {str(tensor.dtype).removeprefix('torch.')}, and what can be kept is {known}, complex64"

@@ -31,24 +31,15 @@ class Bins:
         return len(self.ends)
 
     def __getitem__(self, number: int) -> NDArray[np.int64]:
-        """The items of one bin.
-
-        Raises:
-            IndexError: there is no such bin.
-        """
+        """Return the items of one bin; raise IndexError if there is no such bin."""
         number = range(len(self))[number]
         return self.members[self.ends[number - 1] if number else 0 : self.ends[number]]
 
 
 def packed(lengths: NDArray[np.int64], capacity: int) -> Bins:
-    """Bins by best fit decreasing; among equal lengths, the lower index comes first.
+    """Return bins by best fit decreasing; among equal lengths, the lower index comes first.
 
-    Args:
-        lengths: (n,), each in 1..capacity.
-        capacity: of every bin.
-
-    Raises:
-        ValueError: a length is below 1 or above the capacity, or the capacity is below 1.
+    Raise ValueError if a length is outside 1..capacity, or if the capacity is below 1.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     _check(lengths, capacity)

@@ -2,9 +2,8 @@
 
 >>> reduction = Tree(model, parameters, ranks=2, rank=0, accumulate=4)
 >>> for batch in group:                                   # a leaf each
-...     with accelerator.accumulate(model):
+...     with accelerator.accumulate(model), reduction:    # after the last one .grad is their sum
 ...         accelerator.backward(loss(batch) * reduction.factor / weight)
-...     reduction.leaf()                                  # with the last one .grad is their sum
 
 A leaf is a micro-batch of the same samples however a batch is split. On a process a binary counter adds them; between
 processes an all-to-all gives each its piece of all leaves, which it adds in the same tree. Which leaf stands where:
@@ -15,7 +14,7 @@ micro-batch, so that neighbours stand on neighbouring processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,23 +24,59 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.nn.parallel import DistributedDataParallel
 
 from oneloop.basics.exact_sums import tree_sum
-from oneloop.basics.tensors import local
+from oneloop.basics.names import bare_name
+from oneloop.basics.tensors import dense, local
+from oneloop.machine.checks import Checks, unreduced
 
 
 class Reduction:
-    """Gradients as autograd, DDP and FSDP2 add them.
+    """Gradients as autograd, DDP and FSDP2 add them; a context around forward and backward of each micro-batch.
+
+    DDP and FSDP2 add the ranks' gradients instead of taking their mean. So autograd sees the same loss under every
+    parallel layout, which matters if a backward is not linear (a hook that clamps gradients).
 
     Args:
-        ranks: processes that share a step.
-        accumulate: micro-batches of a step on each.
+        model: as prepared: on one process, under DDP, or sharded by FSDP2.
+        accumulate: micro-batches of a step on each process.
+        checks: of each micro-batch.
     """
 
-    def __init__(self, ranks: int, accumulate: int) -> None:
-        self.factor = ranks * accumulate
-        """of the loss: undoes DDP's mean and accelerate's"""
+    def __init__(self, model: nn.Module, *, accumulate: int, checks: Checks | None = None) -> None:
+        self.factor = accumulate
+        """of the loss: undoes accelerate's mean over the micro-batches"""
+        self._accumulate, self._leaves = accumulate, 0
+        self._checks = checks or Checks(nn.Module())
+        self._names = [bare_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self._replicated = isinstance(model, DistributedDataParallel)
+        if isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(self, lambda own, bucket: own._exchange(bucket))  # it reads annotations
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
 
-    def leaf(self) -> None:
-        """One micro-batch's backward is done."""
+    def __enter__(self) -> None:
+        self._checks.begin()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            if clear := unreduced(error, self._names):
+                raise clear from None
+            return
+        self._leaves = (self._leaves + 1) % self._accumulate
+        last = not self._leaves
+        self._checks.end(last=last)
+        self._take(last=last)
+        if last:
+            self._checks.drop_unused()
+
+    def _take(self, *, last: bool) -> None:
+        """Take in the gradients of one micro-batch."""
+
+    def _exchange(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """DDP's hook: add a bucket over the ranks."""
+        summed = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return cast("torch.futures.Future[Tensor]", summed.then(lambda done: done.value()[0]))
 
 
 class Tree(Reduction):
@@ -52,6 +87,7 @@ class Tree(Reduction):
         parameters: those that are trained.
         ranks: processes, a power of two.
         accumulate: leaves of each, a power of two.
+        checks: of each leaf.
         see: is shown a leaf's gradients under FSDP2, before they are summed.
     """
 
@@ -62,35 +98,32 @@ class Tree(Reduction):
         *,
         ranks: int,
         accumulate: int,
+        checks: Checks | None = None,
         see: Callable[[Tensor], None] = lambda _: None,
     ) -> None:
-        super().__init__(1, accumulate)  # sums, no means
+        super().__init__(model, accumulate=accumulate, checks=checks)
         self._parameters, self._place = parameters, {id(p): place for place, p in enumerate(parameters)}
-        self._ranks, self._accumulate = ranks, accumulate
-        self._leaves = 0
-        """of this step, on this process"""
+        self._ranks = ranks
         self._sums: list[tuple[int, list[Tensor | None]]] = []
         """of 2^level leaves each, the largest first"""
         self._under_way: list[tuple[Any, Tensor, Tensor, torch.futures.Future[Tensor]]] = []
-        self._replicated = isinstance(model, DistributedDataParallel)
-        if isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(self, lambda tree, bucket: tree._exchange(bucket))  # it reads annotations
+        self._searching = bool(getattr(model, "find_unused_parameters", False))
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(_Scatter(see))
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
 
     @torch.no_grad()
-    def leaf(self) -> None:
-        """Takes the gradients of one leaf away; with the step's last one, ``.grad`` are the sums of all."""
-        self._leaves += 1
-        if self._leaves == self._accumulate:
+    def _take(self, *, last: bool) -> None:
+        """Take the gradients of one leaf away; after the step's last one, ``.grad`` are the sums of all."""
+        if last:
             if not self._replicated:  # else done, bucket by bucket
                 sums = self._add_up([parameter.grad for parameter in self._parameters], self._parameters)
                 for parameter, gradient in zip(self._parameters, sums, strict=True):
                     parameter.grad = gradient
-            self._leaves, self._sums = 0, []
+            self._sums = []
+            # Minus zero becomes zero: a gradient that is missing in one leaf and zero in another has no one sign.
+            if found := [local(p.grad) for p in self._parameters if p.grad is not None]:
+                torch._foreach_add_(found, 0.0)
             return
         level, mine = 0, [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
@@ -98,6 +131,10 @@ class Tree(Reduction):
         while self._sums and self._sums[-1][0] == level:
             mine, level = _added(self._sums.pop()[1], mine), level + 1
         self._sums.append((level, mine))
+        if self._searching and self._leaves == self._accumulate - 1:
+            for place, parameter in enumerate(self._parameters):
+                if any(sums[place] is not None for _, sums in self._sums):  # DDP has seen it used in this step
+                    parameter.grad = torch.zeros_like(parameter)
 
     def _add_up(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Adds to the last leaf's gradients of these parameters, in place, what stands before it in the tree."""
@@ -110,8 +147,12 @@ class Tree(Reduction):
         """DDP's hook, bucket by bucket while the last leaf's backward goes on: each rank gets its piece of all ranks'
         sums, adds them in the tree, and all gather the pieces. What a ring moves."""
         with torch.no_grad():
-            self._add_up(bucket.gradients(), bucket.parameters())
-            buffer = bucket.buffer()
+            buffer, mine = bucket.buffer(), bucket.parameters()
+            views = [  # of the bucket, which holds gradients in the parameters' own strides
+                buffer.as_strided(p.size(), p.stride(), g.storage_offset()) if dense(p) else g
+                for p, g in zip(mine, bucket.gradients(), strict=True)
+            ]
+            self._add_up(views, mine)
             pieces = torch.nn.functional.pad(buffer, (0, -buffer.numel() % self._ranks))
             theirs = torch.empty_like(pieces)
             work = dist.all_to_all_single(theirs, pieces, async_op=True)
@@ -134,9 +175,6 @@ def _added(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> li
     both = [(a, b) for a, b in zip(some, others, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([local(a) for a, _ in both], [local(b) for _, b in both])
-    alone = [a if b is None else b for a, b in zip(some, others, strict=True) if (a is None) is not (b is None)]
-    for one in alone:
-        local(one).add_(0.0)  # type: ignore[arg-type]  # minus zero is then what it is in a sum
     return [b if a is None else a for a, b in zip(some, others, strict=True)]
 
 

@@ -27,7 +27,8 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
         blocks: class names of its blocks: what FSDP2 gathers at once, where accelerate's config names none.
     """
     if not accelerator.is_fsdp2:
-        prepared = accelerator.prepare(model)
+        # One process with a process group: accelerate would add DDP, and never skip its synchronisation.
+        prepared = accelerator.prepare_model(model, evaluation_mode=accelerator.num_processes == 1)
         if isinstance(prepared, nn.parallel.DistributedDataParallel):
             prepared.broadcast_buffers = has_batch_statistics(model)  # else a broadcast per forward for nothing
         return prepared  # type: ignore[no-any-return]

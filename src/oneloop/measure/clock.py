@@ -33,12 +33,7 @@ _MANY = 8192
 
 
 class Clock:
-    """Times phases between two reads.
-
-    Args:
-        device: whose time it is.
-        events: steps whose marks are kept on a GPU.
-    """
+    """Times phases between two reads; on a GPU it keeps the marks of the last ``events`` steps."""
 
     def __init__(self, device: torch.device, *, events: int = 8) -> None:
         self._device = device

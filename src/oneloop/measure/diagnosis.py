@@ -18,14 +18,10 @@ SIGNIFICANT = 0.15
 def diagnosis(
     shares: Mapping[str, float], *, workers: int, cores: int, eval_every: int = 0, save_every: int = 0
 ) -> str:
-    """The largest part of the time that a setting could spare, and which; or that the model's own work fills it.
+    """Return the largest part of the time that a setting could spare, and which; or that the model's own work fills it.
 
-    Args:
-        shares: of :meth:`oneloop.measure.clock.Clock.read`.
-        workers: processes that load data for this process.
-        cores: of the machine, for this process.
-        eval_every: steps between two evaluations, to be named (0: at the end only).
-        save_every: the same of checkpoints.
+    ``shares`` come from :meth:`oneloop.measure.clock.Clock.read`. ``workers`` and ``cores`` are those for this process.
+    ``eval_every`` and ``save_every`` are in steps (0: at the end only).
     """
     if not any(shares.values()):
         return ""  # nothing was measured yet
@@ -58,12 +54,9 @@ def diagnosis(
 
 
 class Advice:
-    """:func:`diagnosis`, said again only where it names another part of the time.
+    """Repeat :func:`diagnosis` only if it names another part of the time, at most once in ``interval`` seconds.
 
-    Args:
-        after: calls that are left out at the start: the first steps are slower than the rest.
-        interval: seconds between two looks, at least.
-        about: as :func:`diagnosis` takes it.
+    The first ``after`` calls are left out: the first steps are slower than the rest.
     """
 
     def __init__(self, *, after: int = 0, interval: float = 1.0, **about: Any) -> None:

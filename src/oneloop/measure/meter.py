@@ -180,8 +180,7 @@ class Meter:
         self._weight, self._timed_weight, self._timed_samples = state["weight"] if losses else 0.0, 0.0, 0
         rows = torch.tensor(state.get("figures", []), dtype=self._wide, device=self._figures.device)
         if len(rows) and rows.shape[1] == len(self._names):  # of the same figures
-            one = rows[rank] if len(rows) == self._accelerator.num_processes else rows.sum(0) * (rank == 0)
-            self._figures = one
+            self._figures = rows[rank] if len(rows) == self._accelerator.num_processes else rows.sum(0) * (rank == 0)
         else:
             self._figures = torch.zeros_like(self._figures)
         self.clock.restart()

@@ -42,11 +42,14 @@ class Sensor:
         model: as prepared.
         exact: gradients are summed over the ranks, each micro-batch's by itself, by one who calls :meth:`see` under
             FSDP2; what is found is then the same bits for every split.
+        summed: gradients are summed over the ranks, not averaged as DDP and FSDP2 do by default.
     """
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, *, exact: bool = False) -> None:
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, *, exact: bool = False, summed: bool = False
+    ) -> None:
         self._accelerator, self._exact = accelerator, exact
-        self._means = 1 if exact else accelerator.num_processes
+        self._means = 1 if summed else accelerator.num_processes
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._sharded if not exact else ():
@@ -86,7 +89,8 @@ class Sensor:
             if self._exact:
                 self._norms.append(digit_rows([gradient]))
             else:
-                self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=_wide(gradient)))
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=wide))
 
     def micro_batch(self, weight: float) -> None:
         """One micro-batch's backward is done.
@@ -217,7 +221,3 @@ def meaning(value: float | None, batch: int, why_not: str | None = None) -> str:
     else:
         more = "that is about right"
     return f"noise scale: critical batch about {critical:,.0f}; you use {batch:,}: {more}"
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

@@ -90,13 +90,10 @@ class Profiling:
         by = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
         table = self._profiler.key_averages().table(sort_by=by, row_limit=30)
         alone, whole = exposed(self._profiler.events() or ())
-        several = bool(whole) and dist.is_initialized()
-        share = (
-            f"communication that nothing else overlaps: {100 * alone / whole:.1f} % of the span\n" if several else ""
-        )
-        (self._folder / "operators.txt").write_text(share + table)
-        if several:
+        if whole and dist.is_initialized():
+            table = f"communication that nothing else overlaps: {100 * alone / whole:.1f} % of the span\n{table}"
             self._log({"profile/exposed_communication": alone / whole})
+        (self._folder / "operators.txt").write_text(table)
         self._say(f"watch.profile: {self._folder}/trace.json.gz (ui.perfetto.dev) and operators.txt")
         self._profiler, self._trace = None, None
 
@@ -131,7 +128,9 @@ def exposed(events: Iterable[Any]) -> tuple[float, float]:
     looked = kernels or several
     sending = [(e.time_range.start, e.time_range.end) for e in looked if _sends(e.name)]
     computing = [
-        (e.time_range.start, e.time_range.end) for e in looked if not _sends(e.name) and _computes(e, bool(kernels))
+        (e.time_range.start, e.time_range.end)
+        for e in looked
+        if not _sends(e.name) and (kernels or (e.name.startswith("aten::") and not e.cpu_children))
     ]
     if not looked:
         return 0.0, 0.0
@@ -141,10 +140,6 @@ def exposed(events: Iterable[Any]) -> tuple[float, float]:
 
 def _sends(name: str) -> bool:
     return any(word in name for word in _SENDING)
-
-
-def _computes(event: Any, on_device: bool) -> bool:
-    return on_device or (event.name.startswith("aten::") and not event.cpu_children)
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

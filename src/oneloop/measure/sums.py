@@ -14,11 +14,9 @@ from torch import Tensor
 
 
 class Sums:
-    """The summed loss, and the sums of named figures, each times the weight of its micro-batch.
+    """The summed loss, and the sums of named figures (0-dim outputs), each times the weight of its micro-batch.
 
-    Args:
-        names: of the figures: 0-dim outputs of the loss.
-        apart: they are kept, one for each micro-batch, to be summed in an order that no split changes.
+    ``apart`` keeps the sums of each micro-batch, to be added in an order that no split changes.
     """
 
     def __init__(self, names: Sequence[str] = (), *, apart: bool = False) -> None:

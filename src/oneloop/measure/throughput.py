@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -45,8 +46,12 @@ class Operations(FlopCounterMode):
     torch's counter, but for what recompute does in the backward: it runs with gradients enabled, and is not counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, modules: bool = False) -> None:
         super().__init__(display=False)
+        tracker: Any = nullcontext()
+        tracker.parents = {"Global"}
+        if not modules:
+            self.mod_tracker = tracker  # torch's own has hooks that break a model that differentiates in its forward
         self.backward = False
         """whether the forward is over; to be set by who calls it"""
 

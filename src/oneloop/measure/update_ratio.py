@@ -97,7 +97,7 @@ class ExactUpdateRatio:
         if self._before is None:
             return tuple(like.new_tensor([NOTHING, 0.0, 0.0, 0.0] * 2, dtype=torch.float64))
         parts, self._before = (self._taken() - self._before, self._before), None
-        return tuple(torch.cat([_row(part) for part in parts]))
+        return tuple(torch.cat([digit_rows([part])[0] for part in parts]))
 
     @staticmethod
     def ratio(ranks: Sequence[Sequence[float]]) -> float | None:
@@ -105,10 +105,6 @@ class ExactUpdateRatio:
         half = len(ranks[0]) // 2
         found = square_ratio([told[:half] for told in ranks], [told[half:] for told in ranks])
         return found**0.5 if found == found else None
-
-
-def _row(part: Tensor) -> Tensor:
-    return digit_rows([part])[0]
 
 
 def _dense(tensor: Tensor) -> Tensor:

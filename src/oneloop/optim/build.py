@@ -135,6 +135,8 @@ def sgd(params: Groups, *, lr: float, momentum: float = 0.9, nesterov: bool = Fa
         momentum: share of the last update kept.
         nesterov: look ahead (needs momentum).
     """
+    if not _fused(params):
+        return torch.optim.SGD(params, lr=lr, momentum=momentum, nesterov=nesterov)
     from oneloop.optim.sgd import SGD  # as AdamW
 
     return SGD(params, lr=lr, momentum=momentum, nesterov=nesterov)

@@ -86,8 +86,6 @@ class BadSteps:
             Verdict.SPIKE: f"loss or gradient norm is {self.policy.sigma:g} deviations above those before",
         }[verdict]
         if self._in_a_row[action] > self.patience:
-            return (
-                "stop",
-                f"{why}, and these are {self._in_a_row[action]} bad steps in a row (guard.patience {self.patience})",
-            )
+            why += f", and these are {self._in_a_row[action]} bad steps in a row (guard.patience {self.patience})"
+            return "stop", why
         return action, why

@@ -37,29 +37,11 @@ class SGD(torch.optim.SGD):
         for group in self.param_groups:
             params = [parameter for parameter in group["params"] if parameter.grad is not None]
             buffers = [self.state[parameter].get("momentum_buffer") for parameter in params]
+            mine, gradients = [local(p) for p in params], [local(p.grad) for p in params]
+            kept: list[Any] = [b if b is None else local(b) for b in buffers]
+            how: dict[str, Any] = {name: group[name] for name in ("lr", "momentum", "weight_decay", "nesterov")}
+            how |= {"found_inf": self.found_inf}
             if self.elementwise:
-                sgd_(
-                    [local(p) for p in params],
-                    [local(p.grad) for p in params],
-                    [local(b) for b in buffers] if group["momentum"] else None,
-                    lr=group["lr"],
-                    momentum=group["momentum"],
-                    weight_decay=group["weight_decay"],
-                    nesterov=group["nesterov"],
-                    found_inf=self.found_inf,
-                )
+                sgd_(mine, gradients, kept if group["momentum"] else None, **how)
             elif params:
-                sgd(
-                    [local(p) for p in params],
-                    [local(p.grad) for p in params],
-                    [b if b is None else local(b) for b in buffers],
-                    fused=True,
-                    grad_scale=None,
-                    found_inf=self.found_inf,
-                    weight_decay=group["weight_decay"],
-                    momentum=group["momentum"],
-                    lr=group["lr"],
-                    dampening=0.0,
-                    nesterov=group["nesterov"],
-                    maximize=False,
-                )
+                sgd(mine, gradients, kept, fused=True, grad_scale=None, dampening=0.0, maximize=False, **how)

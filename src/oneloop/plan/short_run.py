@@ -42,9 +42,7 @@ class Outcome:
 class Runner:
     """Starts short runs, one at a time, from a server that has the slow imports behind it.
 
-    Args:
-        recipe: as typed: its name, and the user's own keys.
-        timeout: seconds after which a run is held to hang.
+    A run that takes more than ``timeout`` seconds counts as hung.
     """
 
     def __init__(self, recipe: Sequence[str], *, timeout: float) -> None:

@@ -59,10 +59,6 @@ def _on(keys: Keys, off: Keys, *, needs: str = "", has: Callable[[Machine], bool
     return lambda recipe, machine: (keys, off) if has(machine) else f"needs {needs}"
 
 
-def _workers(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
-    return {"machine.workers": max(2, min(4, machine.cores - 1))}, {"machine.workers": 0}
-
-
 def _gpu(machine: Machine) -> bool:
     return machine.device == "cuda"
 
@@ -70,7 +66,11 @@ def _gpu(machine: Machine) -> bool:
 TECHNIQUES = (
     Technique("fused", "one kernel for the whole update instead of some for each parameter", _fused),
     Technique("bf16", "bfloat16 mixed precision", _on({PRECISION: "bf16"}, {PRECISION: "no"})),
-    Technique("workers", "processes that load the data", _workers),
+    Technique(
+        "workers",
+        "processes that load the data",
+        lambda recipe, machine: ({"machine.workers": max(2, min(4, machine.cores - 1))}, {"machine.workers": 0}),
+    ),
     Technique(
         "pinned",
         "pinned host memory, and copies to the device that are not waited for",
@@ -122,9 +122,5 @@ def words(keys: Mapping[str, Any]) -> list[str]:
     return [
         word
         for key, value in typed.items()
-        for word in (f"--{key}", value if isinstance(value, str) else json.dumps(_plain(value)))
+        for word in (f"--{key}", value if isinstance(value, str) else json.dumps(value))
     ]
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

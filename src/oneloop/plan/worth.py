@@ -46,18 +46,11 @@ def worth(
     timeout: float = 300.0,
     say: Callable[[str], object] = print,
 ) -> dict[str, Any]:
-    """Measures; the results as plain data.
+    """Measure techniques on the recipe and keys in ``words``; return the results as plain data.
 
-    Args:
-        words: the recipe and its keys, as typed to ``oneloop.train``.
-        only: names of the techniques; empty: the first eight that this machine and model can do.
-        rounds: measurements of each.
-        seconds: of training in one measurement, about.
-        timeout: seconds after which a run is held to hang.
-        say: how a person is told how far it is.
-
-    Raises:
-        BadInput: the recipe or a name is wrong, or the recipe does not train at all.
+    ``only`` names techniques (none: the first eight that this machine and model can do). Each of the ``rounds``
+    measurements trains for about ``seconds``. A run that takes more than ``timeout`` seconds counts as hung. Raise
+    BadInput if the recipe or a name is wrong, or if the recipe does not train at all.
     """
     recipe = read(words)
     known = {technique.name: technique for technique in TECHNIQUES}

@@ -26,7 +26,7 @@ class MachineConfig:
     sync_each_batch: bool = False
     """FSDP2 with accumulation: scatter gradients at every micro-batch, for less memory and more communication"""
     find_unused_parameters: bool = False
-    """DDP: look at every step for parameters that take no part in the loss, instead of waiting for their gradients"""
+    """DDP, FSDP2: in every step, search for parameters that took no part in the loss (routing, adapters)"""
     recompute: str = "none"
     """gradient checkpointing: none, full, every:K (each K-th block), selective (keep matmuls and attention), or
     budget:SHARE (with compile: keep that share of the activations)"""

@@ -12,11 +12,7 @@ _OPTIMIZERS = ("adamw", "sgd", "muon")
 
 
 def refuse_inexact(grain: int, evaluation: EvalConfig, optimizer: OptimizerConfig, machine: MachineConfig) -> None:
-    """Refuses what ``batch.grain`` does not go with.
-
-    Raises:
-        BadInput: which key, and what to do.
-    """
+    """Raise BadInput for a key that cannot be combined with ``batch.grain``, and say what to do."""
     asked = f"batch.grain {grain} asks for the same bits on any number of processes, and"
     if evaluation.micro not in (None, grain):
         raise BadInput(

@@ -27,15 +27,10 @@ def packaged() -> list[str]:
 
 
 def begun(source: str | None, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Name of the recipe that a run begins from, and what is written in it.
+    """Return the name of the recipe that a run begins from, and its content. Raise BadInput if there is none.
 
-    Args:
-        source: a packaged name, the path of a YAML file, a task's ``file.py:Name``; None: the defaults for the task
-            that is ``given``.
-        given: what overrides it; a task that ``source`` names is added to it.
-
-    Raises:
-        BadInput: there is no such thing, or none is named.
+    ``source`` is a packaged name, the path of a YAML file, or a task's ``file.py:Name``, which is added to ``given``.
+    Without a source the recipe is the defaults for the task in ``given``, which overrides the recipe.
     """
     if source is not None and re.search(r"\.py(:\w*)?$", source):
         if given.setdefault("task.name", source) != source:
@@ -108,11 +103,7 @@ def long(key: str) -> str:
 
 
 def from_python(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys by group as they are given in Python, flattened, as plain data.
-
-    Raises:
-        BadInput: a class that cannot be found by its name, or a group that is none.
-    """
+    """Return keys by group, given in Python, as flat plain data. Raise BadInput for an unknown group or class."""
     for key, value in groups.items():
         if key in GROUPS and not isinstance(value, Mapping) and key not in CHOICES:
             raise BadInput(f"{key} is a group of keys: give it a dict ({key}={{…}}), not {value!r}")

@@ -23,6 +23,7 @@ from oneloop.basics.errors import BAD_INPUT, BadInput
 from oneloop.basics.exact_sums import rounded_sum
 from oneloop.basics.text import printable
 from oneloop.data.groups import Group
+from oneloop.machine.checks import Checks, agree, disagreement
 from oneloop.run.ending import leave_at_once
 
 _PATIENCE = 15.0
@@ -52,6 +53,12 @@ class Agreement:
         self.ranks = ranks
         self._host = cast("dist.ProcessGroup | None", dist.new_group(backend="gloo") if ranks > 1 else None)
         self._afresh = False
+        self.checks: Checks | None = None
+        """whose signs the ranks compare, step by step"""
+        self._coming: tuple[Group, Tensor, Any] | None = None
+        """the group after the one that trains, and the sum that is on its way for it"""
+        self._signs = 0
+        """how many of its numbers are signs that were not compared yet"""
 
     # --- at every step ---
 
@@ -104,19 +111,40 @@ class Agreement:
                 if self._afresh:
                     break
             return
-        coming: tuple[Group, Tensor, Any] | None = None
+        self._coming = None
         for group in groups:
-            mine = torch.tensor([told(), saves.poll() is not None, *self._weights(group)], dtype=torch.float64)
+            signs, weights = self.checks.signs() if self.checks is not None else [], self._weights(group)
+            mine = torch.tensor([told(), saves.poll() is not None, *weights, *signs], dtype=torch.float64)
             work = dist.all_reduce(mine, group=self._host, async_op=True)
-            if coming is not None:
-                before, sums, underway = coming
-                underway.wait()
-                stop, trouble, *weights = sums.numpy().tolist()
-                yield before, rounded_sum(weights), stop, trouble
+            before: tuple[Group, Tensor, Any] | None = self._coming
+            self._coming, self._signs = (group, mine, work), len(signs)
+            if before is not None:
+                before[2].wait()
+                stop, trouble, *sums = before[1].numpy().tolist()
+                yield before[0], rounded_sum(sums[: len(weights)]), stop, trouble
                 if self._afresh:
-                    work.wait()
+                    self._coming[2].wait()
                     return
-            coming = group, mine, work
+
+    def confirm(self) -> None:
+        """All ranks ran the same in the step that is to be accepted. Collective: call on every rank.
+
+        Waits for the sum that is on its way since that step was made; if there is none yet, makes one.
+
+        Raises:
+            Inexact: they did not (FSDP2).
+        """
+        if self.checks is None or self._host is None:
+            return
+        if self._signs and self._coming is not None:
+            self._coming[2].wait()
+            sums = self._coming[1][-self._signs :]
+        else:
+            sums = torch.tensor(self.checks.signs(), dtype=torch.float64)
+            dist.all_reduce(sums, group=self._host)
+        self._signs = 0
+        if not agree(sums.tolist(), self.ranks):
+            raise disagreement(self.gathered(self.checks.units.last))
 
     def _weights(self, group: Group) -> list[float]:
         """What the ranks sum up: the weight; or where it shall be the same bits for every split each one in its own
@@ -128,12 +156,16 @@ class Agreement:
 
     # --- now and then ---
 
+    def union(self, flags: list[bool]) -> list[bool]:
+        """Which of these flags are set on any rank. Collective: call on every rank."""
+        told = torch.tensor(flags, dtype=torch.uint8)
+        if self._host:
+            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._host)
+        return list(map(bool, told.tolist()))
+
     def any(self, flag: bool) -> bool:
         """Whether it is so on any rank. Every rank must get here."""
-        told = torch.tensor([float(flag)])
-        if self._host:
-            dist.all_reduce(told, group=self._host)
-        return bool(told.numpy()[0])
+        return self.union([flag])[0]
 
     def largest(self, *values: float) -> list[float]:
         """The largest of each value over all ranks. Every rank must get here."""

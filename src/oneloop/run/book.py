@@ -12,15 +12,7 @@ from oneloop.show.tracking import Tracking
 
 
 class Book:
-    """Lines for metrics.jsonl, the trackers and a person's eyes.
-
-    Args:
-        count: stands at the head of every line.
-        results: takes in the latest figure of each kind.
-        tracking: where lines go.
-        display: where a person sees them.
-        unit: what the weight counts, samples or tokens.
-    """
+    """Lines for metrics.jsonl, the trackers and the terminal; ``unit`` is what the weight counts, samples or tokens."""
 
     def __init__(
         self, count: Counters, results: Results, tracking: Tracking, display: Display, *, unit: str = "samples"

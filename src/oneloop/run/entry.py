@@ -156,11 +156,13 @@ def _words(error: BaseException) -> str:
 
 def _tell(error: BaseException, reason: str) -> None:
     """Prints the traceback; where several processes are watched, that is done for the first of them, and all end."""
+    if isinstance(error, errors.Inexact):
+        error = error.with_traceback(None)  # the message says all
     if LINK.watched and ranks() > 1:
         LINK.fault(error, f"rank {rank()}: {reason}")
         time.sleep(_WATCHED)
     else:
-        traceback.print_exc()
+        traceback.print_exception(error)
 
 
 @contextmanager

@@ -35,16 +35,10 @@ def write_final(
     *,
     about: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """``model.safetensors``, one file for each average, and what the task adds (config, tokenizer). Every rank must get
-    here.
+    """Write ``model.safetensors``, a file for each average, and what the task adds. Collective: call on every rank.
 
-    Args:
-        folder: to write to.
-        model: as prepared, or bare.
-        task: its ``save`` is called on rank 0, with a model whose tensors are whole (of one with an ``origin``: as it
-            is).
-        averages: of the model's weights.
-        about: which weights they are, for MANIFEST.json, which also holds the size and checksum of every file.
+    ``task.save`` is called on rank 0, with a model whose tensors are whole (of one with an ``origin``: as it is).
+    ``about`` goes into MANIFEST.json, which also holds the size and checksum of every file.
     """
     origin: Origin | None = getattr(task, "origin", None)
     weights = gathered_weights(model, origin)
@@ -63,7 +57,6 @@ def write_final(
 
 
 def _file(origin: Origin | None) -> str:
-    """What the weights are called."""
     return "model" if origin is None else origin.file
 
 
@@ -87,19 +80,12 @@ def export_checkpoint(
     merge: bool = False,
     base_dtype: str | None = None,
 ) -> None:
-    """Writes the weights of a checkpoint as :func:`write_final` writes those of a run.
+    """Write the weights of a checkpoint, or of ``final/``, as :func:`write_final` writes those of a run.
 
-    Args:
-        checkpoint: its folder, or that of a run's ``final/``.
-        folder: to write to.
-        task: makes the model.
-        weights: ``raw``; the name of an average; or ``power:SIGMA``, the power-function average of that width, mixed
-            from those that this checkpoint and the others beside it hold.
-        merge: adapters into the model that they stand on.
-        base_dtype: of that model's matrices in the run.
-
-    Raises:
-        ValueError: it is of another model, stands on another one, there is no such average, or nothing to merge.
+    ``weights`` is ``raw``, the name of an average, or ``power:SIGMA``: the power-function average of that width, mixed
+    from those that this checkpoint and the others beside it hold. ``merge`` adds adapters to their base model, whose
+    matrices had ``base_dtype`` in the run. Raise ValueError if the checkpoint is of another model or base model, if
+    there is no such average, or if there is nothing to merge.
     """
     load_task_state(task, checkpoint)
     model = task.model()
@@ -137,11 +123,7 @@ def _refuse_both(folder: Path, *, adapters: bool) -> None:
 
 
 def refuse_other_origin(folder: Path, origin: Origin | None) -> None:
-    """Refuses a model that stands on another one than a checkpoint, or ``final/``, was trained on.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Raise ValueError if a checkpoint, or ``final/``, was trained on another base model than ``origin``."""
     there = read_manifest(folder)["about"].get("base") if folder.name == FINAL else origin_of(folder)
     if (origin is None) != (there is None):
         raise ValueError(f"{folder} is of another model: only one of both stands on somebody else's")

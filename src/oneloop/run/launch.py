@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -26,15 +27,26 @@ _LOOK = 0.2
 """seconds from one look to the next"""
 
 
-def launch(words: Sequence[str], *, after: Sequence[str] = ()) -> int:
+def launch(
+    words: Sequence[str],
+    *,
+    after: Sequence[str] = (),
+    module: str = "oneloop.train",
+    seconds: float = math.inf,
+    output: int | None = None,
+) -> int:
     """Runs ``accelerate launch`` and returns what oneloop.train meant to exit with.
 
     Args:
         words: accelerate's options, the recipe, and its keys.
         after: names of commands that stand in the place of a recipe.
+        module: what the processes run, unless it is one of these commands.
+        seconds: time limit, after which the processes are killed.
+        output: file descriptor of their standard output and error (None: those of this process).
 
     Raises:
         BadInput: what accelerate would answer with a traceback.
+        TimeoutError: the time limit has passed.
     """
     options, training = launch_options(words)
     command = [
@@ -44,13 +56,14 @@ def launch(words: Sequence[str], *, after: Sequence[str] = ()) -> int:
         "launch",
         *options,
         "-m",
-        "oneloop.apply" if training and training[0] in after else "oneloop.train",
+        "oneloop.apply" if training and training[0] in after else module,
         *training,
     ]
     with tempfile.TemporaryDirectory(prefix="oneloop-") as folder:
         environment = {**os.environ, **offered(Path(folder)), "PET_SIGNALS_TO_HANDLE": "SIGTERM"}
-        process = subprocess.Popen(command, env=environment, preexec_fn=partial(_begin, os.getpid()))
-        return _Launched(process, Path(folder)).ended()
+        begin = partial(_begin, os.getpid())
+        process = subprocess.Popen(command, env=environment, preexec_fn=begin, stdout=output, stderr=output)
+        return _Launched(process, Path(folder)).ended(time.monotonic() + seconds)
 
 
 def _begin(parent: int) -> None:
@@ -80,10 +93,13 @@ class _Launched:
         if number not in self._heard:
             self._heard.append(number)
 
-    def ended(self) -> int:
+    def ended(self, until: float) -> int:
         """Waits for all of them; what oneloop.train meant to exit with."""
         while (code := self._waited()) is None:
             self._pass_on()
+            if time.monotonic() > until:
+                self._process.kill()  # the others end with it
+                raise TimeoutError
         while self._alive():  # accelerate was killed: they save, and end
             self._pass_on()
             time.sleep(_LOOK)

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from oneloop.basics.memory import anonymous_memory
 from oneloop.basics.origin import Origin
 from oneloop.basics.seeds import key
+from oneloop.basics.tensors import dense
 from oneloop.checkpoint.state import unsavable
 from oneloop.checkpoint.weights import load_weights
 from oneloop.data.split import Split
@@ -158,8 +159,31 @@ def _refuse_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
             f"{named(task)}.model trains parameters of {' and '.join(kinds)}, and FSDP2 shards those of one real type"
             " only; run it with ddp.yaml"
         )
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and not dense(parameter):
+            raise ValueError(
+                f"{named(task)}.model returned a model whose parameter {name} has gaps between its elements (strides"
+                f" {parameter.stride()}), and fused optimizers update it wrongly; call .contiguous() on it"
+            )
+        if sharded and (fault := _unshardable(parameter)):
+            raise ValueError(
+                f"{named(task)}.model returned a model whose parameter {name} {fault}, or run it with ddp.yaml"
+            )
     if wrong := unsavable(model):
         raise ValueError(f"{named(task)}.model cannot be saved: {wrong}")
+
+
+def _unshardable(parameter: nn.Parameter) -> str:
+    """Why FSDP2 cannot shard a parameter, or would train it in another way; empty if it can."""
+    if not parameter.numel():
+        return "has no elements, which FSDP2 cannot reduce; leave it out"
+    if not parameter.ndim:
+        return "is a scalar, which FSDP2 cannot shard; give it the shape (1,)"
+    if not parameter.is_contiguous():
+        return f"is not contiguous (strides {parameter.stride()}), which FSDP2 cannot shard; call .contiguous() on it"
+    if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+        return "has a gradient hook, which FSDP2 would drop; put the hook on an activation"
+    return ""
 
 
 def _lay_out(model: nn.Module, recipe: Recipe, names: list[str], *, sharded: bool, device: str) -> list[str]:
@@ -194,6 +218,12 @@ def _refuse_inexact(recipe: Recipe, model: nn.Module, split: Split) -> None:
         raise ValueError(
             f"batch.grain {split.grain} asks for the same bits on any number of processes, and sums of complex"
             " gradients are not known to be exact; take real parameters, or leave batch.grain out"
+        )
+    hooked = [name for name, p in model.named_parameters() if p.requires_grad and p._post_accumulate_grad_hooks]
+    if hooked and not split.grain:
+        raise ValueError(
+            f"the parameter {hooked[0]} has a post-accumulate gradient hook, which sees the sum of the micro-batches so"
+            " far, so the weights would depend on batch.micro; use register_hook, or set batch.grain"
         )
     if split.grain and has_batch_statistics(model):
         raise ValueError(

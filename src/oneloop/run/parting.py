@@ -7,7 +7,7 @@ import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -16,14 +16,30 @@ from oneloop.checkpoint.store import Store, read_manifest
 from oneloop.recipe.comparison import difference
 
 _KINDS = ("model", "optimizer", "ema")
-"""of tensors, by the beginnings of their names, in the order in which they are told"""
+"""of tensors, by the beginnings of their names"""
 
 
-def parting(one: Path, other: Path) -> tuple[bool, list[str]]:
+class Parting(NamedTuple):
+    """The first step at which two runs differ."""
+
+    step: int
+    names: list[str]
+    """the tensors that differ, in the order of the model; empty if they are not known"""
+    of: int
+    """number of compared tensors"""
+    why: str = ""
+    """what is known instead of the names"""
+
+    def __str__(self) -> str:
+        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        return f"{self.names[0]}{more}, of {self.of} tensors" if self.names else self.why
+
+
+def parting(one: Path, other: Path) -> tuple[Parting | None, list[str]]:
     """Compares weights, averages and optimizer state of two runs at every step that both have logged.
 
     Returns:
-        Whether they are the same bits, and what there is to tell: where they part, and what was set otherwise.
+        Where they part (None: they are the same bits), and what there is to tell: that, and what was set otherwise.
 
     Raises:
         BadInput: a folder holds no such log, or they have no step in common.
@@ -33,24 +49,25 @@ def parting(one: Path, other: Path) -> tuple[bool, list[str]]:
     if not steps:
         told = " and ".join(f"{folder} ({_some(log)})" for folder, log in logs.items())
         raise BadInput(f"{told} have logged no step in common; give both the same log.every")
-    lines, before = [], None
+    lines, parted, before = [], None, None
     for step in steps:
         mine, theirs = logs[one][step], logs[other][step]
         if mine["bits"] != theirs["bits"]:
             since = "before it nothing was logged" if before is None else f"at step {before} they were the same bits"
-            lines = [f"they part at step {step} ({since}): {_tensors(one, other, mine, theirs)}"]
+            parted = Parting(step, *_tensors(one, other, mine, theirs))
+            lines = [f"they part at step {step} ({since}): {parted}"]
             break
         before = step
     recipes = [_recipe(folder) for folder in (one, other)]
     apart = difference(*recipes) if all(recipes) else []
     changed = [f"set otherwise: {'; '.join(apart)}"] if apart else []
-    if lines:
-        return False, lines + changed
+    if parted:
+        return parted, lines + changed
     longest = max(logs, key=lambda folder: max(logs[folder]))
     more = max(logs[longest]) - steps[-1]
     rest = [f"{longest} goes on for {more} steps, which are compared with nothing"] if more else []
     which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} log lines, step {steps[0]} to {steps[-1]}"
-    return True, [f"the same bits at {which}: weights, averages and optimizer state", *rest, *changed]
+    return None, [f"the same bits at {which}: weights, averages and optimizer state", *rest, *changed]
 
 
 def _log(folder: Path) -> dict[int, Mapping[str, Any]]:
@@ -84,21 +101,19 @@ def _recipe(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _tensors(one: Path, other: Path, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """Which tensors differ: the first, and how many."""
+def _tensors(one: Path, other: Path, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[list[str], int, str]:
+    """Which tensors differ, the number of all, and what is known instead."""
     try:
         hashes = [_short(line["bits_of"]) for line in (mine, theirs)]
     except (KeyError, ValueError, TypeError, struct.error):
-        return "which tensors is not told"
-    if len(hashes[0]) != len(hashes[1]):
-        return f"one holds {len(hashes[0])} tensors, the other {len(hashes[1])}"
-    numbers = [number for number, (a, b) in enumerate(zip(*hashes, strict=True)) if a != b]
-    names = _names(one, len(hashes[0])) or _names(other, len(hashes[0]))
-    if not numbers or not names:
-        return f"{len(numbers) or 'some'} of {len(hashes[0])} tensors"
-    apart = sorted((names[number] for number in numbers), key=lambda name: _KINDS.index(name.split(".")[0]))
-    more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
-    return f"{apart[0]}{more}, of {len(names)} tensors"
+        return [], 0, "which tensors is not told"
+    number = len(hashes[0])
+    if number != len(hashes[1]):
+        return [], number, f"one holds {number} tensors, the other {len(hashes[1])}"
+    apart = [a != b for a, b in zip(*hashes, strict=True)]
+    names = _names(one, number) or _names(other, number)
+    differ = dict(zip(sorted(names), apart, strict=False))
+    return [name for name in names if differ[name]], number, f"{sum(apart) or 'some'} of {number} tensors"
 
 
 def _short(text: str) -> tuple[int, ...]:
@@ -107,9 +122,10 @@ def _short(text: str) -> tuple[int, ...]:
 
 
 def _names(folder: Path, number: int) -> list[str]:
-    """Names of what is hashed, as a checkpoint of that run has them; empty where it has others."""
+    """Names of what is hashed, in the order of the model, as a checkpoint of that run has them; empty where it has
+    others."""
     for path in reversed(Store(folder / "checkpoints").sealed()):
-        names = sorted(read_manifest(path).get("tensors") or {})
+        names = list(read_manifest(path).get("tensors") or {})
         if len(names) == number and all(name.split(".")[0] in _KINDS for name in names):
             return names
     return []

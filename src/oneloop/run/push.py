@@ -16,11 +16,7 @@ _REPLACED = (".safetensors", ".json", ".jinja", "recipe.yaml")
 
 
 def check_push(name: str) -> None:
-    """Refuses a push that could not be made, before anything is done for it.
-
-    Raises:
-        BadInput: there is no token, or the name is none.
-    """
+    """Raise BadInput if there is no token for the hub, or if ``name`` cannot be the name of a repository."""
     from huggingface_hub import get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -33,20 +29,9 @@ def check_push(name: str) -> None:
 
 
 def push(run: Path, folder: Path, name: str, *, licence: str | None, public: bool) -> str:
-    """Commits what lies in ``folder`` to a repository, which is made where there is none.
+    """Commit what ``oneloop export`` wrote to ``folder`` to the repository ORG/NAME, which is created if it is missing.
 
-    Args:
-        run: the weights are of.
-        folder: as ``oneloop export`` wrote it.
-        name: ORG/NAME.
-        licence: the hub's identifier of it, for the card.
-        public: whether a repository that is made for it is.
-
-    Returns:
-        A line for a person: where it is, and the commit.
-
-    Raises:
-        BadInput: the hub refuses it, or cannot be reached.
+    Return a line with the commit's address. Raise BadInput if the hub rejects the push, or cannot be reached.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 

@@ -6,35 +6,33 @@ way. Nothing is changed by it: buffers, gradients and random states are put back
 
 from __future__ import annotations
 
-import random
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from oneloop.basics.errors import BadInput
-from oneloop.basics.names import bare_name
-from oneloop.basics.reseed import reseed
-from oneloop.basics.sharding import reshard
+from oneloop.basics.errors import BadInput, Inexact
 from oneloop.checkpoint.weights import bare
-from oneloop.data.groups import transferred
 from oneloop.data.keyed import Keyed
 from oneloop.evaluate import evaluating
+from oneloop.machine.checks import Checks, changed, content, other_units
 from oneloop.machine.randomness import has_batch_statistics, has_dropout
 from oneloop.measure.meter import OWN_FIGURES
-from oneloop.measure.throughput import Operations
 from oneloop.run.job import Job
+from oneloop.run.passes import Pass, Samples, Wrapped, batch_of, drawn_since, one_pass, random_states, undone
 from oneloop.run.processes import Run
 from oneloop.show.graph import Drawing
 from oneloop.tasks.contract import Contract, theirs
 
 SAMPLED = 4
-"""samples at most; each is loaded once"""
+"""samples at most; each is loaded twice"""
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,12 @@ class Rehearsal:
     """names of 0-dim outputs of the loss in training"""
     unused: list[str] = field(default_factory=list)
     """trained parameters that took no part in the loss"""
+    moved: str = ""
+    """the first buffer or parameter that a forward in training changes"""
+    stateful: bool = False
+    """whether the same samples with the same seeds gave another loss: something keeps a generator or a counter"""
+    linear: bool = True
+    """whether the gradient of a batch is the sum of its parts'"""
     graph: Any = None
     """the model as TensorBoard draws it, on rank 0"""
 
@@ -68,68 +72,37 @@ def rehearse(job: Job, run: Run, model: nn.Module) -> Rehearsal:
     """
     model, contract = bare(model), Contract(job.task)
     if run.ranks > 1 and not run.sharded:
-        model = _Wrapped(model)
+        model = Wrapped(model)
     number = min(SAMPLED, job.split.each, len(job.train_set))
     epochs, indices = job.order.at(np.arange(number))
     keyed = Keyed(job.train_set, seed=job.recipe.seed)
-    samples = theirs(
-        job.task,
-        "train_set()",
-        lambda: [keyed[place] for place in zip(epochs.tolist(), indices.tolist(), strict=True)],
-    )
-    with _undone(model, run.device), _kept(contract), _uncompiled():
+
+    def load() -> list[tuple[int, Any]]:
+        places = zip(epochs.tolist(), indices.tolist(), strict=True)
+        return theirs(job.task, "train_set()", lambda: [keyed[place] for place in places])  # type: ignore[no-any-return]
+
+    samples = load()
+    with undone(model, run.device), _kept(contract), _uncompiled():
         graph = _evaluated(contract, job, run, model, samples)
-        return _trained(contract, job, run, model, samples, graph)
+        return _trained(contract, job, run, model, samples, load(), graph)
 
 
-class _Wrapped(nn.Module):
-    """A model as it is under DDP: to be called, and nothing else; without its communication."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *given: Any, **named: Any) -> Any:
-        return self.module(*given, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            raise AttributeError(
-                f"under DDP the model is wrapped, and has no {name!r} of its own: call model(...) itself, and do in its"
-                " forward what is needed of it"
-            ) from None
-
-
-def _batch(
-    contract: Contract, job: Job, run: Run, samples: list[tuple[int, Any]], *, trained: bool = True
-) -> tuple[dict[str, Any], float]:
-    """These samples on the device, and what they weigh."""
-    before = _random_states(run.device)
-    collated = contract.collated([sample for _, sample in samples])
-    contract.draws = contract.draws or not _same(before, _random_states(run.device))
-    batch = job.collate.completed(collated, [index for index, _ in samples])
-    weight = contract.weight(batch, samples=len(samples), trained=trained)
-    return next(transferred(iter([batch]), run.device)), weight
-
-
-def _evaluated(contract: Contract, job: Job, run: Run, model: nn.Module, samples: list[tuple[int, Any]]) -> Any:
+def _evaluated(contract: Contract, job: Job, run: Run, model: nn.Module, samples: Samples) -> Any:
     """In eval mode: one sample, the same twice, and a held-out one with the metrics. Returns the graph."""
     first = samples[0]
     tolerance = _tolerance(job, run, model)
     with evaluating(model):
-        one, weight = _batch(contract, job, run, [first])
-        two, twice = _batch(contract, job, run, [first, first])
+        one, weight = batch_of(contract, job, run, [first])
+        two, twice = batch_of(contract, job, run, [first, first])
         if contract.additive and not contract.draws:
             contract.doubles("weight", weight, twice, 1e-6)
-        before = _random_states(run.device)
+        before = random_states(run.device)
         drawn = run.main and "tensorboard" in job.recipe.track
-        inner = model.module if isinstance(model, _Wrapped) else model
+        inner = model.module if isinstance(model, Wrapped) else model
         with Drawing(inner, one) if drawn else nullcontext() as drawing:
             once = float(contract.loss(model, one)[0])
         both = float(contract.loss(model, two)[0])
-        contract.draws = contract.draws or not _same(before, _random_states(run.device))
+        contract.draws = contract.draws or drawn_since(before, run.device)
         if contract.additive and not contract.draws and not contract.is_double(once, both, tolerance):
             again = float(
                 contract.loss(model, one)[0]
@@ -142,56 +115,84 @@ def _evaluated(contract: Contract, job: Job, run: Run, model: nn.Module, samples
             places = [(0, index) for index in range(min(SAMPLED, job.split.each, len(dataset)))]
             held = theirs(job.task, "eval_sets()", lambda: [held_out[place] for place in places])  # noqa: B023
             other = Contract(job.task)  # whose keys may be others
-            batch, _ = _batch(other, job, run, held, trained=False)
+            batch, _ = batch_of(other, job, run, held, trained=False)
             other.measured(batch, other.loss(model, batch)[1], run.device)
             break
     return drawing.graph if drawing is not None else None
 
 
 def _trained(
-    contract: Contract, job: Job, run: Run, model: nn.Module, samples: list[tuple[int, Any]], graph: Any
+    contract: Contract, job: Job, run: Run, model: nn.Module, samples: Samples, reloaded: Samples, graph: Any
 ) -> Rehearsal:
-    """In training: forward and backward, counted, and whether the parts of a batch cost what it does."""
-    reseed(run.device, job.recipe.seed, 0)
-    before, half, costs = _random_states(run.device), len(samples) // 2, list[float]()
-    if contract.additive and half and not has_batch_statistics(model) and not has_dropout(model):
-        for part in (samples[:half], samples[half:]):  # before the whole: its backward ends what FSDP2 keeps of them
-            batch, _ = _batch(contract, job, run, part)
-            costs.append(float(contract.loss(model, batch)[0].detach()))
-    batch, _ = _batch(contract, job, run, samples)
-    held = {name: buffer.clone() for name, buffer in model.named_buffers()} if job.exact else {}
-    with Operations() as counted:
-        loss, outputs = contract.loss(model, batch)
-        draws = contract.draws or not _same(before, _random_states(run.device))
-        counted.backward = True
-        theirs(job.task, "loss", loss.backward)
-    _refuse_moved(model, held)
-    unused = [bare_name(name) for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    """In training: forward and backward over a batch, its halves, and the batch again, from the same seeds."""
+    half, tolerance = len(samples) // 2, _tolerance(job, run, model)
+    whole = not contract.additive or not half or has_batch_statistics(model) or has_dropout(model)
+    checks = Checks(model, parameters=run.ranks > 1 or job.exact, report=(moved := list[str]()).append, state=content)
+    tried = partial(one_pass, contract, job, run, model, checks)
+    try:
+        first = tried(samples)
+        parts = [] if whole else [tried(samples[:half]), tried(samples[half:])]
+        last = tried(reloaded)
+        fault = other_units([one.units for one in (first, *parts, last)])
+        if len(set(first.units)) > 1 and not has_batch_statistics(
+            model
+        ):  # which of FSDP2's units run may depend on the sample
+            fault = fault or other_units([tried([one], backward=False).units for one in samples])
+    except Inexact as error:
+        raise BadInput(str(error)) from None
+    finally:
+        checks.units.closing.close()
+    stateful = not _near(first.loss, last.loss, 1e-3 * tolerance)
+    _refuse(job, run, last, moved, fault, (first.loss, last.loss) if stateful else None)
+    draws, linear = contract.draws or any(one.draws for one in (first, *parts, last)), True
+    if parts and not draws and not stateful:
+        contract.adds_up(first.loss, [one.loss for one in parts], tolerance)
+        linear = all(
+            _near(total, sum(one.gradients.get(name, (0.0, 0.0))[0] for one in parts), 10 * tolerance, size)
+            for name, (total, size) in last.gradients.items()
+        )
+    return Rehearsal(
+        flops=last.flops / len(samples),
+        additive=contract.additive,
+        draws=draws,
+        figures=_figures(contract, last.outputs),
+        unused=last.unused,
+        moved=moved[0] if moved else "",
+        stateful=stateful,
+        linear=linear,
+        graph=graph,
+    )
+
+
+def _near(a: float, b: float, tolerance: float, size: float | None = None) -> bool:
+    """Whether two numbers are equal up to this tolerance, relative to ``size`` (else the first). NaN says nothing."""
+    return not math.isfinite(a + b) or abs(a - b) <= tolerance * (abs(a) if size is None else size)
+
+
+def _refuse(job: Job, run: Run, seen: Pass, moved: list[str], units: str, losses: tuple[float, float] | None) -> None:
+    """Refuse a model that would train other weights on another parallel layout: by the buffers that its forward moved,
+    what is wrong with FSDP2's units, and two losses of the same samples with the same seeds, if they differ."""
+    if units:
+        raise BadInput(units)
+    if job.exact and moved:
+        raise BadInput(f"batch.grain requires the same buffers on every process, but {changed(moved[0])}")
+    if job.exact and losses:
+        raise BadInput(
+            "batch.grain requires that the same samples with the same seeds give the same loss; got"
+            f" {losses[0]:.9g} and {losses[1]:.9g}: the data set, the model or the loss keeps a generator or a counter"
+            " of its own. Use torch's global generator instead, or remove batch.grain"
+        )
+    if seen.sparse and (job.exact or run.sharded):
+        raise BadInput(
+            f"the gradient of {seen.sparse[0]} is sparse, which {'batch.grain' if job.exact else 'FSDP2'} does not"
+            " support; set sparse=False in its layer"
+        )
+    unused = seen.unused
     if unused and run.ranks > 1 and not run.sharded and not job.recipe.machine.find_unused_parameters:
         raise BadInput(
             f"{', '.join(unused[:3])}{f' and {len(unused) - 3} more' if len(unused) > 3 else ''} of the model took no"
             " part in the loss, and DDP would wait for their gradients; freeze them (requires_grad_(False) in model()),"
             " or set --machine.find_unused_parameters true, which costs a walk through the graph at every step"
-        )
-    if costs and not draws:
-        contract.adds_up(float(loss.detach()), costs, _tolerance(job, run, model))
-    return Rehearsal(
-        flops=counted.total / len(samples),
-        additive=contract.additive,
-        draws=draws,
-        figures=_figures(contract, outputs),
-        unused=unused,
-        graph=graph,
-    )
-
-
-def _refuse_moved(model: nn.Module, held: dict[str, torch.Tensor]) -> None:
-    """Refuses buffers that are no more what they were: each process would have others."""
-    buffers = dict(model.named_buffers())
-    if moved := [name for name, before in held.items() if not torch.equal(before, buffers[name])]:
-        raise BadInput(
-            "batch.grain asks for the same bits on any number of processes, and a forward in training moves the buffer"
-            f" {bare_name(moved[0])} of the model, on each process by the leaves that it has; leave it as it is"
         )
 
 
@@ -230,37 +231,3 @@ def _kept(contract: Contract) -> Iterator[None]:
 def _uncompiled() -> Any:
     """Compiled parts run as they were written: what is tried here has other shapes than a run."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
-def _random_states(device: torch.device) -> list[Any]:
-    states: list[Any] = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()]  # type: ignore[index,union-attr]
-    return states + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
-
-
-def _same(a: list[Any], b: list[Any]) -> bool:
-    return all(torch.equal(x, y) if torch.is_tensor(x) else x == y for x, y in zip(a, b, strict=True))
-
-
-@contextmanager
-def _undone(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Puts back what a forward and a backward leave: gradients, buffers, random states."""
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    states, numpy_state = _random_states(device), np.random.get_state()
-    try:
-        yield
-    finally:
-        reshard(model)
-        for parameter in model.parameters():
-            parameter.grad = None
-        with torch.no_grad():
-            for module, name, buffer, before in buffers:
-                module._buffers[name] = buffer.copy_(before)  # a forward may have put another one there
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(numpy_state)
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(states[3], device)

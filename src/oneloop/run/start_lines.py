@@ -16,6 +16,8 @@ from oneloop.run.job import Job
 from oneloop.run.processes import Run
 from oneloop.run.rehearsal import Rehearsal
 
+DEPENDS = "another parallel layout trains another model; the same layout is bit-identical"
+
 
 def start_lines(
     job: Job, run: Run, model: nn.Module, optimizer: Optimizer, emas: Sequence[EMA], seen: Rehearsal
@@ -75,6 +77,12 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Rehearsal) -> str:
             f" sharded or not, as long as the device ({about['device']}) and the versions (torch"
             f" {about['versions']['torch']}, …) are the same"
         )
+    if seen.stateful and not seen.moved:
+        return (
+            "the same samples with the same seeds give another loss: the data set, the model or the loss keeps a"
+            " generator or a counter of its own, so neither another parallel layout nor a resume trains the same model;"
+            " use torch's global generator"
+        )
     if not seen.additive:
         return (
             "the task says that its loss is no sum over samples: another split of the batch trains another model; the"
@@ -85,6 +93,10 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Rehearsal) -> str:
             "the model has BatchNorm: its statistics depend on the micro-batch, so another split trains another"
             " model; the same split is exact to the bit"
         )
+    if seen.moved:
+        return f"a forward in training changes the {seen.moved}: {DEPENDS}"
+    if not seen.linear:
+        return f"the gradient of a batch is not the sum of its samples' (a hook or a custom backward): {DEPENDS}"
     if has_dropout(model) or seen.draws:
         what = "the model has dropout" if has_dropout(model) else "model, loss or collate draw random numbers"
         return f"{what}: another split sees the same samples, with other draws; the same split is exact to the bit"

@@ -9,15 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from oneloop.basics.errors import BadInput
 from oneloop.basics.exact_sums import tree_sum
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint.state import model_tensors
 from oneloop.ema import EMA
+from oneloop.machine.checks import Checks, search_unused
+from oneloop.machine.randomness import has_batch_statistics
 from oneloop.machine.reduction import Reduction, Tree
 from oneloop.measure.fingerprint import fingerprint
 from oneloop.measure.noise_scale import Sensor
 from oneloop.run.job import Job
 from oneloop.run.processes import Run
+from oneloop.run.rehearsal import Rehearsal
+from oneloop.run.start_lines import DEPENDS
 
 
 class Summation(NamedTuple):
@@ -33,13 +38,16 @@ class Summation(NamedTuple):
     """hashes of what a checkpoint would hold, where the bits are promised; every rank must get here"""
 
 
-def summation(job: Job, run: Run, model: nn.Module, optimizer: Optimizer, emas: Sequence[EMA]) -> Summation:
+def summation(
+    job: Job, run: Run, model: nn.Module, optimizer: Optimizer, emas: Sequence[EMA], seen: Rehearsal
+) -> Summation:
     """As the recipe asks for it (``batch.grain``)."""
-    split, sensor = job.split, Sensor(run.accelerator, model, exact=job.exact)
+    split, sensor = job.split, Sensor(run.accelerator, model, exact=job.exact, summed=True)
+    checks = _checks(job, run, model, seen)
     if not job.exact:
-        return Summation(Reduction(run.ranks, split.accumulate), sensor, run.total, dict)
+        return Summation(Reduction(model, accumulate=split.accumulate, checks=checks), sensor, run.total, dict)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    tree = Tree(model, parameters, ranks=run.ranks, accumulate=split.accumulate, see=sensor.see)
+    tree = Tree(model, parameters, ranks=run.ranks, accumulate=split.accumulate, checks=checks, see=sensor.see)
     mine = [split.leaf(run.rank, micro) for micro in range(split.accumulate)]
     places = torch.tensor(mine, device=run.device)
 
@@ -56,3 +64,29 @@ def summation(job: Job, run: Run, model: nn.Module, optimizer: Optimizer, emas: 
         return fingerprint(model_tensors(model, frozen=False) | optimizer_tensors(model, optimizer) | averages)
 
     return Summation(tree, sensor, total, bits)
+
+
+def _checks(job: Job, run: Run, model: nn.Module, seen: Rehearsal) -> Checks:
+    """Of every step.
+
+    Raises:
+        BadInput: unused parameters must be searched for, and this torch cannot.
+    """
+    asked = job.recipe.machine.find_unused_parameters
+    able = search_unused(model)
+    if asked and not able:
+        raise BadInput("machine.find_unused_parameters true requires torch 2.15 or newer under FSDP2")
+
+    def report(name: str) -> None:
+        run.display.say(f"a forward in training changes the {name}; {DEPENDS}")
+
+    watched = not seen.moved and not has_batch_statistics(model)
+    checks = Checks(
+        model,
+        parameters=run.ranks > 1 or job.exact,
+        buffers=job.exact,
+        report=report if watched else None,
+        union=run.union if run.sharded and able and (asked or seen.unused) else None,
+    )
+    run.checks = checks if run.sharded else None
+    return checks

@@ -65,9 +65,8 @@ class Trial:
         largest = by_size(job)
 
         def steps(micro: int) -> None:
-            accumulate = min(
-                2, max(1, self.recipe.batch.size // run.ranks // micro)
-            )  # gradients are held, and added to
+            # Two micro-batches, if there are as many: gradients are held, and added to.
+            accumulate = min(2, max(1, self.recipe.batch.size // run.ranks // micro))
             chosen = [(0, largest[place % len(largest)]) for place in range(micro)]
             keyed = Keyed(job.train_set, seed=self.recipe.seed)
             samples = [keyed[place] for place in chosen]
@@ -107,10 +106,9 @@ def by_size(job: Job) -> list[int]:
 
 
 def find_micro(recipe: Recipe, run: Run) -> int | None:
-    """The micro-batch that a recipe leaves to be found; None where it states one. Every rank must get here.
+    """Return the micro-batch that a recipe leaves open, or None if it states one. Collective: call on every rank.
 
-    Raises:
-        ValueError: batch.size does not divide over the ranks, or nothing fits.
+    Raise ValueError if batch.size does not divide over the ranks, or if nothing fits.
     """
     if (asked := recipe.batch.micro) not in ("auto", "fastest"):
         return None
@@ -144,20 +142,15 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
                 raise RuntimeError(faults[0])
             seconds, peak = run.largest(tried.seconds, tried.peak)
             tried = Attempt(micro, tried.fits, seconds, int(peak))
-            run.display.say(
-                f"batch.micro {asked}: {micro} "
-                + (
-                    f"fits ({tried.peak / 2**30:.2f} GiB, {1 / tried.seconds:,.0f} samples/s on a process)"
-                    if tried.fits
-                    else "does not fit"
-                )
-            )
+            found = "does not fit"
+            if tried.fits:
+                found = f"fits ({tried.peak / 2**30:.2f} GiB, {1 / tried.seconds:,.0f} samples/s on a process)"
+            run.display.say(f"batch.micro {asked}: {micro} {found}")
             return tried
 
         try:
-            best = search(
-                [micro for micro in range(1, share + 1) if share % micro == 0], attempt, fastest=asked == "fastest"
-            )
+            sizes = [micro for micro in range(1, share + 1) if share % micro == 0]
+            best = search(sizes, attempt, fastest=asked == "fastest")
         except MemoryError as error:
             raise ValueError(
                 f"batch.micro {asked}: {error}; set machine.recompute full, shard the model (fsdp2.yaml), or"
@@ -268,9 +261,7 @@ def explained(job: Job, run: Run) -> str:
         advice.append(f"more processes (each now holds {4 * number / gib:.2f} GiB of weights, gradients and optimizer)")
     held = ""
     if run.device.type == "cuda":
-        peak, there = (
-            torch.cuda.max_memory_allocated(run.device),
-            torch.cuda.get_device_properties(run.device).total_memory,
-        )
+        peak = torch.cuda.max_memory_allocated(run.device)
+        there = torch.cuda.get_device_properties(run.device).total_memory
         held = f" (peak {peak / gib:.2f} of {there / gib:.2f} GiB)"
     return f"out of memory on {run.device}{held} with a micro-batch of {each}; " + "; or ".join(advice)

@@ -25,14 +25,10 @@ _HUB = "hf:"
 
 
 def model_card(run: Path, name: str, about: Mapping[str, Any], *, licence: str | None, language_model: bool) -> str:
-    """The card of a run's weights.
+    """Return the card of a run's weights in the repository ``name``.
 
-    Args:
-        run: its folder.
-        name: the repository.
-        about: what the manifest says of the weights; its ``base`` is what adapters stand on.
-        licence: the hub's identifier of it; None: the card names none.
-        language_model: whether transformers, or peft, can load them.
+    ``about`` is what the manifest says of the weights; its ``base`` is the base model of adapters. ``licence`` is the
+    hub's identifier, or None. ``language_model`` says whether transformers, or peft, can load the weights.
     """
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -77,7 +73,6 @@ def _of_the_hub(place: Any) -> str | None:
 
 
 def _data(record: Record) -> list[str]:
-    """Where the data lies."""
     data = record.recipe.get("task", {}).get("data")
     places = [one.get("data") for one in data] if isinstance(data, list) else [data]
     return [str(place) for place in places if place is not None]

@@ -61,12 +61,8 @@ class _Console(Console):
 class Display:
     """Shows steps, figures and whatever else takes its time; ``with Display(...) as display``.
 
-    Args:
-        shown: False on all ranks but one.
-        quiet: only what :meth:`say` says.
-        as_json: figures and messages as JSON lines, for other programs.
-        console: where to; a terminal gets bars.
-        interval: seconds between two plain lines, at least.
+    ``shown`` is False on all ranks but one. ``quiet`` leaves only :meth:`say`. ``as_json`` prints JSON lines, for other
+    programs. A console that is a terminal gets bars, others plain lines, at least ``interval`` seconds apart.
     """
 
     def __init__(

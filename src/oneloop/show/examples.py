@@ -33,12 +33,8 @@ class Shows(Protocol):
 
 
 class Examples:
-    """What one evaluation leaves to look at.
-
-    Args:
-        fixed: samples, spread evenly over the set, that are shown at every evaluation.
-        worst: samples with the largest loss.
-    """
+    """What one evaluation leaves to look at: ``fixed`` samples, spread evenly over the set and the same at every
+    evaluation, and the ``worst`` ones, which have the largest loss."""
 
     def __init__(self, *, fixed: int = 8, worst: int = 8) -> None:
         self._fixed, self._most = fixed, worst
@@ -73,15 +69,9 @@ class Examples:
         micro: int,
         accelerator: Accelerator,
     ) -> None:
-        """Looks at the chosen samples once more, for what is to be seen of them. Every rank must get here.
+        """Look at the chosen samples of a set of ``number`` once more. Collective: call on every rank.
 
-        Args:
-            task: shows samples.
-            model: as prepared, in eval mode.
-            number: of samples in the set.
-            load: of indices: (sample, …) and their batch on the device.
-            micro: samples at once.
-            accelerator: whose ranks shared the set.
+        ``load`` returns the samples of some indices, and their batch on the device. The model must be in eval mode.
         """
         worst = self._gathered(accelerator) if self._most else {}
         fixed = sorted({place * number // self._fixed for place in range(self._fixed)})
@@ -152,12 +142,7 @@ _EARLIER = 8
 
 
 def with_earlier(now: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """What one evaluation leaves, each text that the model wrote with those of the evaluations before.
-
-    Args:
-        now: ``step`` and ``samples``.
-        before: the same of the evaluation before, if there was one; of a later step it is passed over.
-    """
+    """Add to each text that the model wrote those of the evaluations before; skip a ``before`` of a later step."""
     old_samples = before.get("samples")
     written = [one for one in old_samples if "continuation" in one] if isinstance(old_samples, list) else []
     known = {one.get("index"): one for one in written}
@@ -173,11 +158,7 @@ def with_earlier(now: dict[str, Any], before: Mapping[str, Any]) -> dict[str, An
 
 def plain(shown: Mapping[str, Any]) -> dict[str, Any]:
     """What a task shows of a sample, as plain data but for the image, to whose right lie targets and predictions that
-    are pictures too (masks).
-
-    Raises:
-        ValueError: it is nothing that can be shown.
-    """
+    are pictures too (masks). Raise ValueError if nothing of it can be shown."""
     if not isinstance(shown, Mapping):
         raise ValueError(f"a dict is needed, not a {type(shown).__name__}")
     pictures = {name: torch.as_tensor(shown[name]) for name in _PICTURES if getattr(shown.get(name), "ndim", 0) >= 2}

@@ -18,12 +18,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 def model_graph(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Mapping[str, Any]) -> Any:
-    """One forward pass as a TensorBoard ``GraphDef``: a node for each operation, under the module that makes it.
+    """Return one forward pass as a TensorBoard ``GraphDef``: a node for each operation, under the module that makes it.
 
-    Args:
-        model: in eval mode.
-        loss: of the model on a batch.
-        batch: one batch, on the model's device.
+    The model must be in eval mode, and the batch on its device.
     """
     with torch.no_grad(), Drawing(model, batch) as drawing:
         loss(model, batch)
@@ -31,12 +28,7 @@ def model_graph(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: 
 
 
 class Drawing(TorchDispatchMode):
-    """Writes down each operation that is made inside it, and which ones made what it works on.
-
-    Args:
-        model: whose parameters are known by name, sharded or not.
-        batch: whose tensors are.
-    """
+    """Record each operation that runs inside it, and where its inputs come from: parameters and ``batch`` by name."""
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         from tensorboard.compat.proto.graph_pb2 import GraphDef

@@ -21,12 +21,7 @@ _CHUNK = 1 << 22
 
 
 class Lines:
-    """A file of JSON objects, one a line.
-
-    Args:
-        path: of the file.
-        say: how a person is told of damage.
-    """
+    """A file of JSON objects, one a line; ``say`` reports damage to it."""
 
     def __init__(self, path: Path, *, say: Callable[[str], object] = print) -> None:
         self.path, self._say = path, say

@@ -48,14 +48,10 @@ def watch(
     once: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Draws the runs until all have ended; once where they have already, or where there is no terminal.
+    """Draw the runs until all have ended; draw them once if ``once``, if they have ended, or without a terminal.
 
-    Args:
-        folders: of runs.
-        figures: names to draw, each in a chart of its own (none: losses, the first metric, gradient norm, throughput).
-        every: seconds between two looks.
-        once: draw what there is now.
-        console: where to.
+    Each of the ``figures`` gets a chart (none given: losses, the first metric, gradient norm, throughput). The runs are
+    read again after ``every`` seconds.
     """
     console = console or Console()
     runs = [Follower(folder) for folder in folders]
@@ -135,7 +131,7 @@ def _head(run: Follower) -> Table:
 
 def _chart(run: Follower, names: Sequence[str], *, width: int) -> RenderableType:
     title, curves = Text(), list[Drawn]()
-    kinds = [(name, weights) for name in names for weights in _weights(run, name)]
+    kinds = dict.fromkeys((name, line.get("weights", "raw")) for name in names for line in run.lines if name in line)
     for (name, weights), colour in zip(kinds, cycle(_COLOURS), strict=False):
         points = [
             (line["step"], number(line[name]))
@@ -151,10 +147,6 @@ def _chart(run: Follower, names: Sequence[str], *, width: int) -> RenderableType
     if not curves:
         return Text(printable(f"{', '.join(names)}: no figures"), style="dim")
     return Group(title, Text.from_ansi("\n".join(plotted(curves, width=width - 16, height=_CHART - 4))))
-
-
-def _weights(run: Follower, name: str) -> list[str]:
-    return list(dict.fromkeys(line.get("weights", "raw") for line in run.lines if name in line))
 
 
 def _short(value: Any) -> str:

@@ -39,11 +39,9 @@ def picture(image: Tensor) -> Image.Image:
 
 
 def beside(images: Sequence[Tensor]) -> Tensor:
-    """Images and masks from left to right, as high as the highest, each over its own range: (3, height, width).
+    """Return images and masks from left to right, as high as the highest, each over its own range: (3, height, width).
 
-    Args:
-        images: of (channels, height, width) or (height, width); whole numbers of two dimensions are a mask, whose
-            classes get a colour each (0: black).
+    A two-dimensional tensor of whole numbers is a mask, whose classes get a colour each (0: black).
     """
     drawn = [_rgb(image) for image in images]
     height = max(len(one[0]) for one in drawn)

@@ -12,12 +12,9 @@ Drawn = tuple[Sequence[float], Sequence[float], str | None]
 
 
 def plotted(curves: Sequence[Drawn], *, width: int, height: int) -> list[str]:
-    """The lines of a chart; coloured by the terminal's codes where a curve has a colour.
+    """Return the lines of a chart of at least one curve; a curve with a colour gets the terminal's codes.
 
-    Args:
-        curves: to draw over one another, at least one.
-        width: of the area inside the axes, in letters.
-        height: of it, in lines.
+    ``width`` (in letters) and ``height`` (in lines) are those of the area inside the axes.
     """
     figure: Any = plotille.Figure()
     figure.width, figure.height = width, height

@@ -132,7 +132,8 @@ class Record:
         chosen = list(of.values()) if weights is None else [of[weights]] if weights in of else []
         if len(chosen) == 1:
             return chosen[0].points()
-        points = sorted((point for one in chosen for point in zip(*one.points(), strict=True)), key=_step)
+        points = [point for one in chosen for point in zip(*one.points(), strict=True)]
+        points.sort(key=lambda point: point[0])
         return [step for step, _ in points], [value for _, value in points]
 
     def figures(self) -> list[str]:
@@ -158,16 +159,8 @@ def number(value: Any) -> float:
     return float(value) if isinstance(value, str) and value in _NOT_FINITE else math.nan
 
 
-def _step(point: Point) -> int:
-    return point[0]
-
-
 def read_record(folder: Path) -> Record:
-    """Reads a run folder, in memory that does not grow with the run.
-
-    Raises:
-        ValueError: it holds no metrics.jsonl.
-    """
+    """Read a run folder, in memory that does not grow with the run. Raise ValueError if it has no metrics.jsonl."""
 
     def content(name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
         try:
@@ -218,9 +211,6 @@ class Follower:
     """The lines of a run that may go on: each :meth:`read` reads what is new, or all where the file was cut back.
 
     Of a long file the first look takes samples, spread over it, and its end.
-
-    Args:
-        folder: of the run.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -28,39 +28,27 @@ _HAND_OVER = 5.0
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuses trackers that cannot be used.
-
-    Raises:
-        BadInput: not one of accelerate's, or its package is not installed.
-    """
+    """Raise BadInput for a tracker that accelerate does not know, or whose package is not installed."""
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
             raise BadInput(
                 f"track {name!r} is none of accelerate's trackers: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
             )
-        package = {"comet_ml": "comet_ml", "dvclive": "dvclive"}.get(name, name)
-        if find_spec(package) is None:
+        if find_spec(name) is None:
             raise BadInput(
-                f"track {name!r}: the package {package!r} is not installed; pip install {package}, or"
+                f"track {name!r}: the package {name!r} is not installed; pip install {name}, or"
                 " choose another tracker (--track tensorboard)"
             )
 
 
 class Tracking:
-    """One JSON object per line in metrics.jsonl, and the same figures to the trackers.
+    """One JSON object per line in metrics.jsonl, and the same figures to the trackers. Only the main process writes.
 
     Trouble with a tracker, or with the disk under metrics.jsonl, never ends a run: it is said once, and the rest goes
     on.
 
-    Args:
-        accelerator: its main process writes.
-        folder: where metrics.jsonl stands.
-        project: name of the run for the trackers.
-        config: the resolved recipe, for the trackers.
-        resumed: state of an earlier start; what was written after it is cut off, or all where there is none.
-        step: of that state.
-        graph: the model as a TensorBoard ``GraphDef``, for a TensorBoard at the first start.
-        say: how a person is told of trouble.
+    ``resumed`` is the state of an earlier start, at ``step``: what was written after it is cut off (None: everything).
+    At the first start trackers get ``config``, the resolved recipe, and TensorBoard also ``graph``, a ``GraphDef``.
     """
 
     def __init__(
@@ -251,10 +239,8 @@ def _texts(examples: Examples) -> dict[str, str]:
         text = sample.get("text") or "".join(piece for piece, _ in sample.get("tokens", ()))
         said = f"is {sample.get('target', 'unknown')}, said {sample['prediction']}" if "prediction" in sample else ""
         if "continuation" in sample:
-            text, said = (
-                sample["prompt"] + "\N{RIGHTWARDS ARROW}" + sample["continuation"],
-                "what the model writes after the arrow",
-            )
+            text = sample["prompt"] + "\N{RIGHTWARDS ARROW}" + sample["continuation"]
+            said = "what the model writes after the arrow"
         if text:
             texts[name] = f"{said}\n\n" + "\n".join(f"    {line}" for line in text.splitlines())
     return texts

@@ -31,6 +31,8 @@ class Standing:
     where: str = ""
     patience: float = 1.0
     """factor of all limits"""
+    unit: str = ""
+    """number and name of the FSDP2 unit that ran last in this step"""
     held: bool = False
     """by a person: not to be judged"""
     silent: float = 0.0
@@ -62,6 +64,14 @@ def culprits(standings: Sequence[Standing]) -> list[Standing]:
             return chosen
     least = min(one.count for one in standings)
     return [one for one in standings if one.count == least]
+
+
+def other_units(standings: Sequence[Standing]) -> str:
+    """A likely cause if all ranks wait for one another: under FSDP2 they run different units."""
+    if len({one.unit for one in standings}) < 2 or not all(one.waits for one in standings):
+        return ""
+    units = ", ".join(f"rank {one.rank} in unit call {one.unit or 'none'}" for one in standings[:4])
+    return f"; all wait, {units}: FSDP2 hangs if which units run, or how often, depends on the samples"
 
 
 def sentence(standing: Standing) -> str:

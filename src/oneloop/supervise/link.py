@@ -102,6 +102,7 @@ def _beat(patience: float) -> dict[str, Any]:
         "waits": False,
         "where": "",
         "held": patience <= 0,
+        "unit": BEATS.unit,
     }
     if since > _QUIET:
         seen = stance()

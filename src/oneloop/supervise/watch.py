@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from oneloop.supervise.cause import Cause
-from oneloop.supervise.judge import Standing, culprits, sentence
+from oneloop.supervise.judge import Standing, culprits, other_units, sentence
 
 _GRACE = 10.0
 """seconds from the word that a rank stands still to the end of the run"""
@@ -51,13 +51,14 @@ class Watch:
         Args:
             ask_for_stacks: brings them all, with True also of those that are stopped.
         """
-        late = culprits(self._known())
+        known = self._known()
+        late = culprits(known)
         if not late:
             if self._named:
                 self._say(f"rank {', '.join(map(str, self._named))} goes on")
                 self._named = []
             return None
-        said = "; ".join(map(sentence, late))
+        said = "; ".join(map(sentence, late)) + other_units(known)
         if not self._named:
             grace = _GRACE * late[0].patience
             self._named, self._until = [one.rank for one in late], time.monotonic() + grace

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oneloop.basics.errors import BadInput
+from oneloop.basics.errors import BadInput, Inexact
 
 _TAKES: dict[str, tuple[str, ...]] = {
     "model": (),
@@ -56,7 +56,7 @@ def theirs(task: Any, member: str, call: Callable[[], Any]) -> Any:
     """
     try:
         return call()
-    except (BadInput, torch.OutOfMemoryError, MemoryError):
+    except (BadInput, Inexact, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
         if "DefaultCPUAllocator" in str(error):

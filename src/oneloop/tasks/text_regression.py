@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from oneloop.data.rows.rows import Row
-from oneloop.data.rows.sources import Source, named_sources, notes_of, opened, sets_of, whole
-from oneloop.tasks.base import Task
-from oneloop.tasks.columns import check_numbers, check_texts
-from oneloop.tasks.readers import Reader, reader
-from oneloop.tasks.text_classification import texts_of
+from oneloop.data.rows.sources import Source
+from oneloop.tasks.columns import check_numbers
+from oneloop.tasks.text_rows import TextRows
 
 
-class TextRegression(Task):
+class TextRegression(TextRows):
     """Texts, or pairs of texts, to a number; the loss is the squared error.
 
     Args:
@@ -26,20 +22,10 @@ class TextRegression(Task):
         text: column of the text.
         second: column of a second text, where pairs are judged.
         label: column of the number.
-        held_out: share of the rows for validation, and as much for test, where the data has no such parts.
-        window: megabytes of parquet rows that a process may hold; samples are shuffled among so many.
-        model: bytes (an encoder from scratch that reads byte by byte), a folder that transformers saved, or
-            hf:ID[@REVISION], whose last layer is new where it is of other classes.
-        pretrained: with the weights of that folder or hf:; false: from scratch, in its shape.
-        trust_remote_code: run Python that lies beside those weights (only of people you trust).
-        layers: transformer blocks (of bytes).
-        heads: attention heads (of bytes).
-        width: of the residual stream (of bytes).
-        length: bytes, or tokens, of the longest text; longer ones are cut.
-        dropout: of embeddings, attention and residuals (of bytes).
     """
 
     sample_weight = 1.0
+    classes = ("number",)
 
     def __init__(
         self,
@@ -47,45 +33,16 @@ class TextRegression(Task):
         text: str = "text",
         second: str = "",
         label: str = "label",
-        held_out: float = 0.05,
-        window: int = 256,
-        model: str = "bytes",
-        pretrained: bool = True,
-        trust_remote_code: bool = False,
-        layers: int = 2,
-        heads: int = 4,
-        width: int = 128,
-        length: int = 256,
-        dropout: float = 0.0,
+        **reading: Any,
     ) -> None:
-        shape = {"layers": layers, "heads": heads, "width": width, "length": length, "dropout": dropout}
-        weights = {} if model == "bytes" else {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
-        self.reader = reader(model, shape, **weights)
-        self.columns, self.window = {"text": text, "second": second, "label": label}, window
-        sources = [opened(one, held_out=held_out, window=window) for one in named_sources(data, self.columns)]
-        check_texts(sources, "text")
-        check_texts(sources, "second")
+        super().__init__(data, {"text": text, "second": second, "label": label}, **reading)
+
+    def _check(self, sources: Sequence[Source]) -> None:
+        super()._check(sources)
         check_numbers(sources, "label")
-        self.notes = self._of_data = notes_of(sources)
-        self._sets = sets_of(sources, lambda source: _sample(source, self.reader))
 
-    def model(self) -> nn.Module:
-        model = self.reader.model(["number"])
-        self.notes = [*self._of_data, *self.reader.notes]
-        return model
-
-    def train_set(self) -> Any:
-        return self._sets["train"]
-
-    def eval_sets(self) -> dict[str, Any]:
-        return {name: part for name, part in self._sets.items() if name != "train"}
-
-    def samples_of(self, data: str, *, labelled: bool) -> Any:
-        source = whole(Source(data, self.columns | ({} if labelled else {"label": ""})), window=self.window)
-        check_texts([source], "text")
-        check_texts([source], "second")
-        check_numbers([source], "label")
-        return sets_of([source], lambda one: _sample(one, self.reader))["all"]
+    def _numbers(self, sources: Sequence[Source]) -> Mapping[str, Callable[[Any], float]]:
+        return {source.name: float for source in sources}
 
     def collate(self, samples: list[tuple[Any, float]]) -> dict[str, Tensor]:
         texts, numbers = zip(*samples, strict=True)
@@ -113,9 +70,6 @@ class TextRegression(Task):
     def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
         return {"prediction": outputs["said"].float().tolist()}
 
-    def save(self, model: nn.Module, folder: Path) -> None:
-        self.reader.save(model, folder)
-
     def show(self, sample: tuple[Any, float], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, number = sample
         return {
@@ -123,7 +77,3 @@ class TextRegression(Task):
             "target": f"{number:.4g}",
             "prediction": f"{float(outputs['said']):.4g}",
         }
-
-
-def _sample(source: Source, reads: Reader) -> Callable[[Row], tuple[Any, float]]:
-    return lambda row: (reads.encode(*texts_of(source, row)), float(row.get(source.columns["label"], 0)))

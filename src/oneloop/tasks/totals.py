@@ -24,12 +24,21 @@ class Together:
     """
 
     def __init__(self, sources: int, device: torch.device, metrics: Any = None) -> None:
+        self._metrics = metrics
         wide = torch.float32 if device.type == "mps" else torch.float64
         self._totals = torch.zeros(sources, dtype=wide, device=device)
         self._weights = [0.0] * sources
 
-    def batch(self, source: int, loss: Tensor, weight: float) -> None:
-        """Takes in a micro-batch."""
+    def batch(self, source: int | None, loss: Tensor, weight: float, *, idle: bool = False) -> None:
+        """Take in a micro-batch; one without a ``source`` does not count.
+
+        The metrics of an ``idle`` rank, which has no other, were given it, and forget it: they take part in the other
+        ranks' sums, so they need the types of their lists.
+        """
+        if source is None:
+            if idle:
+                emptied(self._metrics)
+            return
         self._totals[source] += loss
         self._weights[source] += weight
 
@@ -52,7 +61,9 @@ class Apart:
     """
 
     def __init__(self, sources: int, device: torch.device, metrics: Any = None) -> None:
-        self._number, self._device = sources, device
+        self._number, self._device, self._metrics = sources, device, metrics
+        if hasattr(metrics, "_enable_compute_groups"):
+            metrics._enable_compute_groups = False  # metrics that share a state would each empty it
         self._kept = [_Kept(metric) for metric in _metrics(metrics) if not _adds_up(metric)]
         self._places = [*_places(metrics)]
         self._sources: list[int] = []
@@ -60,8 +71,14 @@ class Apart:
         self._weights: list[float] = []
         self._states: list[list[Tensor]] = [[] for _ in self._places]
 
-    def batch(self, source: int, loss: Tensor, weight: float) -> None:
-        """Takes in a micro-batch, with which the metrics were updated."""
+    def batch(self, source: int | None, loss: Tensor, weight: float, *, idle: bool = False) -> None:
+        """As :meth:`Together.batch`."""
+        if source is None:
+            if idle:
+                emptied(self._metrics)
+                for kept in self._kept:
+                    kept.calls.clear()
+            return
         self._sources.append(source)
         self._losses.append(loss.detach())
         self._weights.append(weight)
@@ -97,6 +114,19 @@ class Apart:
         return totals, weights
 
 
+def emptied(metrics: Any) -> None:
+    """Set all states of a task's metrics to those before the first sample; lists keep the types of their tensors."""
+    for state in metrics.sums() if hasattr(metrics, "sums") else ():
+        state.zero_()
+    for metric in _metrics(metrics):
+        for name, default in metric._defaults.items():
+            state = getattr(metric, name)
+            if isinstance(state, list):
+                setattr(metric, name, [part[:0] for part in state])
+            else:
+                state.copy_(default)
+
+
 def _places(metrics: Any) -> Iterator[tuple[Any, str | int]]:
     """Where floating sums stand: an object and the name or number of its state."""
     if metrics is None:
@@ -115,7 +145,6 @@ def _metrics(metrics: Any) -> Iterator[Any]:
     """Those of a torchmetrics collection, the ones inside of wrappers too."""
     if metrics is None or hasattr(metrics, "sums"):
         return
-    metrics._enable_compute_groups = False  # metrics that share a state would each empty it
     for whole in metrics.values():
         yield from (metric for metric in whole.modules() if hasattr(metric, "_reductions"))
 
@@ -130,18 +159,18 @@ class _Kept:
 
     def __init__(self, metric: Any) -> None:
         self._metric, self._update = metric, metric.update
-        self._calls: list[Any] = []
+        self.calls: list[Any] = []
         metric.update = self
 
     def __call__(self, *given: Any, **named: Any) -> None:
-        self._calls.append(_moved((given, named), torch.device("cpu")))
+        self.calls.append(_moved((given, named), torch.device("cpu")))
 
     def give(self, device: torch.device) -> None:
         """Every rank must get here."""
         from accelerate.utils import gather_object
 
         self._metric.distributed_available_fn = lambda: False  # it has all
-        for given, named in gather_object(self._calls):
+        for given, named in gather_object(self.calls):
             self._update(*_moved(given, device), **_moved(named, device))
 
 

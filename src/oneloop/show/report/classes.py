@@ -7,10 +7,9 @@ from typing import Any
 
 
 def of_classes(confusion: Mapping[str, Any]) -> list[tuple[str, int, str, str, str]]:
-    """A row for each class: its name, its samples, precision, recall and F1; a dash where nothing is to divide by.
+    """Return for each class its name, its samples, precision, recall and F1; a dash if there is nothing to divide by.
 
-    Args:
-        confusion: ``classes`` and ``counts``, whose rows are the true classes.
+    The rows of ``counts`` are the true classes.
     """
     counts = confusion["counts"]
     found = []

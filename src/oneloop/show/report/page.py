@@ -31,11 +31,7 @@ _TABLE_ROWS = 200
 
 
 def report(folders: Sequence[Path]) -> str:
-    """The page, of one run or of several laid over one another.
-
-    Raises:
-        ValueError: a folder holds no run.
-    """
+    """Return the page of one run, or of several laid over one another. Raise ValueError if a folder holds no run."""
     runs = distinct([read_record(folder) for folder in folders])
     several = len(runs) > 1
     drawn = charts(runs)

@@ -26,10 +26,9 @@ def sections(examples: Mapping[str, Any], *, of: str = "") -> list[str]:
     shown = []
     if written:
         shown.append(_section(f"What the model writes{of}, {at}", [_written(sample) for sample in written], "texts"))
-        part = [sample for sample in written if any(loss is None for _, loss in _pairs(sample)[1:])]
-        shown += [_section(f"What is trained of a sample{of}, {at}", [_card(one) for one in part[:1]], "texts")] * bool(
-            part
-        )
+        part = [sample for sample in written if any(loss is None for _, loss in _pairs(sample.get("tokens"))[1:])]
+        if part:
+            shown.append(_section(f"What is trained of a sample{of}, {at}", [_card(part[0])], "texts"))
         fixed = []
     if fixed:
         shown.append(_section(f"Predictions{of}, {at}", [_card(sample) for sample in fixed], _kind(fixed)))
@@ -89,19 +88,16 @@ def _body(sample: Mapping[str, Any]) -> str:
         text = f"<p>{_safe(sample['text'])}</p>" if sample.get("text") else ""
         return f'<img src="{picture}" alt="{said}">{text}'
     if isinstance(sample.get("tokens"), list | tuple):
-        tokens = [_token(str(text), None if loss is None else number(loss)) for text, loss in _pairs(sample)]
+        pairs = _pairs(sample["tokens"])
+        tokens = [_token(str(text), None if loss is None else number(loss)) for text, loss in pairs]
         return f'<pre tabindex="0">{"".join(tokens)}</pre>'
     return f'<pre tabindex="0">{_safe(sample.get("text", ""))}</pre>'
 
 
-def _pairs(sample: Mapping[str, Any]) -> list[Any]:
-    """Tokens and their losses; None of those that are not trained."""
-    given = sample.get("tokens")
-    return (
-        [one for one in given if isinstance(one, list | tuple) and len(one) == 2]
-        if isinstance(given, list | tuple)
-        else []
-    )
+def _pairs(given: Any) -> list[Any]:
+    """The pairs in a list: tokens and their losses (None: not trained), or steps and texts."""
+    several = given if isinstance(given, list | tuple) else ()
+    return [one for one in several if isinstance(one, list | tuple) and len(one) == 2]
 
 
 def _token(text: str, loss: float | None) -> str:
@@ -122,8 +118,7 @@ def _written(sample: Mapping[str, Any]) -> str:
 
 def _earlier(given: Any) -> str:
     """What the model wrote there before."""
-    pairs = [one for one in given if isinstance(one, list | tuple) and len(one) == 2] if isinstance(given, list) else []
-    lines = "".join(f"<li>step {_safe(step)}: <code>{_safe(text)}</code></li>" for step, text in pairs)
+    lines = "".join(f"<li>step {_safe(step)}: <code>{_safe(text)}</code></li>" for step, text in _pairs(given))
     return f"<details><summary>As training went on</summary><ul>{lines}</ul></details>" if lines else ""
 
 

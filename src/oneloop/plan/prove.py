@@ -1,0 +1,247 @@
+"""``oneloop prove``: does a parallel layout train the same weights as one process? Real runs of a few steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import ArgumentError, ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from oneloop.basics.errors import BAD_INPUT, DONE, ERROR, STOPPED, BadInput, at_least
+from oneloop.basics.plain_json import dumps
+from oneloop.basics.stop_signals import on_stops
+from oneloop.basics.text import printable
+from oneloop.data.split import Split
+from oneloop.machine.configs import config_file
+from oneloop.plan.techniques import words as typed
+from oneloop.recipe.parse import read
+from oneloop.run.launch import launch, launch_options
+from oneloop.run.parting import Parting, parting
+
+Start = Callable[[Sequence[str], int], int]
+"""runs ``oneloop launch`` with these words and this file descriptor for its output; returns the exit code"""
+_SECONDS = 1800.0
+"""time limit of one run"""
+_KEYS = {"eval.every": 0, "save.every": 0, "save.best": False, "save.final": "last", "log.every": 1, "track": "none"}
+_KEYS |= {"log.noise_scale": False, "watch.quiet": False, "watch.profile": None, "watch.memory": None}
+_KEYS |= {"run.resume": "auto", "stop.after": None, "debug.dry_run": False, "machine.check_every": 1}
+"""of every run; check_every: end it if replicas differ, since only rank 0's are compared with one process"""
+_FACTOR = 10.0
+"""how many times as far apart as the control the layout may be"""
+_GRADIENTS = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-4)}
+"""allowed relative difference of gradients; and the most that is allowed because of the control's"""
+_CONTROL = {"float64": 1e-5, "float32": 1e-2}
+"""relative distance of the control's weights above which it does not measure rounding"""
+
+
+class _Failed(RuntimeError):
+    """A run ended with an error."""
+
+
+def prove(words: Sequence[str], *, start: Start | None = None) -> int:
+    """``oneloop prove RECIPE --config_file FILE …``: print the verdict; return 0 (the same) or 1 (different, failed).
+
+    Raises:
+        BadInput: the recipe, an option or the layout is wrong.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config_file", default="")
+    parser.add_argument("--processes", type=int)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--json", action="store_true")
+    try:
+        own, training = parser.parse_known_args(words)
+    except ArgumentError as error:
+        raise BadInput(f"oneloop prove: {error}") from None
+    at_least(1, __steps=own.steps, __processes=1 if own.processes is None else own.processes)
+    if not own.config_file:
+        raise BadInput("oneloop prove needs --config_file: the layout that is compared with one process (ddp, fsdp2)")
+    with TemporaryDirectory(prefix="oneloop-") as scratch:
+        proof = _Proof(training, own, Path(scratch), start or _launched)
+        try:
+            found = proof.found()
+        except _Failed as error:
+            found = {"verdict": "failed", "reason": str(error)}
+    found = {"verdict": "", **proof.about, **found}
+    print(dumps(found) if own.json else printable("\n".join(_lines(found))))
+    return DONE if found["verdict"] in ("equal", "bit-identical") else ERROR
+
+
+class _Proof:
+    """The runs of one recipe: on one process, and in the layout."""
+
+    def __init__(self, training: Sequence[str], own: Namespace, scratch: Path, start: Start) -> None:
+        self.recipe, file = read(training), launch_options(["--config_file", own.config_file, "recipe"])[0][1]
+        settings, batch = yaml.safe_load(Path(file).read_text()), self.recipe.batch
+        number, gpus = own.processes or settings.get("num_processes") or 1, torch.cuda.device_count()
+        micro, half = batch.micro if isinstance(batch.micro, int) else None, settings.get("mixed_precision") or "no"
+        try:
+            sharded = settings.get("distributed_type") == "FSDP"
+            self.split = Split(batch.size, number, micro, grain=batch.grain, sharded=sharded)
+        except ValueError as error:
+            raise BadInput(str(error)) from None
+        precision = ["--mixed_precision", half if batch.grain else "no"]
+        self.single = ["--config_file", config_file("single"), *precision]
+        self.layout = ["--config_file", file, "--num_processes", str(number), *precision]
+        if (settings.get("num_machines") or 1) > 1:
+            raise BadInput(f"oneloop prove runs on one machine, and {own.config_file} is for several; use ddp or fsdp2")
+        self.training, self.scratch, self.start = [str(own.steps), *training], scratch, start
+        self.notes = []
+        if number > max(1, gpus):
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the runs
+            self.notes.append(f"{number} processes, {gpus} GPUs: all runs used the CPU; the processes used gloo")
+        if half != "no" and not batch.grain:
+            self.notes.append(f"compared without mixed precision ({half}), because half precision rounds differently")
+        layout = f"{Path(file).stem} on {number} process{'es' * (number > 1)}"
+        self.about = {"recipe": self.recipe.name, "layout": layout, "steps": own.steps, "notes": self.notes}
+
+    def found(self) -> dict[str, Any]:
+        """Run, compare, and return what was found."""
+        machine, keys = self.recipe.machine, {"machine.matmul": "highest"}
+        if self.recipe.batch.grain:
+            layout, reference = self._run("layout", self.layout, {}), self._run("reference", self.single, {})
+            return {"dtype": machine.dtype, **_verdict(parting(reference, layout)[0], "bit-identical"), "reason": None}
+        keys |= {"machine.base_dtype": "float32"} if machine.base_dtype not in (None, "float32") else {}
+        try:
+            return self._compared({**keys, "machine.dtype": "float64"}, "float64")
+        except (_Failed, BadInput) as error:
+            if machine.dtype == "float64":
+                raise
+            failed = str(error).splitlines()[-1]
+        found = self._compared({**keys, "machine.dtype": "float32"}, "float32")
+        self.notes.append(f"compared in float32, because a run in float64 failed: {failed}")
+        return found
+
+    def _compared(self, keys: Mapping[str, Any], dtype: str, again: str = "") -> dict[str, Any]:
+        """The layout against one process; the control is one process with the micro-batch of the layout."""
+        size, each = self.split.size, self.split.each
+        if self.recipe.batch.micro != each and each % 2 == 0:
+            each //= 2  # so that the layout accumulates gradients, too
+        larger = next((micro for micro in range(2 * each, size + 1, each) if size % micro == 0), each)
+        layout = self._run(f"layout{again}", self.layout, {**keys, "batch.micro": each})
+        reference = self._run(f"reference{again}", self.single, {**keys, "batch.micro": larger})
+        control = self._run(f"control{again}", self.single, {**keys, "batch.micro": each})
+        parted, found = _compare([layout, control, reference], dtype)
+        found |= {"dtype": dtype, **_verdict(parted, "equal"), "reason": None}
+        if parted:
+            found["reason"] = self._reason(layout, control=found["control"] > _CONTROL[dtype])
+        if parted and self.recipe.optimizer.clip and not (found["reason"] or again):
+            # Clipping spreads a difference to all tensors at once: without it, the first one is the wrong one.
+            other = self._compared({**keys, "optimizer.clip": 0.0}, dtype, " without clipping")
+            found |= {key: other[key] for key in ("step", "tensor", "tensors", "by") if other["step"]}
+        return found
+
+    def _run(self, name: str, options: Sequence[str], keys: Mapping[str, Any]) -> Path:
+        """Train, and return the run's folder."""
+        folder = self.scratch / f"{name}-{keys.get('machine.dtype', '')}"
+        print(f"oneloop prove: {name} …", file=sys.stderr, flush=True)
+        words = [*options, *self.training, *typed({**_KEYS, **keys, "run.dir": str(folder)})]
+        try:
+            with folder.with_suffix(".txt").open("wb") as output:
+                code = self.start(words, output.fileno())
+        except TimeoutError:
+            raise _Failed(f"the {name} run did not end within {_SECONDS:.0f} s") from None
+        said, summary = folder.with_suffix(".txt").read_text(errors="replace").strip(), folder / "summary.json"
+        if code == BAD_INPUT:
+            raise BadInput(said.rpartition("oneloop: ")[2])
+        if code == STOPPED:
+            sys.exit(code)
+        if code:
+            why = json.loads(summary.read_text())["exit_reason"] if summary.exists() else said[-2000:]
+            raise _Failed(f"the {name} run ended with exit code {code}: {why}")
+        return folder
+
+    def _reason(self, layout: Path, *, control: bool) -> str | None:
+        """What the start-up lines report: BatchNorm, random numbers, a loss that is not a sum, unused parameters."""
+        lines = layout.with_suffix(".txt").read_text(errors="replace").splitlines()
+        known = [line for line in lines if ("split is exact to the bit" in line or "parallel layout" in line)]
+        known = [line for line in known if not line.startswith("any split")]
+        known += [line for line in lines if line.startswith("parameters that took no part")]
+        known += ["on one process, another micro-batch (the control) changes the weights, too"] if control else []
+        return known[0] if known else None
+
+
+def _compare(runs: Sequence[Path], dtype: str) -> tuple[Parting | None, dict[str, Any]]:
+    """The gradients of the first step, and the weights after each step, of layout, control and reference."""
+    found, wrong, rounding = dict[str, Any](), dict[str, float](), torch.zeros(())
+    eps, (always, most) = torch.finfo(getattr(torch, dtype)).eps, _GRADIENTS[dtype]
+    parted, steps = None, len(list(runs[0].glob("step-*.pt")))
+    for step in range(1, 1 + steps):
+        saved = [torch.load(run / f"step-{step}.pt", map_location="cpu") for run in runs]
+        for kind, tensors in zip(("gradients", "weights"), zip(*saved, strict=True), strict=True):
+            names, distance, noise, norm, size = _apart(*tensors)
+            if kind == "weights":
+                each = torch.maximum(noise / size.sqrt(), noise.norm() / size.sum().sqrt())
+                rounding = torch.maximum(rounding, each)  # per element: of the tensor, or of all if that is larger
+                limit = torch.maximum(_FACTOR * rounding * size.sqrt(), 16 * eps * norm)
+                found |= {kind: float(distance.norm() / norm.norm()), "control": float(noise.norm() / norm.norm())}
+            elif step == 1:
+                norm = norm.clamp(min=float(norm.norm()) / 1000)  # small by cancellation: compared with all of them
+                limit = norm * max(always, min(_FACTOR * float((noise / norm).nan_to_num().max()), most))
+                found[kind] = float((distance / norm).nan_to_num().max())
+            else:
+                continue
+            relative = dict(zip(names, (distance / norm).tolist(), strict=True))
+            wrong = {name: relative[name] for name, fits in zip(names, distance <= limit, strict=True) if not fits}
+            if wrong and parted is None:
+                parted = Parting(step, list(wrong), len(names))
+                found["by"] = wrong[parted.names[0]]
+    if parted is None and not found["control"] <= _CONTROL[dtype]:
+        parted = Parting(steps, [], len(names))
+    return parted, found
+
+
+def _apart(*runs: Mapping[str, Tensor]) -> tuple[list[str], Tensor, Tensor, Tensor, Tensor]:
+    """Names in the order of the model; distance of layout and control from the reference (L2), its norm, and the size.
+
+    A tensor that a run lacks, as an unused parameter's gradient, is 0 there.
+    """
+    rows = {}
+    for name in {name: None for run in reversed(runs) for name in run}:
+        layout, control, reference = (run.get(name, torch.zeros(())).double() for run in runs)
+        apart = float((layout - reference).norm()), float((control - reference).norm())
+        rows[name] = *apart, float(reference.norm()), float(max(1, layout.numel(), reference.numel()))
+    return list(rows), *torch.tensor(list(rows.values()), dtype=torch.float64).T  # type: ignore[return-value]
+
+
+def _verdict(parted: Parting | None, same: str) -> dict[str, Any]:
+    if parted is None:
+        return {"verdict": same, "step": None, "tensor": None, "tensors": None}
+    parted = parted._replace(names=[name.removeprefix("model.") for name in parted.names])
+    tensor = parted.names[0] if parted.names else None
+    return {"verdict": "different", "step": parted.step, "tensor": tensor, "tensors": str(parted)}
+
+
+def _lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """The verdict for the terminal."""
+    verdict, layout = found["verdict"], found["layout"]
+    numbers = f"{found['steps']} steps in {found.get('dtype')}"
+    if "weights" in found:
+        numbers += f": gradients within {found['gradients']:.1e}, weights within {found['weights']:.1e}"
+        numbers += f", control {found['control']:.1e}"
+    if verdict == "failed":
+        yield f"failed: {layout}: {found['reason']}"
+    elif verdict == "different":
+        by = f", by {found['by']:.1e}" if "by" in found else ""
+        first = f", first in {found['tensors']}{by}" if found["tensors"] else ""
+        yield f"different: {layout} does not train as one process does, from step {found['step']} on{first}"
+        yield numbers
+        yield f"likely reason: {found['reason'] or 'not known; docs/prove.md says how to look for it'}"
+    else:
+        yield f"{verdict}: {layout} trains as one process does ({numbers})"
+    yield from (f"note: {note}" for note in found["notes"])
+
+
+def _launched(words: Sequence[str], output: int) -> int:
+    try:
+        return launch(words, module="oneloop.plan.recorded", seconds=_SECONDS, output=output)
+    finally:  # which has listened to the signals meanwhile
+        on_stops(lambda *_: sys.exit(STOPPED))

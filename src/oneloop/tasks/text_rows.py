@@ -1,0 +1,112 @@
+"""What the tasks on rows of text share: their data, how it is read, and the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from oneloop.data.rows.rows import Row
+from oneloop.data.rows.sources import Source, named_sources, notes_of, opened, sets_of, whole
+from oneloop.tasks.base import Task
+from oneloop.tasks.columns import check_texts
+from oneloop.tasks.labels import classes_of, numbers_of
+from oneloop.tasks.metrics import ClassCounts
+from oneloop.tasks.readers import reader
+
+
+class TextRows(Task):
+    """A class for each row: a text, or a pair of texts.
+
+    Args:
+        data: as the user names it; None: the subclass sets ``_sets`` itself.
+        columns: names of the columns, by the task's keys.
+        held_out: share of the rows for validation, and as much for test, where the data has no such parts.
+        window: megabytes of parquet rows that a process may hold; samples are shuffled among so many.
+        model: bytes (an encoder from scratch that reads byte by byte), a folder that transformers saved, or
+            hf:ID[@REVISION], whose last layer is new where it is of other classes.
+        pretrained: with the weights of that folder or hf:; false: from scratch, in its shape.
+        trust_remote_code: run Python that lies beside those weights (only of people you trust).
+        layers: transformer blocks (of bytes).
+        heads: attention heads (of bytes).
+        width: of the residual stream (of bytes).
+        length: bytes, or tokens, of the longest text; longer ones are cut.
+        dropout: of embeddings, attention and residuals (of bytes).
+    """
+
+    target = "label"
+    """the task's key of the column to be learned"""
+    words = False
+    """whether each word has a class, instead of the whole text"""
+    classes: Sequence[str] = ()
+    """names of the model's outputs"""
+
+    def __init__(
+        self,
+        data: str | list[dict[str, Any]] | None,
+        columns: dict[str, str],
+        held_out: float = 0.05,
+        window: int = 256,
+        model: str = "bytes",
+        pretrained: bool = True,
+        trust_remote_code: bool = False,
+        layers: int = 2,
+        heads: int = 4,
+        width: int = 128,
+        length: int = 256,
+        dropout: float = 0.0,
+    ) -> None:
+        shape = {"layers": layers, "heads": heads, "width": width, "length": length, "dropout": dropout}
+        weights = {} if model == "bytes" else {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
+        self.reader = reader(model, shape, **weights)
+        self.columns, self.window = columns, window
+        named = [] if data is None else named_sources(data, columns)
+        sources = [opened(one, held_out=held_out, window=window) for one in named]
+        self._sets = self._samples(sources) if sources else {}
+        self.notes = self._of_data = notes_of(sources)
+
+    def _samples(self, sources: Sequence[Source], *, labelled: bool = True) -> dict[str, Any]:
+        """Check the rows, and return their samples by part. Without labels every target is 0."""
+        self._check(sources)
+        numbers = self._numbers(sources) if labelled else {source.name: int for source in sources}
+        return sets_of(sources, lambda source: self._sample(source, numbers[source.name]))
+
+    def _check(self, sources: Sequence[Source]) -> None:
+        check_texts(sources, "text")
+        check_texts(sources, "second")
+
+    def _numbers(self, sources: Sequence[Source]) -> Mapping[str, Callable[[Any], Any]]:
+        """What turns a target into a number. The first call, with the training rows, sets the classes."""
+        if self.classes:
+            known = self.classes
+            return {source.name: numbers_of(source, self.target, known, lists=self.words) for source in sources}
+        self.classes, numbers = classes_of(sources, self.target, lists=self.words)
+        return numbers
+
+    def _sample(self, source: Source, number: Callable[[Any], Any]) -> Callable[[Row], tuple[Any, Any]]:
+        text, second, label = (source.columns[key] for key in ("text", "second", "label"))
+        encode = self.reader.encode
+        return lambda row: (encode(row[text], row[second] if second else None), number(row.get(label, 0)))
+
+    def model(self) -> nn.Module:
+        model = self.reader.model(self.classes, words=self.words)
+        self.notes = [*self._of_data, *self.reader.notes]
+        return model
+
+    def train_set(self) -> Any:
+        return self._sets["train"]
+
+    def eval_sets(self) -> dict[str, Any]:
+        return {name: part for name, part in self._sets.items() if name != "train"}
+
+    def samples_of(self, data: str, *, labelled: bool) -> Any:
+        columns = self.columns | ({} if labelled else {self.target: ""})
+        return self._samples([whole(Source(data, columns), window=self.window)], labelled=labelled)["all"]
+
+    def metrics(self) -> Any:
+        return ClassCounts(len(self.classes))
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        self.reader.save(model, folder)

@@ -1,0 +1,249 @@
+"""`oneloop prove`: a layout trains as one process does, or it does not, and the verdict says where and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from oneloop.basics.errors import BadInput
+from oneloop.cli import main
+from oneloop.plan import recorded
+from oneloop.plan.prove import _Proof, prove
+from oneloop.run.launch import launch_options
+from own_files import images
+from test_lora import a_base
+from worlds import run
+
+TASKS = '''
+import os
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Net(nn.Module):
+    """Layers by name; `odd` is wrong on every rank but the first, from a step on."""
+
+    def __init__(self, kind, since):
+        super().__init__()
+        self.first, self.odd, self.last = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+        more = {"dropout": nn.Dropout(0.3), "batchnorm": nn.BatchNorm1d(8)}
+        self.more, self.kind, self.since, self.forwards = more.get(kind, nn.Identity()), kind, since, 0
+
+    def forward(self, x):
+        x = torch.tanh(self.more(self.first(x)))
+        if self.kind == "fails" and self.forwards > 5 and "RANK" in os.environ:
+            raise RuntimeError("no such kernel")
+        after = self.odd(x)
+        if self.training and torch.is_grad_enabled():
+            self.forwards += 1
+        if self.kind == "rank" and self.forwards > self.since and os.environ.get("RANK", "0") != "0":
+            after = after.detach() + 1.5 * (after - after.detach())  # its gradient, and that of what is before it
+        return self.last(torch.tanh(after + x.detach()))
+
+
+class Odd:
+    def __init__(self, kind: str = "plain", since: int = 0):
+        self.kind, self.since = kind, since
+
+    def model(self):
+        if self.kind == "float32":
+            return Float32(self.kind, self.since)
+        return Net(self.kind, self.since)
+
+    def train_set(self):
+        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+        return torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+    def eval_sets(self):
+        return {}
+
+    def collate(self, samples):
+        x, y = zip(*samples)
+        return {"x": torch.stack(x), "y": torch.stack(y)}
+
+    def weight(self, batch):
+        return torch.tensor(float(len(batch["x"])))
+
+    def loss(self, model, batch):
+        each = F.mse_loss(model(batch["x"]), batch["y"], reduction="none")
+        return each.sum(), {"loss": each.detach()}
+
+
+class Float32(Net):
+    """A kernel that takes no other type."""
+
+    def forward(self, x):
+        if x.dtype != torch.float32:
+            raise RuntimeError("expected float32")
+        return super().forward(x)
+'''
+SMALL = ["--batch.size", "16", "--steps", "5", "--duration", "1ep", "--optimizer.lr", "1e-2"]
+
+
+def warm(words, output):
+    """What `oneloop launch` does, in processes from the warm server."""
+    options, training = launch_options(words)
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    ranks, config = int(given.get("--num_processes", 1)), Path(given["--config_file"]).stem
+    more = ["--mixed_precision", given["--mixed_precision"]]
+    world = run(recorded.main, training, ranks=ranks, config=config, options=more)
+    os.write(output, world.output.split("--- rank 1\n")[0].encode())
+    return max(world.codes)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Holds the tasks: a module is imported once."""
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "odd.py").write_text(TASKS)
+    return folder
+
+
+@pytest.fixture
+def proved(folder, monkeypatch, capfd):
+    """The verdict of `oneloop prove` with these words."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("ONELOOP_CACHE", str(folder / "cache"))
+
+    def proved(*words):
+        code = prove([*words, "--json"], start=warm)
+        found = json.loads(capfd.readouterr().out)
+        assert code == (0 if found["verdict"] in ("equal", "bit-identical") else 1), found
+        return found
+
+    return proved
+
+
+@pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_a_plain_model_is_equal_in_float64(proved, config):
+    found = proved("odd.py:Odd", "--config_file", config, *SMALL)
+    assert (found["verdict"], found["dtype"], found["layout"]) == ("equal", "float64", f"{config} on 2 processes")
+    assert found["gradients"] < 1e-14 and found["weights"] < 1e-14 and found["step"] is None
+    assert "gloo" in found["notes"][0]
+
+
+@pytest.mark.parametrize(("since", "step"), [(10, 4), pytest.param(0, 1, marks=pytest.mark.slow)])
+def test_a_wrong_rank_is_found_at_its_step_and_tensor(proved, since, step):
+    """The weights before `odd` get other gradients on rank 1. Per rank: three forwards before, two of each step."""
+    words = ["--task.kind", "rank", "--task.since", str(since), "--optimizer.clip", "0.1"]
+    found = proved("odd.py:Odd", "--config_file", "ddp", *SMALL, *words)
+    assert (found["verdict"], found["step"], found["reason"]) == ("different", step, None) and found["by"] > 1e-4
+    assert found["tensor"] == "first.weight" and found["tensors"].endswith("3 more, of 6 tensors"), found
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("dropout", "has dropout"), pytest.param("batchnorm", "has BatchNorm", marks=pytest.mark.slow)],
+)
+def test_randomness_is_the_reason(proved, kind, reason):
+    found = proved("odd.py:Odd", "--config_file", "ddp", *SMALL, "--task.kind", kind)
+    assert found["verdict"] == "different" and found["step"] == 1 and reason in found["reason"]
+
+
+def test_batch_grain_is_bit_identical_with_dropout(proved):
+    found = proved("odd.py:Odd", "--config_file", "fsdp2", *SMALL, "--task.kind", "dropout", "--batch.grain", "4")
+    assert found["verdict"] == "bit-identical" and found["dtype"] == "float32"
+
+
+@pytest.mark.slow
+def test_batch_grain_names_what_differs(proved):
+    words = ["--batch.grain", "4", "--task.kind", "rank"]
+    found = proved("odd.py:Odd", "--config_file", "ddp", *SMALL, *words)
+    assert (found["verdict"], found["step"], found["tensor"]) == ("different", 1, "first.weight")
+
+
+@pytest.mark.slow
+def test_what_cannot_train_in_float64_is_compared_in_float32(proved):
+    found = proved("odd.py:Odd", "--config_file", "ddp", *SMALL, "--task.kind", "float32")
+    assert (found["verdict"], found["dtype"]) == ("equal", "float32") and found["gradients"] < 1e-6
+    assert "expected float32" in found["notes"][-1]
+
+
+def test_the_config_file_decides_the_layout_and_precision(proved, tmp_path):
+    config = tmp_path / "mine.yaml"
+    config.write_text("distributed_type: MULTI_GPU\nnum_processes: 4\nmixed_precision: bf16\n")
+    own = Namespace(config_file=str(config), processes=None, steps=8)
+    parsed = _Proof(["odd.py:Odd"], own, tmp_path, warm)
+    assert parsed.about["layout"] == "mine on 4 processes" and "bf16" in parsed.notes[1]
+    assert parsed.layout[-2:] == ["--mixed_precision", "no"] and parsed.single[-1] == "no"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["digits", "--batch.sise", "3", "--config_file", "ddp"], "unknown key 'batch.sise'"),
+        (["digits", "--batch.size", "3", "--config_file", "ddp"], "batch.size 3 cannot be split over 2 ranks"),
+        (["digits"], "needs --config_file"),
+        (["digits", "--config_file", "none.yaml"], "cannot be read"),
+        (["digits", "--config_file", "ddp", "--steps", "0"], "steps must be at least 1"),
+        (["digits", "--config_file", "ddp", "--processes", "two"], "invalid int value"),
+        (["nothing", "--config_file", "ddp"], "nothing"),
+    ],
+)
+def test_bad_input_is_told_before_any_run(words, says, capsys):
+    assert main(["prove", *words]) == 2
+    told = capsys.readouterr()
+    assert says in told.err and "layout …" not in told.err and not told.out
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_gives_its_error(proved):
+    found = proved("odd.py:Odd", "--config_file", "ddp", *SMALL, "--task.kind", "fails")
+    assert found["verdict"] == "failed" and "no such kernel" in found["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_adapters_are_equal(proved, tmp_path, config):
+    words = ["--task.model", str(a_base(tmp_path / "base")), "--task.lora.rank", "4", "--task.length", "96"]
+    found = proved("sft", *words, "--task.pack", "none", "--config_file", config, "--steps", "4")
+    assert (found["verdict"], found["dtype"]) == ("equal", "float64")
+
+
+@pytest.mark.slow
+def test_what_the_trainer_refuses_is_refused(proved):
+    with pytest.raises(BadInput, match="power"):
+        proved("odd.py:Odd", "--config_file", "ddp", *SMALL, "--ema.power", "[9]")
+
+
+@pytest.mark.slow
+def test_from_the_command_line_with_the_launcher(tmp_path):
+    words = ["prove", "digits", "--config_file", "ddp", "--steps", "3", "--batch.size", "16"]
+    done = subprocess.run([sys.executable, "-m", "oneloop", *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("equal: ddp on 2 processes trains as one process does")
+    assert list(tmp_path.iterdir()) == []
+
+
+TINY = ["--task.layers", "1", "--task.heads", "2", "--task.width", "32"]
+RECIPES = {
+    "digits": [],
+    "gpt": TINY,
+    "llama": TINY,
+    "snippets": TINY,
+    "sft": [],
+    "images": ["--task.data", "images"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_packaged_recipe_is_equal(proved, tmp_path, recipe, config):
+    if recipe == "images":
+        images(tmp_path / "images", "folders", each=12)
+    found = proved(recipe, "--config_file", config, "--steps", "4", "--batch.size", "16", *RECIPES[recipe])
+    assert (found["verdict"], found["dtype"]) == ("equal", "float64")
+
+
+@pytest.mark.slow
+def test_hsdp_on_four_processes_is_equal(proved):
+    assert proved("odd.py:Odd", "--config_file", "hsdp", *SMALL)["layout"] == "hsdp on 4 processes"

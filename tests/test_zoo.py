@@ -1,0 +1,92 @@
+"""Unusual models train the same weights on every parallel layout, or are rejected with a message; nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from same_bits import SPLITS
+from worlds import _free_port, run, train
+from zoo import ZOO
+from zoo_outcomes import COMMON, PATIENCE, Runs, expected, fits, outcome, table
+
+QUICK = [
+    ("Transposed", "ddp", True),
+    ("Transposed", "fsdp2", False),
+    ("OneAdapter", "fsdp2", False),
+    ("WeightHook", "fsdp2", False),
+    ("EverySixth", "ddp", True),
+    ("MaxNorm", "fsdp2", False),
+    ("ClampFunction", "ddp", False),
+    ("TowerForOneSample", "ddp", False),
+    ("TowerInside", "ddp", True),
+    ("Sparse", "ddp", True),
+    ("Scalar", "fsdp2", False),
+]
+
+
+def test_the_zoo_has_forty_models_that_need_care():
+    assert len(ZOO) >= 40
+    assert all(len(entry.expected) == 6 for entry in ZOO.values())
+
+
+@pytest.mark.parametrize(("name", "config", "grain"), QUICK)
+def test_a_model_trains_the_same_weights_on_two_processes_or_is_rejected(tmp_path, name, config, grain):
+    right, line = Runs(name, tmp_path).line(2, config, grain=grain)
+    assert right, line
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("name", ZOO)
+def test_every_model_trains_the_same_weights_on_every_layout_or_is_rejected(tmp_path, name):
+    found = list(table(name, tmp_path))
+    print("\n".join([name, *(line for _, line in found)]))
+    assert not [line for right, line in found if not right]
+
+
+def group_of_one() -> dict[str, str]:
+    """The variables that ``torchrun --nproc_per_node 1`` sets."""
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("grain", [True, False])
+def test_one_process_in_a_process_group_trains_the_same_weights(tmp_path, config, grain):
+    if not grain and config == "ddp":
+        pytest.skip("covered with the grain")
+    runs = Runs("Plain", tmp_path)
+    found = outcome("Plain", 1, config, grain=grain, folder=tmp_path, variables=group_of_one())
+    verdict = runs.verdict(1, config, grain=grain, found=found)
+    allowed = expected("Plain", 2, config, grain=grain)
+    if config == "fsdp2":
+        allowed += (("rejected", ("FSDP2", "one process")),)
+    assert fits(verdict, found, allowed), f"{verdict}: {found.message}"
+
+
+def evaluated(folder: Path, *words: str, ranks: int, config: str) -> dict[str, float]:
+    """The metrics of the last evaluation, of 17 rows."""
+    place = folder / f"{config}-{ranks}"
+    place.mkdir()
+    (place / "recipe.yaml").write_text("task: zoo.ListMetrics\n")
+    given = [str(place / "recipe.yaml"), *COMMON, *words, "--run.dir", str(place / "run")]
+    run(train, given, ranks=ranks, config=config, timeout=PATIENCE / ranks, watch=False).ok()
+    lines = [json.loads(line) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = [line for line in lines if "eval/auroc" in line][-1]
+    return {name: found[name] for name in ("eval/loss", "eval/auroc", "eval/precision")}
+
+
+def test_a_list_metric_is_exact_if_a_process_gets_no_rows(tmp_path):
+    words = ["--eval.micro", "32"]
+    one = evaluated(tmp_path, *words, ranks=1, config="single")
+    assert evaluated(tmp_path, *words, ranks=2, config="ddp") == pytest.approx(one, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["--eval.micro", "4"], ["--batch.grain", "4"]], ids=["plain", "grain"])
+def test_a_list_metric_of_17_rows_is_exact_on_every_layout(tmp_path, words):
+    one, *others = (evaluated(tmp_path, *words, ranks=ranks, config=config) for ranks, config in SPLITS)
+    assert others == [pytest.approx(one, rel=1e-6)] * len(others)

@@ -1,0 +1,185 @@
+"""What becomes of a model of the zoo on a parallel layout: equal, different, rejected, or a crash."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from same_bits import SPLITS, _tensors
+from worlds import run, train
+from zoo import SKIPPED, ZOO, Expected
+
+COMMON = ["--batch.size", "16", "--duration", "10", "--optimizer.name", "sgd", "--optimizer.lr", "0.05"]
+COMMON += ["--optimizer.clip", "0", "--machine.dtype", "float64", "--machine.workers", "0", "--eval.every", "0"]
+COMMON += ["--save.every", "0", "--log.every", "1", "--track", "none", "--machine.check_every", "4"]
+PATIENCE = 60.0
+"""seconds after which a world hangs"""
+CLOSE = 1e-9
+"""relative distance of weights in float64 that counts as equal"""
+LAYOUTS = (*SPLITS, (1, "accumulated"))
+"""(ranks, config); the last is one process again, with two micro-batches a step"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run."""
+
+    kind: str
+    """trained, rejected (code 2, no traceback, no files), stopped or traceback (code 1), abort or hang"""
+    output: str = ""
+    weights: dict[str, torch.Tensor] | None = None
+    digest: dict[str, str] | None = None
+
+    @property
+    def message(self) -> str:
+        """What the output says of the error: from its last line on that names one."""
+        lines = [line for line in self.output.splitlines() if line.strip() and not line.startswith("--- rank")]
+        lines = [line for line in lines if "but did not leave" not in line] or lines  # a consequence of the patience
+        errors = [n for n, line in enumerate(lines) if re.match(r"oneloop: |(\w+\.)*\w+Error: |terminate called", line)]
+        return "\n".join(lines[errors[-1] :] if errors else lines[-1:])
+
+
+def outcome(name: str, ranks: int, config: str, *, grain: bool, folder: Path, **more: Any) -> Outcome:
+    """Trains a model of the zoo in a new world, with ``more`` for it."""
+    place = folder / f"{name}-{config}-{ranks}-{'grain' if grain else 'plain'}"
+    place.mkdir(parents=True)
+    (place / "recipe.yaml").write_text(f"task: zoo.{name}\n")
+    words = [str(place / "recipe.yaml"), *COMMON, *ZOO[name].words, "--run.dir", str(place / "run")]
+    micro = 8 if config == "accumulated" else ZOO[name].micro
+    if grain:
+        words += ["--batch.grain", str(ZOO[name].micro or 2)]
+    elif micro:
+        words += ["--batch.micro", str(micro)]
+    if config == "fsdp2" and ("stopped", SKIPPED[0][1]) in ZOO[name].expected["fsdp2", grain]:
+        words += ["--machine.patience", "0.03"]  # a hang in the first steps is reported after 18 seconds, not 600
+    config = "single" if config == "accumulated" else config
+    more = {"watch": ranks > 1, "timeout": PATIENCE / ranks} | more  # the processes are waited for one after another
+    try:
+        world = run(train, words, ranks=ranks, config=config, **more)
+    except AssertionError as hung:
+        return Outcome("hang", str(hung))
+    codes, output = set(world.codes), world.output.replace(str(folder), "").replace(name, "MODEL")  # names say much
+    if codes == {0}:
+        final = place / "run" / "final"
+        weights = {key: value for file in final.glob("*.safetensors") for key, value in load_file(file).items()}
+        return Outcome("trained", output, weights, _tensors(final))
+    if codes - {0, 1, 2} or re.search("SIGABRT|SIGSEGV|Fatal Python error", output):
+        return Outcome("abort", output)
+    if "Traceback (most recent call last)" in output:
+        return Outcome("traceback", output)
+    if 2 in codes:
+        return Outcome("rejected, files written" if (place / "run").exists() else "rejected", output)
+    return Outcome("stopped", output)
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Relative L2 distance over all tensors."""
+    assert one.keys() == other.keys()
+
+    def norm(tensors) -> float:
+        return sum(float(tensor.to(torch.complex128).abs().square().sum()) for tensor in tensors) ** 0.5
+
+    wide = torch.complex128
+    return norm(one[name].to(wide) - other[name].to(wide) for name in one) / max(norm(one.values()), 1e-30)
+
+
+def fits(verdict: str, found: Outcome, expected: Expected) -> bool:
+    """Whether this is one of the expected outcomes."""
+    for kind, words in expected:
+        text = (found.output if kind == "reported" else found.message).lower()
+        said = all(any(one in text for one in word.lower().split("|")) for word in words)
+        reached = {"equal": verdict == "equal", "reported": found.kind == "trained"}
+        reached |= {"rejected": found.kind == "rejected", "stopped": found.kind in ("stopped", "traceback")}
+        if reached[kind] and (said or kind == "equal"):
+            return True
+    return False
+
+
+def expected(name: str, ranks: int, config: str, *, grain: bool) -> Expected:
+    """What must become of a model of the zoo on a layout."""
+    return ZOO[name].expected["single" if ranks == 1 else config, grain]
+
+
+class Runs:
+    """The runs of one model, each made once.
+
+    Args:
+        name: of the model.
+        folder: where they are written.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self._folder, self._made = name, folder, dict[tuple[int, str, bool], Outcome]()
+
+    def of(self, ranks: int, config: str, *, grain: bool) -> Outcome:
+        """The outcome on this layout."""
+        key = ranks, config, grain
+        if key not in self._made:
+            self._made[key] = outcome(self.name, ranks, config, grain=grain, folder=self._folder)
+        return self._made[key]
+
+    def verdict(self, ranks: int, config: str, *, grain: bool, found: Outcome | None = None) -> str:
+        """Equal, "differs by ...", or the kind of the outcome.
+
+        Without ``batch.grain``, "equal" is up to rounding, to the run on one process. With it, it is bit by bit, to
+        the run on one process with it; that run is compared with the one without it, up to rounding.
+        """
+        found = found or self.of(ranks, config, grain=grain)
+        if found.weights is None:
+            return found.kind
+        first = (ranks, config) == (1, "single")
+        reference = self.of(1, "single", grain=grain and not first)
+        if reference.weights is None and first:
+            return "equal"  # there is nothing to compare with
+        if reference.weights is None:
+            return "trained, and one process did not"
+        apart = distance(reference.weights, found.weights)
+        if grain and not first:
+            return "equal" if found.digest == reference.digest else f"differs by {apart:.2g}"
+        if grain and ("equal", ()) not in ZOO[self.name].expected["single", False]:
+            return "equal"  # without the grain its weights depend on the micro-batch
+        return "equal" if apart <= CLOSE else f"differs by {apart:.2g}"
+
+    def line(self, ranks: int, config: str, *, grain: bool) -> tuple[bool, str]:
+        """Whether the outcome is right, and a line that describes it."""
+        found, verdict = self.of(ranks, config, grain=grain), self.verdict(ranks, config, grain=grain)
+        right = fits(verdict, found, expected(self.name, ranks, config, grain=grain))
+        told = "" if found.weights is not None else ": " + found.message[:300].replace("\n", " ")
+        mark = " " if right else "!"
+        return right, f"{mark} {config:<11} {ranks} {'grain' if grain else 'plain'}  {verdict}{told}"
+
+
+def table(name: str, folder: Path, layouts=LAYOUTS, grains=(False, True)) -> Iterator[tuple[bool, str]]:
+    """Whether each outcome of a model is right, and a line that describes it."""
+    runs = Runs(name, folder)
+    for grain in grains:
+        for ranks, config in layouts:
+            if not (grain and config == "accumulated"):
+                yield runs.line(ranks, config, grain=grain)
+
+
+def main(words: Sequence[str]) -> None:
+    """Print a table: model x layout x grain -> outcome."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="models (default: all)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of processes")
+    parser.add_argument("--only", choices=["plain", "grain"], help="without or with batch.grain")
+    given = parser.parse_args(words)
+    layouts = [(ranks, config) for ranks, config in LAYOUTS if ranks in given.ranks]
+    grains = {None: (False, True), "plain": (False,), "grain": (True,)}[given.only]
+    wrong = 0
+    for name in given.names or ZOO:
+        print(name, flush=True)
+        with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
+            for right, line in table(name, Path(folder), layouts, grains):
+                wrong += not right
+                print(f"  {line}", flush=True)
+    print(f"{wrong} outcomes are wrong (!)")
