@@ -1217,7 +1217,10 @@ class PenaltyNet(PlainNet):
         return out + slope.square().sum(1, keepdim=True)
 
 
-@animal(fsdp2=EQUAL + rejected("FSDP2"), fsdp2_grain=EQUAL + rejected("FSDP2"))
+UNSUPPORTED = EQUAL + rejected("FSDP2 does not support")
+
+
+@animal(fsdp2=UNSUPPORTED, fsdp2_grain=UNSUPPORTED)
 class GradientPenalty(Animal):
     """Double backward: the gradient of the output with respect to the input is in the loss."""
 
@@ -1367,14 +1370,14 @@ class BoxedNet(Net):
         return self.head(box.inside)
 
 
-@animal(fsdp2=EQUAL + rejected("FSDP2", "Box"), fsdp2_grain=EQUAL + rejected("FSDP2", "Box"))
+@animal(fsdp2=UNSUPPORTED, fsdp2_grain=UNSUPPORTED)
 class BoxedOutputs(Animal):
     """Blocks that take and return an object in which FSDP2 finds no tensor."""
 
     net = BoxedNet
 
 
-@animal(fsdp2=EQUAL + rejected("FSDP2|DTensor"), fsdp2_grain=EQUAL + rejected("FSDP2|DTensor"))
+@animal(fsdp2=UNSUPPORTED, fsdp2_grain=UNSUPPORTED)
 class PenaltyInLoss(Plain):
     """The loss reads the parameters: an L2 term for each sample."""
 

@@ -82,9 +82,14 @@ def rehearse(job: Job, run: Run, model: nn.Module) -> Rehearsal:
         return theirs(job.task, "train_set()", lambda: [keyed[place] for place in places])  # type: ignore[no-any-return]
 
     samples = load()
-    with undone(model, run.device), _kept(contract), _uncompiled():
-        graph = _evaluated(contract, job, run, model, samples)
-        return _trained(contract, job, run, model, samples, load(), graph)
+    try:
+        with undone(model, run.device), _kept(contract), _uncompiled():
+            graph = _evaluated(contract, job, run, model, samples)
+            return _trained(contract, job, run, model, samples, load(), graph)
+    except BadInput as error:
+        if run.sharded and isinstance(error.__cause__, RuntimeError):
+            raise BadInput(f"{error}; if it runs with ddp.yaml, FSDP2 does not support this model") from error
+        raise
 
 
 def _evaluated(contract: Contract, job: Job, run: Run, model: nn.Module, samples: Samples) -> Any:
