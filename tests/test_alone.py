@@ -34,7 +34,7 @@ def test_order_and_groups_feed_a_plain_loop():
 def test_norm_clip_and_guard_in_a_plain_loop():
     from oneloop.optim.clip import clip_, global_norm
     from oneloop.optim.guard import Guard
-    from oneloop.optim.policy import Verdict
+    from oneloop.optim.policy import Fault
 
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(3, 1))
@@ -45,9 +45,9 @@ def test_norm_clip_and_guard_in_a_plain_loop():
         norm = global_norm(model.parameters())
         clip_(model.parameters(), 1.0, norm)
         guard.step(norm)
-        step = guard.settle()
+        step = guard.resolve()
         optimizer.zero_grad()
-    assert step.verdict is Verdict.NONFINITE and torch.isfinite(model.weight).all()
+    assert step.fault is Fault.NONFINITE and torch.isfinite(model.weight).all()
 
 
 def test_evaluate_in_a_plain_script():
@@ -193,7 +193,7 @@ def test_noise_scale_in_a_plain_loop():
 def test_policy_and_guard_skip_in_a_plain_loop():
     from oneloop.optim.clip import global_norm
     from oneloop.optim.guard import Guard
-    from oneloop.optim.policy import BadSteps, Policy, Verdict
+    from oneloop.optim.policy import BadSteps, Fault, Policy
 
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(3, 1))
@@ -203,9 +203,9 @@ def test_policy_and_guard_skip_in_a_plain_loop():
     for x in (1.0, float("nan"), 1.0):
         accelerator.backward(model(torch.full((4, 3), x)).sum())
         guard.step(global_norm(model.parameters()))
-        verdicts.append(guard.settle().verdict)
+        verdicts.append(guard.resolve().fault)
         optimizer.zero_grad()
-    assert verdicts == [Verdict.TAKEN, Verdict.NONFINITE, Verdict.TAKEN] and bad.answer(verdicts[1])[0] == "skip"
+    assert verdicts == [Fault.NONE, Fault.NONFINITE, Fault.NONE] and bad.answer(verdicts[1])[0] == "skip"
     assert optimizer.state[model.weight]["step"] == 2
 
 

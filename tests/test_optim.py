@@ -15,7 +15,7 @@ from oneloop.optim.build import adamw, build, muon, set_lr, sgd
 from oneloop.optim.clip import clip_, global_norm
 from oneloop.optim.guard import Guard
 from oneloop.optim.muon import orthogonalized
-from oneloop.optim.policy import Verdict
+from oneloop.optim.policy import Fault
 from oneloop.optim.schedule import learning_rate
 from oneloop.run.counters import Best, Counters
 
@@ -116,14 +116,14 @@ def test_a_non_finite_step_changes_nothing(make, bad):
     guard = Guard(optimizer, device=torch.device("cpu"))
     gradients(net)
     guard.step(global_norm(net.parameters()))
-    assert guard.settle().verdict is Verdict.TAKEN
+    assert guard.resolve().fault is Fault.NONE
     weights = [p.detach().clone() for p in net.parameters()]
     state = [value.clone() for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
     gradients(net, bad)
     guard.step(global_norm(net.parameters()))
-    with pytest.raises(RuntimeError, match="settle"):  # what became of it has to be asked for before the next
+    with pytest.raises(RuntimeError, match="resolve"):  # what became of it has to be asked for before the next
         guard.step(global_norm(net.parameters()))
-    assert guard.settle().verdict is Verdict.NONFINITE and guard.settle() is None  # told once
+    assert guard.resolve().fault is Fault.NONFINITE and guard.resolve() is None  # told once
     after = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
     assert all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
@@ -141,11 +141,11 @@ def test_fp16_loss_scaling_skips_and_shrinks(make):
         scaler.scale(net(torch.ones(4, 5)).square().sum() * scale).backward()
         guard.unscale()
         guard.step(global_norm(net.parameters()))
-        taken.append(guard.settle().verdict)
+        taken.append(guard.resolve().fault)
         if math.isfinite(scale):
             gradients(plain)
             reference.step()
-    assert taken == [Verdict.TAKEN, Verdict.RESCALED, Verdict.TAKEN]
+    assert taken == [Fault.NONE, Fault.RESCALED, Fault.NONE]
     assert scaler.get_scale() == 512.0
     for a, b in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-6)

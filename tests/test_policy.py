@@ -12,7 +12,7 @@ import torch
 from oneloop.checkpoint.store import Store
 from oneloop.data.order import Order
 from oneloop.optim.guard import Guard, Window
-from oneloop.optim.policy import BadSteps, Policy, Verdict
+from oneloop.optim.policy import BadSteps, Fault, Policy
 from worlds import run, timeless, train
 
 BATCH, STEPS, SAVE = 8, 24, 5
@@ -181,7 +181,7 @@ def test_a_spike_is_left_out(tmp_path, recipe, ranks, config):
 
 
 def test_a_rewind_under_loss_scaling_undoes_what_was_unscaled(tmp_path, recipe):
-    """An open step is found bad after the next one's backward: its gradients are dropped before they are unscaled."""
+    """A pending step is found bad after the next one's backward: its gradients are dropped before they are unscaled."""
     words = [recipe, "--task.loud", "5", "--guard.sigma", "100", "--guard.window", "4", "--guard.spike", "rewind"]
     run(_with_a_scaler, [*words, "--run.dir", "scaled"], folder=tmp_path).ok()
     run(train, [*words, "--run.dir", "plain"], folder=tmp_path).ok()
@@ -247,12 +247,12 @@ def test_what_is_not_finite_is_no_spike(bad, scaled):
         guard.unscale()
         norm = torch.tensor(loss) if not scaled else torch.stack([p.grad.norm() for p in net.parameters()]).norm()
         guard.step(norm, loss=torch.tensor(loss))
-        verdict = guard.settle().verdict
+        verdict = guard.resolve().fault
         optimizer.zero_grad()
         if not np.isfinite(loss):
-            assert verdict is (Verdict.RESCALED if scaled else Verdict.NONFINITE)
+            assert verdict is (Fault.RESCALED if scaled else Fault.NONFINITE)
         else:
-            assert verdict is (Verdict.SPIKE if loss == 50.0 else Verdict.TAKEN)
+            assert verdict is (Fault.SPIKE if loss == 50.0 else Fault.NONE)
 
 
 def test_the_window_is_mean_and_deviation_of_what_was_taken():
@@ -274,12 +274,12 @@ def test_the_window_is_mean_and_deviation_of_what_was_taken():
 def test_what_ends_a_row():
     mixed = BadSteps(Policy("rewind", "skip", sigma=6), 2)
     for _ in range(9):  # spikes far from one another, under a policy that rewinds for what is not finite
-        assert mixed.answer(Verdict.SPIKE)[0] == "skip"
-        mixed.taken()
+        assert mixed.answer(Fault.SPIKE)[0] == "skip"
+        mixed.accepted()
     skipping, rewinding = BadSteps(Policy("skip"), 2), BadSteps(Policy("rewind"), 2)
     for bad in (skipping, rewinding):
-        assert [bad.answer(Verdict.NONFINITE)[0] for _ in range(2)] == [bad.policy.nonfinite] * 2
-        bad.taken()
-    assert skipping.answer(Verdict.NONFINITE)[0] == "skip" and rewinding.answer(Verdict.NONFINITE)[0] == "stop"
+        assert [bad.answer(Fault.NONFINITE)[0] for _ in range(2)] == [bad.policy.nonfinite] * 2
+        bad.accepted()
+    assert skipping.answer(Fault.NONFINITE)[0] == "skip" and rewinding.answer(Fault.NONFINITE)[0] == "stop"
     rewinding.saved()
-    assert rewinding.answer(Verdict.NONFINITE)[0] == "rewind"
+    assert rewinding.answer(Fault.NONFINITE)[0] == "rewind"

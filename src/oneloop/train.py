@@ -11,202 +11,111 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from oneloop.basics.errors import Diverged
-from oneloop.checkpoint.run_state import RunState
-from oneloop.checkpoint.store import Keep
-from oneloop.data.groups import Group
+from oneloop.ema import EMA
 from oneloop.machine.garbage import scheduled_garbage
-from oneloop.machine.replicas import check_replicas
-from oneloop.machine.switches import release_cache
-from oneloop.measure.noise_scale import NoiseScale
-from oneloop.measure.sums import Sums
 from oneloop.optim.build import set_lr
-from oneloop.optim.clip import clear_gradients, clip_, global_norm
-from oneloop.optim.guard import Guard, Step, contagious
-from oneloop.optim.policy import BadSteps, Fate, Verdict
+from oneloop.optim.clip import clear_gradients, clip_
+from oneloop.optim.guard import Guard, contagious
+from oneloop.optim.policy import Fault, Outcome
 from oneloop.run import entry
-from oneloop.run.book import Book
-from oneloop.run.counters import Best, Counters, Results
-from oneloop.run.export import write_final
 from oneloop.run.folder import Folder
-from oneloop.run.identity import Identity, identity
+from oneloop.run.gradients import Gradients
 from oneloop.run.job import Job
 from oneloop.run.processes import Run
 from oneloop.run.rehearsal import rehearse
 from oneloop.run.start_lines import start_lines
-from oneloop.run.summary import summary
-from oneloop.run.summation import summation
-from oneloop.show.examples import Examples
+from oneloop.run.state import State
+from oneloop.run.steps import NO_WEIGHT, Steps
+from oneloop.run.upkeep import Upkeep
 
 
 def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
-    """Trains ``job`` on the processes of ``run``, into ``folder``; returns the summary.
+    """Train ``job`` on the processes of ``run``, into ``folder``; return the summary. Collective: call on every rank.
 
     Raises:
-        BadInput: the folder's checkpoints are damaged, or of another model.
-        Diverged: a loss or gradient was not finite, or far out of line, and the policy is to stop.
+        BadInput: the folder's checkpoints are damaged, or belong to another model.
+        Diverged: a loss or gradient was not finite or far too large, and the recipe says to stop.
+        Inexact: the step would depend on the parallel layout.
         ReplicasDiffer: two processes no longer hold the same weights.
-        ValueError: a global batch weighs nothing.
+        ValueError: the total weight of a global batch is 0.
         OSError: too many saves in a row have failed, or the last one before a stop.
     """
-    # The model on its processes (one, DDP or FSDP2), and what is built on its parameters. Nothing is written yet.
-    recipe, task, split, rhythm = job.recipe, job.task, job.split, job.rhythm
-    accelerator, say = run.accelerator, run.display.say
+    # The model on its processes (one, DDP or FSDP2), and its optimizer and EMA weights.
+    recipe, split, rhythm, accelerator = job.recipe, job.split, job.rhythm, run.accelerator
     accelerator.gradient_accumulation_steps = split.accumulate
     model = run.prepare(job.model, blocks=job.built.blocks)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with run.setting_up():
-        optimizer = job.optimizer(model)
-        emas = job.emas(model, optimizer)
-        seen = rehearse(job, run, model)  # a few samples go through task and model
-        known = identity(job, run, optimizer) if run.main else {}
-    reduction, sensor, total, fingerprint = summation(job, run, model, optimizer, emas, seen)
-    guard = Guard(optimizer, device=run.device, scaler=accelerator.scaler, policy=job.policy, total=total)
+    with run.setting_up():  # an error of one rank ends all of them
+        optimizer = job.make_optimizer(model)
+        emas = [EMA(model, optimizer=optimizer, **ema) for ema in job.emas]
+        seen = rehearse(job, run, model)  # preflight check: a few samples through task and model
+    gradients = Gradients(job, run, model, parameters, seen)
+    guard = Guard(optimizer, device=run.device, scaler=accelerator.scaler, policy=job.policy, total=gradients.total)
+
+    # The state that a checkpoint holds. Until begin(), nothing is written; after it, a resumed run is where it was.
+    state = State(job, run, folder, model, optimizer, emas, guard, seen)
     run.display.lines(start_lines(job, run, model, optimizer, emas, seen))
+    book = state.begin(job, run, folder, graph=seen.graph)
+    count, meter, clock, checkpoints = state.count, state.meter, state.meter.clock, state.checkpoints
+    steps = Steps(job, run, count, checkpoints, gradients.checks)
+    upkeep = Upkeep(job, run, state, book, gradients, steps, emas)
 
-    # What is saved, and where a run goes on. All else is a function of it, or begins anew (a row of bad steps).
-    count, best, results, noise = Counters(), Best(), Results(), NoiseScale()
-    meter = job.meter(run, parameters, flops=seen.flops, figures=seen.figures)
-    same = Identity(run.from_main(known), accept_changes=recipe.run.accept_changes, say=say)
-    parts: dict[str, Any] = {"counters": count, "best": best, "meter": meter, "results": results, "noise": noise}
-    parts |= {"guard": guard, "identity": same, **job.task_parts(count)}
-    parts |= {ema.name: ema for ema in emas} | ({"scaler": accelerator.scaler} if accelerator.scaler else {})
-    state = RunState(model, optimizer, averages=emas, parts=parts, own=["tracking"], check=same.check)
-    checkpoints = job.checkpoints(folder.path, run)
-    job.hold(folder, run, state)
-    with run.setting_up():
-        saved = state.resume(checkpoints, recipe.run.resume, say=say)
-    job.begin(folder, run)
-    has_checkpoint = "tracking" in saved  # of its own: another folder's is loaded without
-    count.begin()  # of the seconds
-
-    # What is written down and shown.
-    resumed = saved.get("tracking")
-    tracking = job.tracking(folder.path, run, resumed=resumed, step=count.step, graph=seen.graph)
-    state.parts["tracking"] = tracking
-    run.closing.callback(tracking.close)
-    book = Book(count, results, tracking, run.display, unit=job.unit)
-    if saved:
-        book.event("resume")
-    run.display.begin(lambda: count.step, total=job.steps)
-    profiling, clock, advice = job.profiling(folder.path, run, book), meter.clock, job.advice(run)
-    bad = BadSteps(job.policy, recipe.guard.patience)
-    validation = {name: dataset for name, dataset in job.eval_sets.items() if name != "test"}
-
-    def evaluated(sets: dict[str, Any], of: int | None = None) -> bool:
-        """Evaluates the weights and each average of them; False where a stop came first. Every rank must get here."""
-        examples = Examples(fixed=recipe.eval.samples, worst=recipe.eval.samples) if sets.keys() & validation else None
-        figures = job.evaluate(model, sets, run, averages=emas, examples=examples)
-        if figures is None:
-            return False
-        book.evaluated(figures, examples, of=of)
-        if recipe.eval.micro not in (None, split.each):
-            release_cache()  # memory cached for shapes that training does not have
-        clock.mark("evaluate")
-        return True
-
-    def validate() -> bool:
-        """Evaluates on the validation sets and judges the result; False where a stop came first."""
-        count.evaluation_due = True
-        if not evaluated(validation):
-            return False
-        count.evaluation_due = False
-        better = best.update(results[recipe.eval.best], count.step, higher_is_better=job.upward)
-        count.evaluated(better, patience=job.rate.patience)
-        return True
-
-    def log(lr: float, group: Group) -> None:
-        """Turns what the device has summed since the last log into figures (host sync). Every rank must get here."""
-        figures = {"train/lr": lr, **meter.read(), "train/epoch": count.samples / len(job.train_set)}
-        if job.noise_scale:
-            noise.add(*sensor.read(group.total, split.size), norm=figures["train/grad_norm"])
-            figures |= noise.figures()
-        book.log(figures, advice(clock.overall), **fingerprint())
-
-    def save() -> None:
-        """Begins a checkpoint; training waits for a copy to host memory. Every rank must get here."""
-        book.event("save")
-        keep = Keep(recipe.save.keep, job.keep_every, best.step if recipe.save.best else None)
-        state.save(checkpoints, count.step, about={"metric": recipe.eval.best, **best.state_dict()}, keep=keep)
-        bad.saved()  # ends a row of rewinds
-        clock.mark("save")
-
-    def over() -> bool:
-        return count.step >= job.steps or 0 < recipe.stop.patience <= best.since
-
-    def handle_bad(step: Step) -> Fate:
-        """A step that changed nothing: leaves it out, goes back to the last checkpoint, or ends the run (all ranks)."""
-        if step.verdict is Verdict.RESCALED:  # of fp16: the next step has a smaller loss scale
-            return Fate.SKIPPED
-        action, why = bad.answer(step.verdict)
-        number, after = count.step + 1, count.position  # which has passed its samples already
-        ids = job.order[after - split.size : after][1].tolist()
-        book.write(book.line(step=number, event=action, why=why, ids=ids))
-        say(f"step {number}: {why}: {action}; the samples are in metrics.jsonl")
-        checkpoints.finish()  # the last good one is sealed first
-        if action == "stop":
-            raise Diverged(f"step {number}: {why}; the weights are those from before it")
-        if action == "skip":
-            return Fate.SKIPPED
-        if not state.resume(checkpoints, "auto", say=say):
-            raise Diverged(f"step {number}: {why}; there is no checkpoint to go back to")
-        count.position = after  # the samples since are passed over
-        clear_gradients(parameters)
-        run.begin_afresh()  # what was loaded ahead is loaded again, from there
-        if count.evaluation_due:
-            validate()
-        return Fate.REWOUND
-
-    def settle() -> Fate | None:
-        """What became of the open step (None: none is open). No wait, where the next backward is queued behind it."""
-        run.confirm()  # FSDP2 added up the same on all ranks; collective
-        if (step := guard.settle()) is None:
+    def resolve() -> Outcome | None:
+        """Return the outcome of the pending step, or None if no step is pending. See "The pending step" below."""
+        steps.confirm()  # FSDP2: all ranks ran the same
+        if (step := guard.resolve()) is None:
             return None
-        if step.verdict is not Verdict.TAKEN:
-            return handle_bad(step)
+        if step.fault is not Fault.NONE:
+            return upkeep.bad_step(step)  # skip, rewind, or raise Diverged
         count.trained(split.size, step.weight)
         meter.step(loss=step.loss, figures=step.figures, norm=step.norm, weight=step.weight, samples=split.size)
         for ema in emas:
             ema.update(split.size)
-        bad.taken()
-        return Fate.TAKEN
+        upkeep.bad.accepted()
+        return Outcome.ACCEPTED
 
-    if job.policy.rewinds and not has_checkpoint:
-        save()  # so that there is something to go back to
-    stopped = count.evaluation_due and not validate()
-    steps = () if stopped or over() else run.steps(lambda: job.groups(run, start=count.position), checkpoints)
+    def save() -> None:
+        """Start a checkpoint; training waits only for a copy to host memory. No step may be pending."""
+        book.event("save")
+        state.save(checkpoints, count.step, **upkeep.kept())
+        upkeep.bad.saved()
+        clock.mark("save")
+
+    if job.policy.rewinds and not book.resumed:
+        save()  # so that there is a checkpoint to rewind to
+    stopped = count.evaluation_due and not upkeep.validate()
     clock.restart()
-    with profiling, scheduled_garbage("collect" in rhythm) as collect:
-        for group in clock.over("data", steps):  # its total weight and its stop are those of all ranks
-            # This step's number, if the one before it, which may be open, was taken. (An open step is never due.)
-            number = count.step + guard.open + 1
+    with upkeep.profiling(folder.path / "profile") as profiling, scheduled_garbage("collect" in rhythm):
+        # The pending step. guard.step() queues an update, which the device skips if its gradients are bad. The step is
+        # then pending: the host does not yet know which. It queues the next backward first, and then calls resolve():
+        #     backward n | update n | backward n+1 | resolve n | update n+1 | backward n+2 | resolve n+1 | ...
+        # By then the answer has arrived, so the host never waits. Only if something is due (a log line, an evaluation,
+        # a save, a stop, the end) does it resolve step n right after update n, and wait for the device.
+        for group in clock.over("data", () if stopped or upkeep.over() else steps):
+            number = count.step + guard.pending + 1  # of this step, if the pending one is accepted
             profiling.step(number)
             clock.mark("other")
             if group.total == 0:
-                settle()
-                raise ValueError(f"step {count.step + 1}: the global batch weighs nothing: its mean loss is undefined")
+                resolve()
+                raise ValueError(f"step {count.step + 1}: {NO_WEIGHT}")
 
-            # Accumulate gradients: of the sum over the global batch, divided once by its weight.
-            sums = Sums(seen.figures, apart=job.exact)
-            scale = reduction.factor / group.total  # undoes accelerate's mean
-            with sensor.measuring(job.noise_scale and rhythm.is_due("log", number)):
-                for micro, batch in enumerate(clock.over("transfer", group.batches)):
-                    job.reseed(run, count.position, micro)  # what is random in the model is a function of where it is
-                    with accelerator.accumulate(model), reduction:  # .grad is the sum over micro-batches and ranks
-                        loss, outputs = task.loss(model, batch)
-                        accelerator.backward(contagious(loss, scale))  # a NaN loss makes every rank's norm NaN
-                    sums.add(loss, outputs, group.weights[micro])
-                    sensor.micro_batch(group.weights[micro])
+            # Accumulate the gradients of the summed loss, divided by the total weight of the global batch (all ranks).
+            sums = gradients.sums()
+            scale = gradients.factor / group.total
+            with gradients.step(count.position, measured=rhythm.is_due("log", number)):
+                for batch, weight in zip(clock.over("transfer", group.batches), group.weights, strict=False):
+                    with accelerator.accumulate(model), gradients.micro_batch(weight):  # .grad: sum over all ranks
+                        loss, outputs = job.task.loss(model, batch)
+                        accelerator.backward(contagious(loss, scale))  # a NaN loss makes the norm NaN on all ranks
+                    sums.add(loss, outputs, weight)
                     clock.mark("compute")
 
-            # Settle the step before: count it and move the averages, or handle a bad one. These gradients stay good
-            # after a skip, which changed no weight, and not after a rewind.
-            if settle() is Fate.REWOUND:
+            if resolve() is Outcome.REWOUND:  # the previous step: these gradients belong to weights that are gone
                 continue
 
-            # Update weights. The device leaves them alone where the gradients are bad.
+            # Update the weights. The device leaves them unchanged if the gradients are bad. The step is now pending.
             guard.unscale()
-            norm = global_norm(parameters, exact=job.exact)  # every rank must get here
+            norm = gradients.norm()
             clip_(parameters, recipe.optimizer.clip, norm)
             lr = set_lr(optimizer, job.rate(count.step, reductions=count.reductions))
             meter.before_update(rhythm.is_due("log", count.step + 1))
@@ -214,44 +123,33 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             clear_gradients(parameters)
             count.position += split.size
 
-            # Where something is due (at the last step all is), settle this step now (host sync); else leave it open.
-            due, stopped = rhythm.due(count.step + 1), group.stop
-            fate = settle() if due or stopped else None
+            due, stopped = rhythm.due(count.step + 1), group.stop  # at the last step everything is due
+            outcome = resolve() if due or stopped else None
             clock.step("update")
-            if fate is Fate.REWOUND or (fate is not Fate.TAKEN and not stopped):
-                continue
+            if outcome is not Outcome.ACCEPTED and (outcome is Outcome.REWOUND or not stopped):
+                continue  # (after a rewind, a stop is heard at the next step)
 
-            # Rare work: no step is open in here.
-            due = due if fate is Fate.TAKEN else []
-            if "log" in due:
-                log(lr, group)
-            if "check" in due:
-                check_replicas(model, optimizer, step=count.step)
-            if "collect" in due:
-                collect()
-            clock.mark("other")
-            if "eval" in due and validation:
-                stopped = not validate() or stopped
-            if "save" in due or stopped or over() or (recipe.save.best and best.step == count.step):
+            # Rare work: log, compare replicas, collect garbage, evaluate, save. After a skipped step, only a stop saves.
+            due = due if outcome is Outcome.ACCEPTED else []
+            stopped = not upkeep.work(due, lr, group.total) or stopped
+            if "save" in due or stopped or upkeep.over() or upkeep.is_best():
                 save()
-            if stopped or over():
+            if stopped or upkeep.over():
                 break
 
-    # The end. The best weights are put in place, where they are wanted.
-    trouble = checkpoints.finish()
-    final = job.final(state, checkpoints, count.step, best, stopped=stopped)
-    if not stopped and (sets := job.last_sets(final)):
-        stopped = not evaluated(sets, of=final["step"])
-    if trouble and stopped:  # the run is not done, and cannot go on where it was
+    # The end: the last checkpoint, the best weights if the recipe asks for them, the test set, final/.
+    failed = checkpoints.finish()
+    final = upkeep.final_weights(stopped=stopped)
+    stopped = stopped or not upkeep.last_evaluation(final)
+    if failed and stopped:  # the run is not done, and cannot be resumed from where it was
         raise OSError("told to stop, but the last checkpoint could not be written")
     checkpoints.close()
-    write_final(folder.path / "final", model, task, emas, about=final)  # every rank must get here
-    time = advice.sentence(clock.overall())
-    return summary(job, run, count, best, results, noise, final=final, time=time, stopped=stopped)
+    upkeep.write_final(folder.path / "final", final)
+    return upkeep.summary(final, stopped=stopped)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Trains the recipe that the command line names, and ends the process with oneloop's exit code."""
+    """Train the recipe that the command line names, and end the process with oneloop's exit code."""
     entry.main(train, sys.argv[1:] if argv is None else argv)
 
 

@@ -1,6 +1,6 @@
 """The state of a run as one thing: saved as a whole, and resumed as a whole.
 
->>> state = RunState(model, optimizer, averages=[ema], parts={"counters": count, "ema": ema})
+>>> state = RunState(model, optimizer, emas=[ema], parts={"counters": count, "ema": ema})
 >>> saved = state.resume(checkpoints, "auto")              # {} at first
 >>> state.save(checkpoints, step)
 """
@@ -36,7 +36,7 @@ class RunState:
     Args:
         model: as prepared.
         optimizer: over its parameters.
-        averages: of its parameters.
+        emas: averages of its parameters.
         parts: by name, what has a ``state_dict`` of plain values, and takes it back by ``load_state_dict`` where it has
             one; ``files`` of it are on disk before a checkpoint that tells of them.
         own: names of parts that belong to a run's own folder: they do not go on from another folder's checkpoint.
@@ -48,16 +48,16 @@ class RunState:
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        averages: Sequence[Average] = (),
+        emas: Sequence[Average] = (),
         parts: Mapping[str, Any],
         own: Sequence[str] = (),
         check: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
-        self.model, self.optimizer, self.averages = model, optimizer, averages
+        self.model, self.optimizer, self.emas = model, optimizer, emas
         self.parts, self._own, self._check = dict(parts), own, check
 
     def _extra(self) -> dict[str, Tensor]:
-        return {name: tensor for average in self.averages for name, tensor in average.tensors().items()}
+        return {name: tensor for ema in self.emas for name, tensor in ema.tensors().items()}
 
     def size(self, optimizer_share: float, origin: Origin | None = None) -> tuple[int, int]:
         """Bytes of what is written once (the weights with their averages at the end, frozen ones in ``base/``), and of
@@ -120,8 +120,8 @@ class RunState:
         if not own:
             saved = {name: value for name, value in saved.items() if name not in self._own}
         there = read_manifest(path).get("tensors") or self._extra()  # the first format does not tell
-        for average in self.averages:
-            average.begin(average.tensors().keys() - there.keys())  # of what was not trained before
+        for ema in self.emas:
+            ema.begin(ema.tensors().keys() - there.keys())  # of what was not trained before
         for name, part in self.parts.items():
             if name in saved and hasattr(part, "load_state_dict"):
                 part.load_state_dict(saved[name])

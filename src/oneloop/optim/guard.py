@@ -2,7 +2,7 @@
 
 >>> guard = Guard(optimizer, device=device, policy=Policy(nonfinite="skip"))
 >>> contagious(loss).backward()
->>> before = guard.settle()                      # what became of the step before, known by now
+>>> before = guard.resolve()                     # the previous step: by now it is known whether it was bad
 >>> guard.step(global_norm(parameters))
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from oneloop.optim.policy import Policy, Verdict
+from oneloop.optim.policy import Fault, Policy
 
 _SMALLEST_SCALE = 2.0**-10
 
@@ -31,9 +31,9 @@ def contagious(loss: Tensor, factor: float = 1.0) -> Tensor:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was given to the device, and what became of it."""
+    """A resolved step."""
 
-    verdict: Verdict
+    fault: Fault
     norm: Tensor
     """global gradient norm before clipping, 0-dim"""
     loss: Tensor
@@ -47,10 +47,9 @@ class Step:
 class Guard:
     """Keeps bad gradients away from weights and optimizer state, without a host wait.
 
-    A step is open from :meth:`step` until :meth:`settle` has told what became of it, once. Optimizers that take
-    ``found_inf`` (fused AdamW, Adam, SGD, Adagrad; Muon) skip on the device; the flag is copied to the host beside the
-    device's work, and is there when it is asked for after the next step's backward. Other optimizers cost one host read
-    per step, before the update.
+    A step is pending from :meth:`step` until :meth:`resolve` returns its fault. Optimizers that take ``found_inf``
+    (fused AdamW, Adam, SGD, Adagrad; Muon) skip on the device. The flag is copied to the host while the device works,
+    and has arrived if the next backward is queued. Other optimizers cost one host read per step, before the update.
 
     With fp16 loss scaling (``scaler``, a torch GradScaler) a non-finite gradient means a smaller scale; the step is bad
     when the scale has fallen to nothing. torch's scaler reads the device at every step.
@@ -79,16 +78,16 @@ class Guard:
         self._total = total
         self._window = Window(policy.window, policy.sigma, device=device) if policy.sigma else None
         self._bad = torch.zeros((), device=device)
-        """the verdict on the step, as :class:`Verdict` counts"""
+        """value of the step's :class:`Fault`"""
         self._one = torch.ones((), device=device)
         self._told = _Copy(device)
-        self._open: tuple[Verdict | None, Tensor, Tensor, float, Tensor | None] | None = None
-        """the verdict where it is known already, and the rest of a :class:`Step`"""
+        self._pending: tuple[Fault | None, Tensor, Tensor, float, Tensor | None] | None = None
+        """the fault if it is known already, and the other fields of a :class:`Step`"""
 
     @property
-    def open(self) -> bool:
-        """Whether a step was made that is not settled."""
-        return self._open is not None
+    def pending(self) -> bool:
+        """Whether a step was made that is not resolved."""
+        return self._pending is not None
 
     def unscale(self) -> None:
         """Undoes the loss scale, before norm and clipping."""
@@ -98,73 +97,72 @@ class Guard:
     def step(
         self, norm: Tensor, *, loss: Tensor | None = None, weight: float = 1.0, figures: Tensor | None = None
     ) -> None:
-        """Updates the weights, unless the step is bad. The step before has to be settled.
+        """Update the weights, unless the step is bad. The previous step must be resolved.
 
         Args:
             norm: global gradient norm, equal on all ranks.
             loss: this rank's summed loss of the step, 0-dim; for spikes.
             weight: what it is divided by, the same on all ranks.
-            figures: what else is to be had back with the verdict.
+            figures: returned by :meth:`resolve`.
 
         Raises:
-            RuntimeError: the step before is not settled.
+            RuntimeError: the previous step is still pending.
         """
-        if self.open:
-            raise RuntimeError("the step before is still open: call settle() first, which tells what became of it")
+        if self.pending:
+            raise RuntimeError("the previous step is still pending: call resolve() first")
         mean = None if loss is None or self._window is None else loss.detach() / weight
-        verdict = self._scaled_step(norm, mean) if self.scaler is not None else self._plain_step(norm, mean)
+        fault = self._scaled_step(norm, mean) if self.scaler is not None else self._plain_step(norm, mean)
         loss = torch.full_like(norm, torch.nan) if loss is None else loss
-        self._open = verdict, norm, loss, weight, figures
+        self._pending = fault, norm, loss, weight, figures
 
-    def _plain_step(self, norm: Tensor, mean: Tensor | None) -> Verdict | None:
+    def _plain_step(self, norm: Tensor, mean: Tensor | None) -> Fault | None:
         # Sets the flag where the norm is not finite: what torch.amp does to all gradients. (It also multiplies by one.)
         torch._amp_foreach_non_finite_check_and_unscale_([norm.detach()], self._bad.zero_(), self._one)
         if self._window is not None:
             self._bad = torch.maximum(self._bad, self._judged(norm, mean))
         if not self._on_device:
-            verdict = Verdict(int(self._bad.item()))  # host sync
-            if verdict is Verdict.TAKEN:
+            fault = Fault(int(self._bad.item()))  # host sync
+            if fault is Fault.NONE:
                 self.optimizer.step()
-            return verdict
+            return fault
         self._told.send(self._bad)
         self.optimizer.found_inf = self._bad.clamp(max=1) if self._window else self._bad  # type: ignore[attr-defined]
         self.optimizer.step()
         return None
 
-    def settle(self) -> Step | None:
-        """The open step with its verdict, told once; None where none is open.
+    def resolve(self) -> Step | None:
+        """Return the pending step with its fault, or None if no step is pending.
 
-        Waits for the device where the step was made just now; where another backward was given to the device since, the
-        verdict is there already.
+        Wait for the device if the step was made just now. If another backward was queued since, the fault has arrived.
         """
-        if self._open is None:
+        if self._pending is None:
             return None
-        (verdict, norm, loss, weight, figures), self._open = self._open, None
-        return Step(Verdict(self._told.read()) if verdict is None else verdict, norm, loss, weight, figures)
+        (fault, norm, loss, weight, figures), self._pending = self._pending, None
+        return Step(Fault(self._told.read()) if fault is None else fault, norm, loss, weight, figures)
 
     def _judged(self, norm: Tensor, loss: Tensor | None) -> Tensor:
-        """0, 1 where a value is not finite, 2 where it is far above those before; as :class:`Verdict` counts."""
+        """0, 1 where a value is not finite, 2 where it is far above those before; as :class:`Fault` counts."""
         assert self._window is not None
         values = (norm if loss is None else torch.stack([norm.to(loss.dtype), self._total(loss)])).reshape(-1)
         finite = torch.isfinite(values).all()
         return torch.where(finite, 2 * self._window.far(values, known=finite & (self._bad == 0)), 1.0)
 
-    def _scaled_step(self, norm: Tensor, loss: Tensor | None) -> Verdict:
+    def _scaled_step(self, norm: Tensor, loss: Tensor | None) -> Fault:
         judged = 0 if self._window is None else int(self._judged(norm, loss))  # host sync, as the scaler's
-        if judged == Verdict.SPIKE.value:
+        if judged == Fault.SPIKE.value:
             self.scaler.update()
-            return Verdict.SPIKE
+            return Fault.SPIKE
         before = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         after = self.scaler.get_scale()
-        return Verdict.TAKEN if after >= before else Verdict.RESCALED if after >= _SMALLEST_SCALE else Verdict.NONFINITE
+        return Fault.NONE if after >= before else Fault.RESCALED if after >= _SMALLEST_SCALE else Fault.NONFINITE
 
     def state_dict(self) -> dict[str, Any]:
         return self._window.state_dict() if self._window else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._open = None
+        self._pending = None
         if self._window and state:
             self._window.load_state_dict(state)
 

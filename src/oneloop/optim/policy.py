@@ -10,26 +10,27 @@ from typing import Literal
 Action = Literal["stop", "skip", "rewind"]
 
 
-class Verdict(enum.Enum):
-    """What became of a step."""
+class Fault(enum.Enum):
+    """Why a step changed nothing."""
 
-    TAKEN = 0
+    NONE = 0
+    """the step is accepted"""
     NONFINITE = 1
-    """its gradient was NaN or Inf; nothing was changed"""
+    """the gradient was NaN or Inf"""
     SPIKE = 2
-    """its loss or gradient norm was too far above those before; nothing was changed"""
+    """the loss or the gradient norm was too far above the previous ones"""
     RESCALED = 3
-    """fp16: the loss scale was too large and is smaller now; nothing was changed"""
+    """fp16: the loss scale was too large and was lowered"""
 
 
-class Fate(enum.Enum):
-    """What a run has made of a step."""
+class Outcome(enum.Enum):
+    """Result of a step for the run."""
 
-    TAKEN = enum.auto()
+    ACCEPTED = enum.auto()
     SKIPPED = enum.auto()
-    """left out: the next step takes its number"""
+    """dropped: the next step takes its number"""
     REWOUND = enum.auto()
-    """all is as it was at the last checkpoint, but for the samples since, which are passed over"""
+    """the last checkpoint was restored; the samples since are not trained on"""
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Policy:
     window: int = 100
     """steps that mean and standard deviation are taken over; nothing is a spike before there are as many"""
 
-    def action(self, verdict: Verdict) -> Action:
-        return self.spike if verdict is Verdict.SPIKE else self.nonfinite
+    def action(self, fault: Fault) -> Action:
+        return self.spike if fault is Fault.SPIKE else self.nonfinite
 
     @property
     def goes_on(self) -> bool:
@@ -61,30 +62,30 @@ class BadSteps:
 
     Args:
         policy: what a bad step is answered with.
-        patience: bad steps in a row that do not end the run. A step that is taken ends a row of skipped ones; only a
-            checkpoint ends a row of rewinds, since the steps before the bad one are taken again and again.
+        patience: bad steps in a row that do not end the run. An accepted step ends a row of skipped ones; only a
+            checkpoint ends a row of rewinds, since the steps before the bad one are repeated each time.
     """
 
     def __init__(self, policy: Policy, patience: int) -> None:
         self.policy, self.patience = policy, patience
         self._in_a_row: Counter[Action] = Counter()
 
-    def taken(self) -> None:
-        """A step was taken."""
+    def accepted(self) -> None:
+        """A step was accepted."""
         self._in_a_row["skip"] = 0
 
     def saved(self) -> None:
         """A checkpoint was made."""
         self._in_a_row.clear()
 
-    def answer(self, verdict: Verdict) -> tuple[Action, str]:
+    def answer(self, fault: Fault) -> tuple[Action, str]:
         """What to do about one more bad step, and why, in words."""
-        action = self.policy.action(verdict)
+        action = self.policy.action(fault)
         self._in_a_row[action] += 1
         why = {
-            Verdict.NONFINITE: "the gradient is not finite",
-            Verdict.SPIKE: f"loss or gradient norm is {self.policy.sigma:g} deviations above those before",
-        }[verdict]
+            Fault.NONFINITE: "the gradient is not finite",
+            Fault.SPIKE: f"loss or gradient norm is {self.policy.sigma:g} deviations above those before",
+        }[fault]
         if self._in_a_row[action] > self.patience:
             why += f", and these are {self._in_a_row[action]} bad steps in a row (guard.patience {self.patience})"
             return "stop", why

@@ -36,8 +36,10 @@ from oneloop.train import train
 def _recorded(steps: int, job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     """Train the first steps without any evaluation; the learning rate is that of the whole schedule."""
 
+    make = job.make_optimizer
+
     def optimizer(model: nn.Module) -> Optimizer:
-        made, numbers = type(job).optimizer(job, model), count(1)
+        made, numbers = make(model), count(1)
 
         def keep(*_: Any) -> None:
             gradients = {f"model.{bare_name(name)}": parameter.grad for name, parameter in model.named_parameters()}
@@ -48,9 +50,8 @@ def _recorded(steps: int, job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         made.register_step_post_hook(keep)
         return made
 
-    job = replace(job, rhythm=replace(job.rhythm, total=min(steps, job.steps)), eval_sets={})
-    vars(job)["optimizer"] = optimizer
-    return train(job, run, folder)
+    rhythm = replace(job.rhythm, total=min(steps, job.steps))
+    return train(replace(job, rhythm=rhythm, eval_sets={}, make_optimizer=optimizer), run, folder)
 
 
 def _whole(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

@@ -112,22 +112,21 @@ def _trained(typed: list[str], warm: int) -> dict[str, Any]:
 
     recipe = read(typed)
     run = start()
-    job = replace(build_job(recipe, ranks=1, device=run.device.type), eval_sets={})
+    job = build_job(recipe, ranks=1, device=run.device.type)
     convolutions = any(isinstance(module, nn.Conv2d) for module in job.model.modules())
     facts = {"device": run.device.type, "cores": run.cores, "blocks": bool(job.built.blocks)}
     marks: list[float] = []
-    steps = run.steps
+    make = job.make_optimizer
 
-    def timed(*given: Any) -> Iterator[Any]:
-        for group in steps(*given):
-            marks.append(time.perf_counter())
-            yield group
+    def timed(model: nn.Module) -> Any:
+        optimizer = make(model)
+        optimizer.register_step_pre_hook(lambda *_: marks.append(time.perf_counter()))
+        return optimizer
 
-    run.steps = timed  # type: ignore[method-assign,assignment]
     folder = Folder(recipe.folder)
     run.command = ["oneloop.train", *typed]
     with run.display, run.closing:
-        train(job, run, folder)
+        train(replace(job, eval_sets={}, make_optimizer=timed), run, folder)
     lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
     peak = max(line["memory/peak_gib"] for line in lines if "memory/peak_gib" in line)
     taken = len(marks) - 1 - warm

@@ -12,13 +12,21 @@ from oneloop.show.tracking import Tracking
 
 
 class Book:
-    """Lines for metrics.jsonl, the trackers and the terminal; ``unit`` is what the weight counts, samples or tokens."""
+    """Lines for metrics.jsonl, the trackers and the terminal; ``unit`` is what the weight counts, samples or tokens.
+    ``resumed`` is whether the run continues a checkpoint of its own folder."""
 
     def __init__(
-        self, count: Counters, results: Results, tracking: Tracking, display: Display, *, unit: str = "samples"
+        self,
+        count: Counters,
+        results: Results,
+        tracking: Tracking,
+        display: Display,
+        *,
+        unit: str = "samples",
+        resumed: bool = False,
     ) -> None:
         self._count, self._results, self._tracking, self._display = count, results, tracking, display
-        self._unit = unit
+        self._unit, self.resumed = unit, resumed
 
     def line(self, **figures: Any) -> dict[str, Any]:
         """These figures, headed by the counters; what is given here again takes the counter's place."""

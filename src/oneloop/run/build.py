@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import Subset
 
 from oneloop.basics.duration import Duration, Scale
@@ -13,14 +16,14 @@ from oneloop.data.order import order_of
 from oneloop.data.split import Split
 from oneloop.ema import gamma
 from oneloop.measure.noise_scale import Sensor
-from oneloop.optim.build import refuse_if_sharded, try_optimizer
+from oneloop.optim.build import build, refuse_if_sharded, try_optimizer
 from oneloop.optim.schedule import LearningRate, learning_rate
 from oneloop.recipe.mathematics import OptimizerConfig
 from oneloop.recipe.names import resolve
 from oneloop.recipe.schema import Recipe
 from oneloop.run.agreement import where
 from oneloop.run.job import Job
-from oneloop.run.model import build_model, torch_dtype
+from oneloop.run.model import BuiltModel, build_model, torch_dtype
 from oneloop.run.rhythm import Rhythm
 from oneloop.tasks.base import Progress, Task, check, check_sets
 from oneloop.tasks.contract import theirs
@@ -57,32 +60,47 @@ def build_job(
     tokens = sample_weight if getattr(task, "unit", "samples") == "tokens" else None
     scale = Scale(split.size, len(train_set), tokens)
     total = recipe.duration.steps(scale)
-    averages = _averages(recipe, scale, total)
-    upward = _direction(recipe.eval.best, task, eval_sets, [average["name"] for average in averages])
+    emas = _emas(recipe, scale, total)
+    upward = _direction(recipe.eval.best, task, eval_sets, [ema["name"] for ema in emas])
     if total < 1:
         raise ValueError(f"duration {recipe.duration} is no step at all; the shortest is 1")
     collate = Weighed(task.collate, task.weight, sample_weight=sample_weight, dtype=torch_dtype(recipe))
     built = build_model(recipe, task, split, sharded=sharded, device=device)
     optimizer = resolve("optimizer", recipe.optimizer.name)
-    share = try_optimizer(optimizer, recipe.optimizer.name, recipe.optimizer.options)
     return Job(
         recipe=recipe,
         task=task,
         train_set=train_set,
         eval_sets=eval_sets,
+        built=built,
+        make_optimizer=partial(_optimizer, recipe, built),
+        optimizer_share=try_optimizer(optimizer, recipe.optimizer.name, recipe.optimizer.options),
+        emas=emas,
         split=split,
         order=order_of(train_set, seed=recipe.seed, batch=split.size),
         collate=collate,
         rhythm=_rhythm(recipe, scale, total),
-        keep_every=recipe.save.forever.steps(scale, total=total, key="save.forever"),
         rate=_rate(recipe, scale, total),
-        averages=averages,
-        built=built,
-        optimizer_share=share,
-        notes=built.notes,
         upward=upward,
         no_noise_scale=Sensor.why_not(ranks, split.accumulate, sharded=sharded and not split.grain),
     )
+
+
+def _optimizer(recipe: Recipe, built: BuiltModel, model: nn.Module) -> Optimizer:
+    """The recipe's optimizer over the prepared model."""
+    chosen = recipe.optimizer
+    try:
+        return build(
+            resolve("optimizer", chosen.name),
+            model,
+            lr=chosen.lr,
+            weight_decay=chosen.weight_decay,
+            options=chosen.options,
+            settings=built.settings,
+            elementwise=recipe.batch.grain is not None,
+        )
+    except Exception as error:
+        raise ValueError(f"optimizer.name {chosen.name} cannot be built: {error}{where(error)}") from error
 
 
 def make_task(recipe: Recipe) -> Task:
@@ -144,7 +162,8 @@ def _rhythm(recipe: Recipe, scale: Scale, total: int) -> Rhythm:
         every["check"] = steps(machine.check_every, "machine.check_every")
     if machine.gc_every.amount:
         every["collect"] = steps(machine.gc_every, "machine.gc_every")
-    return Rhythm(every, 1 if recipe.debug.dry_run else total)
+    forever = recipe.save.forever.steps(scale, total=total, key="save.forever")
+    return Rhythm(every, 1 if recipe.debug.dry_run else total, forever)
 
 
 def _rate(recipe: Recipe, scale: Scale, total: int) -> LearningRate:
@@ -168,20 +187,21 @@ def peak(optimizer: OptimizerConfig, batch: int) -> float:
     return float(optimizer.lr * (batch / optimizer.lr_at_batch) ** power)
 
 
-def _averages(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:
-    """Arguments of each EMA, named after what it is where there are several."""
+def _emas(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:
+    """Arguments of each EMA, named after its kind if there are several."""
     ema = recipe.ema
-    averages: list[dict[str, Any]] = [
+    kinds: list[dict[str, Any]] = [
         {"half_life": half_life.samples(scale, total=total, key="ema.half_life"), "name": f"ema-{half_life.text}"}
         for half_life in ema.half_lives
     ]
-    averages += [{"decay": ema.decay, "name": f"ema-{ema.decay}"}] if ema.decay else []
-    averages += [{"power": width, "name": f"ema-power-{width}"} for width in ema.power]
+    kinds += [{"decay": ema.decay, "name": f"ema-{ema.decay}"}] if ema.decay else []
+    kinds += [{"power": width, "name": f"ema-power-{width}"} for width in ema.power]
     for width in ema.power:
-        gamma(width)  # refuses what is too wide
-    if len(averages) == 1 and not ema.power:
-        averages[0]["name"] = "ema"
-    names = [average["name"].replace(" ", "") for average in averages]
+        gamma(width)  # rejects a width that is too large
+    if len(kinds) == 1 and not ema.power:
+        kinds[0]["name"] = "ema"
+    names = [kind["name"].replace(" ", "") for kind in kinds]
     if len(set(names)) < len(names):
         raise ValueError(f"ema: two averages are the same, of {', '.join(names)}; give each once")
-    return [{**average, "name": name} for average, name in zip(averages, names, strict=True)]
+    common = {"every": ema.every, "ramp": ema.ramp, "device": ema.device}
+    return [{**common, **kind, "name": name} for kind, name in zip(kinds, names, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -22,10 +22,10 @@ from accelerate.utils import (
 from torch import Tensor, nn
 
 from oneloop.basics.errors import BadInput
-from oneloop.data.groups import Group
+from oneloop.data.groups import workers_here
 from oneloop.machine.strategy import HALF, prepare, sharded_precision
 from oneloop.measure.throughput import peak_flops
-from oneloop.run.agreement import Agreement, Saves
+from oneloop.run.agreement import Agreement
 from oneloop.run.ending import leave
 from oneloop.run.stopping import Stopping
 from oneloop.show.display import Display
@@ -53,11 +53,9 @@ class Run(Agreement):
         self.closing = ExitStack()
         """what has to be ended however the run ends"""
 
-    def steps(self, groups: Callable[[], Iterable[Group]], saves: Saves) -> Iterator[Group]:
-        """The groups of this rank, as :meth:`agreed` tells of them."""
-        steps = self.agreed(groups, saves, self.stopping.told)
-        self.closing.callback(steps.close)
-        return steps
+    def workers(self, asked: int | str) -> int:
+        """Processes that load data for this one."""
+        return workers_here(asked, device=self.device, local_ranks=self.local_ranks)
 
     def stop_wanted(self) -> bool:
         """Whether any rank was told to stop. Every rank must get here."""

@@ -15,6 +15,8 @@ class Rhythm:
     every: Mapping[str, int]
     total: int
     """steps of the run: at the last one all is due"""
+    forever: int = 0
+    """steps between two checkpoints that are never deleted (0: none)"""
 
     def due(self, step: int) -> list[str]:
         """What is due after this step, in the order in which it is done."""

@@ -56,7 +56,7 @@ def start_lines(
                 f" machine.sync_each_batch true keeps none, and scatters {moved:,.1f} MiB per step, not"
                 f" {held:,.1f}"
             )
-    yield from job.notes
+    yield from job.built.notes
     if emas:
         yield f"averages of the weights: {', '.join(ema.name for ema in emas)}"
     if run.ranks > 1 and "check" in job.rhythm:

@@ -18,6 +18,7 @@ import torch
 from oneloop.basics.files import replacing
 from oneloop.basics.progress import Working
 from oneloop.data.keyed import Keyed
+from oneloop.ema import EMA
 from oneloop.machine.micro_batch import Attempt, Child, Steps, search
 from oneloop.machine.switches import float32_products
 from oneloop.optim.clip import clip_, global_norm
@@ -59,8 +60,8 @@ class Trial:
             micro=max(1, self.recipe.batch.size // run.ranks),
         )
         model = run.prepare(job.model, blocks=job.built.blocks)
-        optimizer = job.optimizer(model)
-        emas = job.emas(model, optimizer)
+        optimizer = job.make_optimizer(model)
+        emas = [EMA(model, optimizer=optimizer, **ema) for ema in job.emas]
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         largest = by_size(job)
 

@@ -1,0 +1,161 @@
+"""The gradients of one step: those of the summed loss of the global batch, divided once by its total weight.
+
+>>> sums = gradients.sums()
+>>> with gradients.step(position):
+...     for batch, weight in zip(group.batches, group.weights):
+...         with accelerator.accumulate(model), gradients.micro_batch(weight):
+...             accelerator.backward(loss(batch) * gradients.factor / group.total)
+>>> norm = gradients.norm()                     # .grad is the sum over micro-batches and ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from oneloop.basics.errors import BadInput
+from oneloop.basics.exact_sums import tree_sum
+from oneloop.basics.reseed import reseed
+from oneloop.basics.tensors import optimizer_tensors
+from oneloop.checkpoint.state import model_tensors
+from oneloop.ema import EMA
+from oneloop.machine.checks import Checks, search_unused
+from oneloop.machine.randomness import has_batch_statistics
+from oneloop.machine.reduction import Reduction, Tree
+from oneloop.measure.fingerprint import fingerprint
+from oneloop.measure.noise_scale import Sensor
+from oneloop.measure.sums import Sums
+from oneloop.optim.clip import global_norm
+from oneloop.run.job import Job
+from oneloop.run.processes import Run
+from oneloop.run.rehearsal import Rehearsal
+from oneloop.run.start_lines import DEPENDS
+
+
+class Gradients:
+    """Seeds, checks and sums the gradients of a step; with ``batch.grain``, bit-identically on every parallel layout.
+
+    Args:
+        job: what is trained.
+        run: its processes.
+        model: as prepared.
+        parameters: the trained ones.
+        seen: by the preflight check.
+
+    Raises:
+        BadInput: unused parameters must be searched for, and this torch cannot.
+    """
+
+    def __init__(
+        self, job: Job, run: Run, model: nn.Module, parameters: Sequence[nn.Parameter], seen: Rehearsal
+    ) -> None:
+        split = job.split
+        self._job, self._run, self._model, self._parameters = job, run, model, parameters
+        self._metrics = tuple(seen.figures)
+        self._sensor = Sensor(run.accelerator, model, exact=job.exact, summed=True)
+        self.checks = _checks(job, run, model, seen)
+        how: dict[str, Any] = {"accumulate": split.accumulate, "checks": self.checks}
+        self._reduction = (
+            Tree(model, parameters, ranks=run.ranks, see=self._sensor.see, **how)
+            if job.exact
+            else Reduction(model, **how)
+        )
+        leaves = [split.leaf(run.rank, micro) for micro in range(split.accumulate)]
+        self._leaves = torch.tensor(leaves, device=run.device)
+        """this rank's, among those of a step"""
+        self._position, self._micro, self._weight = 0, -1, 0.0
+
+    @property
+    def factor(self) -> int:
+        """Of the loss: undoes accelerate's mean over the micro-batches."""
+        return self._reduction.factor
+
+    def sums(self) -> Sums:
+        """The sums of one step: the loss, and the metrics that the task's loss returns."""
+        return Sums(self._metrics, apart=self._job.exact)
+
+    def step(self, position: int, *, measured: bool = False) -> AbstractContextManager[None]:
+        """A context around the micro-batches of one step.
+
+        Args:
+            position: of the step's first sample in the order.
+            measured: whether to measure the noise scale, if the run does.
+        """
+        self._position, self._micro = position, -1
+        return self._sensor.measuring(measured and self._job.noise_scale)
+
+    def micro_batch(self, weight: float) -> Gradients:
+        """A context around forward and backward of the next micro-batch, whose weight on this rank is ``weight``."""
+        self._micro, self._weight = self._micro + 1, weight
+        return self
+
+    def __enter__(self) -> None:
+        self._reseed()
+        self._reduction.__enter__()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._reduction.__exit__(kind, error, trace)
+        if error is None:
+            self._sensor.micro_batch(self._weight)
+
+    def _reseed(self) -> None:
+        """Random numbers are a function of step, rank and micro-batch; with ``batch.grain``, of step and leaf."""
+        job, run = self._job, self._run
+        if job.exact:
+            leaf = job.split.leaf(run.rank, self._micro)
+            reseed(run.device, job.recipe.seed, self._position, leaf, others=True)
+        else:
+            reseed(run.device, job.recipe.seed, self._position, run.rank, self._micro)
+
+    def norm(self) -> Tensor:
+        """Global L2 norm of the gradients, 0-dim, equal on all ranks. Collective: call on every rank."""
+        return global_norm(self._parameters, exact=self._job.exact)
+
+    def noise(self, total: float) -> tuple[float, float, float]:
+        """What :meth:`Sensor.read` found in the last measured step, whose weight over all ranks is ``total``.
+        Collective: call on every rank."""
+        return self._sensor.read(total, self._job.split.size)
+
+    def total(self, losses: Tensor) -> Tensor:
+        """A step's loss over all ranks, 0-dim, on the device. Collective: call on every rank.
+
+        With ``batch.grain`` each leaf has its own slot in the all-reduce, so that the tree adds them in one order.
+        """
+        if not self._job.exact:
+            return self._run.total(losses)
+        slots = losses.new_zeros(self._run.ranks * len(self._leaves))
+        slots[self._leaves] = losses
+        return tree_sum(self._run.total(slots))
+
+    def fingerprint(self, optimizer: Optimizer, emas: Sequence[EMA]) -> dict[str, str]:
+        """With ``batch.grain``: hashes of the tensors that a checkpoint would hold. Collective: call on every rank."""
+        if not self._job.exact or not (self._run.main or self._run.sharded):
+            return {}
+        averages = {name: tensor for ema in emas for name, tensor in ema.tensors().items()}
+        weights = model_tensors(self._model, frozen=False)
+        return fingerprint(weights | optimizer_tensors(self._model, optimizer) | averages)
+
+
+def _checks(job: Job, run: Run, model: nn.Module, seen: Rehearsal) -> Checks:
+    """The checks of every step."""
+    asked = job.recipe.machine.find_unused_parameters
+    able = search_unused(model)
+    if asked and not able:
+        raise BadInput("machine.find_unused_parameters true requires torch 2.15 or newer under FSDP2")
+
+    def report(name: str) -> None:
+        run.display.say(f"a forward in training changes the {name}; {DEPENDS}")
+
+    watched = not seen.moved and not has_batch_statistics(model)
+    return Checks(
+        model,
+        parameters=run.ranks > 1 or job.exact,
+        buffers=job.exact,
+        report=report if watched else None,
+        union=run.union if run.sharded and able and (asked or seen.unused) else None,
+    )

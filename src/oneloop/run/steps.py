@@ -1,0 +1,161 @@
+"""The steps of a run: micro-batches loaded ahead, and what all ranks agree on before each step."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from oneloop.basics.beats import BEATS, TRAINING
+from oneloop.basics.exact_sums import rounded_sum
+from oneloop.data.groups import Group, groups
+from oneloop.machine.checks import Checks, agree, disagreement
+from oneloop.run.counters import Counters
+from oneloop.run.job import Job
+from oneloop.run.processes import Run
+
+NO_WEIGHT = "the total weight of the global batch is 0, so the mean loss is undefined; check task.weight()"
+_KNOWN, _LEAST, _MANY = 50, 600.0, 20
+"""steps after which collectives get a time-out of the run's own: seconds at least, and times what names a hang"""
+
+
+class Saves(Protocol):
+    """What :class:`Steps` asks of checkpoints."""
+
+    def poll(self) -> object | None:
+        """This rank's error in the save that is in progress, without a wait."""
+
+    def finish(self) -> object:
+        """Wait for that save on all ranks, and return its error."""
+
+
+class Steps:
+    """This rank's micro-batches, step by step, without an end, each with the total weight of its global batch and the
+    stop that any rank was asked for.
+
+    One small all-reduce on the host per step, in progress while the previous step trains. If a rank has an error in a
+    save, all ranks finish that save first.
+
+    Args:
+        job: what is trained.
+        run: its processes.
+        count: where in the order to start, and to continue after :meth:`begin_afresh`.
+        saves: the run's checkpoints.
+        checks: of each step; under FSDP2 the ranks compare what they ran.
+
+    Raises:
+        OSError: too many saves in a row have failed.
+    """
+
+    def __init__(self, job: Job, run: Run, count: Counters, saves: Saves, checks: Checks) -> None:
+        self._job, self._run, self._count, self._saves = job, run, count, saves
+        self._checks = checks if run.sharded else None
+        self._afresh = False
+        self._coming: tuple[Group, Tensor, Any] | None = None
+        """the group after the one that trains, and its sum, which is in progress"""
+        self._signs = 0
+        """how many numbers of that sum are signs that are not yet compared"""
+
+    def __iter__(self) -> Iterator[Group]:
+        steps = self._agreed()
+        self._run.closing.callback(steps.close)
+        return steps
+
+    def begin_afresh(self) -> None:
+        """Drop the groups that were loaded ahead. Collective: call on every rank, at the same step."""
+        self._afresh = True
+
+    def confirm(self) -> None:
+        """Check that all ranks ran the same in the pending step. Collective: call on every rank.
+
+        Wait for the sum that is in progress since that step was made; if there is none yet, make one.
+
+        Raises:
+            Inexact: they did not (FSDP2).
+        """
+        host = self._run.host
+        if self._checks is None or host is None:
+            return
+        if self._signs and self._coming is not None:
+            self._coming[2].wait()
+            sums = self._coming[1][-self._signs :]
+        else:
+            sums = torch.tensor(self._checks.signs(), dtype=torch.float64)
+            dist.all_reduce(sums, group=host)
+        self._signs = 0
+        if not agree(sums.tolist(), self._run.ranks):
+            raise disagreement(self._run.gathered(self._checks.units.last))
+
+    def _agreed(self) -> Generator[Group]:
+        self._afresh, steps = True, 0
+        BEATS.enter(TRAINING)
+        while self._afresh:
+            self._afresh = False
+            for group, total, stop, failed in self._summed(self._groups()):
+                if failed:
+                    self._saves.finish()
+                group.total, group.stop = total, bool(stop)
+                BEATS.beat()
+                steps += 1
+                if steps == _KNOWN and self._run.host is not None:
+                    self._wait_at_most(max(_LEAST, _MANY * BEATS.limit(1.0)))
+                yield group
+
+    def _groups(self) -> Iterator[Group]:
+        job, run = self._job, self._run
+        return groups(
+            job.train_set,
+            job.collate,
+            job.order,
+            job.split,
+            rank=run.rank,
+            seed=job.recipe.seed,
+            start=self._count.position,
+            device=run.device,
+            workers=run.workers(job.recipe.machine.workers),
+            pinned=job.recipe.machine.pinned,
+        )
+
+    def _wait_at_most(self, seconds: float) -> None:
+        """Limit the time of collectives: a second safeguard, if no supervisor runs."""
+        set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before 2.15
+        for group in (dist.group.WORLD, self._run.host):
+            set_timeout(timedelta(seconds=seconds), group)
+
+    def _summed(self, groups: Iterable[Group]) -> Iterator[tuple[Group, float, float, float]]:
+        """Each group with the sums over the ranks of its weight, the stop flag and the error flag."""
+        requested, poll = self._run.stopping.told, self._saves.poll
+        if self._run.host is None:
+            for group in groups:
+                total = rounded_sum(group.weights) if group.apart else group.weight
+                yield group, total, requested(), poll() is not None
+                if self._afresh:
+                    break
+            return
+        self._coming = None
+        for group in groups:
+            signs, weights = self._checks.signs() if self._checks is not None else [], self._weights(group)
+            mine = torch.tensor([requested(), poll() is not None, *weights, *signs], dtype=torch.float64)
+            work = dist.all_reduce(mine, group=self._run.host, async_op=True)
+            before: tuple[Group, Tensor, Any] | None = self._coming
+            self._coming, self._signs = (group, mine, work), len(signs)
+            if before is not None:
+                before[2].wait()
+                stop, failed, *sums = before[1].numpy().tolist()
+                yield before[0], rounded_sum(sums[: len(weights)]), stop, failed
+                if self._afresh:
+                    self._coming[2].wait()
+                    return
+
+    def _weights(self, group: Group) -> list[float]:
+        """The values to all-reduce: the total weight, or with ``batch.grain`` a vector with one slot per micro-batch,
+        so that no two values are ever added."""
+        if not group.apart:
+            return [group.weight]
+        mine, rank = len(group.weights), self._run.rank
+        return [0.0] * (mine * rank) + group.weights + [0.0] * (mine * (self._run.ranks - rank - 1))

@@ -1,0 +1,222 @@
+"""Rare work between steps: log, evaluate, and answer bad steps; at the end, the final weights and the summary."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from oneloop.basics import errors
+from oneloop.basics.beats import BEATS, ENDING, EVALUATION
+from oneloop.basics.errors import Diverged
+from oneloop.checkpoint.store import Keep, name_of
+from oneloop.ema import EMA
+from oneloop.evaluate import evaluate_all
+from oneloop.machine.replicas import check_replicas
+from oneloop.machine.switches import release_cache
+from oneloop.measure.diagnosis import Advice
+from oneloop.measure.noise_scale import meaning
+from oneloop.measure.profiling import Profiling
+from oneloop.optim.clip import clear_gradients
+from oneloop.optim.guard import Step
+from oneloop.optim.policy import BadSteps, Fault, Outcome
+from oneloop.run.book import Book
+from oneloop.run.export import load_task_state, write_final
+from oneloop.run.gradients import Gradients
+from oneloop.run.job import Job
+from oneloop.run.processes import Run
+from oneloop.run.state import State
+from oneloop.run.steps import Steps
+from oneloop.show.examples import Examples
+
+
+class Upkeep:
+    """What a run does between steps, while no step is pending. All methods are collective: call them on every rank.
+
+    Args:
+        job: what is trained.
+        run: its processes.
+        state: of the run.
+        book: where it writes its metrics.
+        gradients: of its steps.
+        steps: its micro-batches, which are loaded again after a rewind.
+        emas: averages of its weights.
+    """
+
+    def __init__(
+        self, job: Job, run: Run, state: State, book: Book, gradients: Gradients, steps: Steps, emas: Sequence[EMA]
+    ) -> None:
+        self._job, self._run, self._state, self._book = job, run, state, book
+        self._gradients, self._steps, self._emas = gradients, steps, emas
+        self.bad = BadSteps(job.policy, job.recipe.guard.patience)
+        every = job.rhythm.every
+        about = {"eval_every": every["eval"], "save_every": every["save"]}
+        self._workers = run.workers(job.recipe.machine.workers)
+        self._advice = Advice(after=3, workers=self._workers, cores=run.cores, **about)
+
+    def over(self) -> bool:
+        """Whether the run has reached its last step, or stops early (``stop.patience``)."""
+        state, job = self._state, self._job
+        return state.count.step >= job.steps or 0 < job.recipe.stop.patience <= state.best.since
+
+    def work(self, due: Collection[str], lr: float, total: float) -> bool:
+        """Do what is due after a step, except saving; return False if a stop was requested before the evaluation.
+
+        Args:
+            due: names, as of :class:`Rhythm`.
+            lr: learning rate of the step.
+            total: weight of its global batch.
+        """
+        state = self._state
+        if "log" in due:
+            self._log(lr, total)
+        if "check" in due:
+            check_replicas(state.model, state.optimizer, step=state.count.step)
+        if "collect" in due:
+            gc.collect()
+        state.meter.clock.mark("other")
+        return "eval" not in due or self.validate()
+
+    def _log(self, lr: float, total: float) -> None:
+        """Write the metrics since the last log (host sync)."""
+        job, state, gradients = self._job, self._state, self._gradients
+        epoch = state.count.samples / len(job.train_set)
+        figures = {"train/lr": lr, **state.meter.read(), "train/epoch": epoch}
+        if job.noise_scale:
+            state.noise.add(*gradients.noise(total), norm=figures["train/grad_norm"])
+            figures |= state.noise.figures()
+        remarks = self._advice(state.meter.clock.overall)
+        self._book.log(figures, remarks, **gradients.fingerprint(state.optimizer, self._emas))
+
+    def validate(self) -> bool:
+        """Evaluate on the validation sets and judge the result; False if a stop was requested first."""
+        state, job = self._state, self._job
+        sets = {name: dataset for name, dataset in job.eval_sets.items() if name != "test"}
+        if not sets:
+            return True
+        state.count.evaluation_due = True
+        if not self._evaluate(sets):
+            return False
+        state.count.evaluation_due = False
+        better = state.best.update(state.results[job.recipe.eval.best], state.count.step, higher_is_better=job.upward)
+        state.count.evaluated(better, patience=job.rate.patience)
+        return True
+
+    def _evaluate(self, sets: dict[str, Any], of: int | None = None) -> bool:
+        """Evaluate the weights and the EMA weights, at the end those ``of`` an earlier step; False if a stop was
+        requested first."""
+        job, run, state, recipe = self._job, self._run, self._state, self._job.recipe
+        examples = Examples(fixed=recipe.eval.samples, worst=recipe.eval.samples) if sets.keys() - {"test"} else None
+        with BEATS.phase(EVALUATION):
+            figures = evaluate_all(
+                job.task,
+                state.model,
+                sets,
+                averages=self._emas,
+                examples=examples,
+                accelerator=run.accelerator,
+                micro=recipe.eval.micro or job.split.each,
+                workers=self._workers,
+                dtype=job.dtype,
+                seed=recipe.seed,
+                exact=job.exact,
+                interrupted=run.stop_wanted,
+            )
+        if figures is None:
+            return False
+        self._book.evaluated(figures, examples, of=of)
+        if recipe.eval.micro not in (None, job.split.each):
+            release_cache()  # memory cached for shapes that training does not have
+        state.meter.clock.mark("evaluate")
+        return True
+
+    def kept(self) -> dict[str, Any]:
+        """Arguments of :meth:`State.save`: what the manifest records, and which checkpoints stay."""
+        recipe, best = self._job.recipe, self._state.best
+        keep = Keep(recipe.save.keep, self._job.rhythm.forever, best.step if recipe.save.best else None)
+        return {"about": {"metric": recipe.eval.best, **best.state_dict()}, "keep": keep}
+
+    def is_best(self) -> bool:
+        """Whether this step has the best evaluation so far, and the recipe saves it."""
+        return self._job.recipe.save.best and self._state.best.step == self._state.count.step
+
+    def bad_step(self, step: Step) -> Outcome:
+        """Skip a bad step, which changed nothing; or restore the last checkpoint; or end the run."""
+        if step.fault is Fault.RESCALED:  # fp16: the next step has a smaller loss scale
+            return Outcome.SKIPPED
+        job, run, state, book = self._job, self._run, self._state, self._book
+        count, say = state.count, run.display.say
+        action, why = self.bad.answer(step.fault)
+        number, after = count.step + 1, count.position  # the position is after the samples of the bad step
+        ids = job.order[after - job.split.size : after][1].tolist()
+        book.write(book.line(step=number, event=action, why=why, ids=ids))
+        say(f"step {number}: {why}: {action}; the samples are in metrics.jsonl")
+        state.checkpoints.finish()  # the last good checkpoint is sealed first
+        if action == "stop":
+            raise Diverged(f"step {number}: {why}; the weights are those from before it")
+        if action == "skip":
+            return Outcome.SKIPPED
+        if not state.resume(state.checkpoints, "auto", say=say):
+            raise Diverged(f"step {number}: {why}; there is no checkpoint to go back to")
+        count.position = after  # the samples since the checkpoint are not trained on
+        clear_gradients(state.model.parameters())
+        self._steps.begin_afresh()
+        if count.evaluation_due:
+            self.validate()
+        return Outcome.REWOUND
+
+    def profiling(self, folder: Path) -> Profiling:
+        """A trace of the steps that the recipe names, on rank 0, in ``folder``."""
+        watch, book, run = self._job.recipe.watch, self._book, self._run
+        return Profiling(
+            folder,
+            run.device,
+            profile=watch.profile if run.main else None,
+            memory=watch.memory if run.main else None,
+            say=run.display.say,
+            log=lambda figures: book.write(book.line(**figures)),
+        )
+
+    def final_weights(self, *, stopped: bool) -> dict[str, Any]:
+        """Restore the weights of the best evaluation if the recipe asks for them and they are intact; return which
+        weights the model has. No save may be in progress."""
+        BEATS.enter(ENDING)
+        state, recipe, best = self._state, self._job.recipe, self._state.best
+        step, checkpoints = state.count.step, state.checkpoints
+        wanted = recipe.save.final == "best" and best.step and not stopped
+        if not wanted or (best.step != step and not checkpoints.whole(best.step, "final/ gets the last weights")):
+            return {"weights": "last", "step": step, "end": step}
+        if best.step != step:
+            state.take(checkpoints, best.step)
+            load_task_state(self._job.task, checkpoints.store.root / name_of(best.step))
+        return {"weights": "best", "step": best.step, "end": step, "metric": recipe.eval.best, "value": best.value}
+
+    def last_evaluation(self, final: dict[str, Any]) -> bool:
+        """Evaluate on the test set; on all sets if the weights of an earlier step were restored, so that the summary
+        describes the weights in ``final/``. False if a stop was requested first."""
+        again = final["step"] != final["end"]
+        sets = {name: part for name, part in self._job.eval_sets.items() if again or name == "test"}
+        return not sets or self._evaluate(sets, of=final["step"])
+
+    def write_final(self, folder: Path, final: dict[str, Any]) -> None:
+        """Write the weights and the EMA weights, which ``final`` describes, for inference."""
+        write_final(folder, self._state.model, self._job.task, self._emas, about=final)
+
+    def summary(self, final: dict[str, Any], *, stopped: bool) -> dict[str, Any]:
+        """The summary of a run that is done or stopped: summary.json."""
+        job, state, metric = self._job, self._state, self._job.recipe.eval.best
+        count, best = state.count, state.best
+        early = f"early stop: {metric} was best at step {best.step}" if count.step < job.steps else "done"
+        return {
+            "exit_reason": f"stopped by {self._run.stopping.by or 'a signal to another rank'}" if stopped else early,
+            "exit_code": errors.STOPPED if stopped else errors.DONE,
+            **count.figures(job.unit),
+            "passed_over": count.passed_over,
+            "seconds": count.elapsed(),
+            **state.results,
+            "best": {"metric": metric, "value": best.value, "step": best.step},
+            "final": final,
+            "noise_scale": meaning(state.noise.value, job.split.size, job.no_noise_scale),
+            "time": self._advice.sentence(state.meter.clock.overall()),
+        }
