@@ -1164,7 +1164,7 @@ class SparseNet(Net):
 SPARSE = rejected("sparse", "embedding.weight")
 
 
-@animal(all=EQUAL + SPARSE, grain=SPARSE, fsdp2=SPARSE)
+@animal(all=SPARSE)
 class Sparse(Animal):
     inputs = ("token",)
     net = SparseNet

@@ -152,6 +152,9 @@ def _refuse_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
             f"{named(task)}.model returned a model with {len(parameters)} parameters of which none is trained"
             " (requires_grad is False in all of them); leave some of them to be trained"
         )
+    tables = nn.Embedding | nn.EmbeddingBag
+    if sparse := [name for name, table in model.named_modules() if isinstance(table, tables) and table.sparse]:
+        raise ValueError(f"the gradient of {sparse[0]}.weight is sparse, which is not supported; set sparse=False")
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
     kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
     if sharded and (len(kinds) > 1 or kinds[0].startswith("complex")):

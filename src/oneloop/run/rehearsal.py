@@ -187,11 +187,8 @@ def _refuse(job: Job, run: Run, seen: Pass, moved: list[str], units: str, losses
             f" {losses[0]:.9g} and {losses[1]:.9g}: the data set, the model or the loss keeps a generator or a counter"
             " of its own. Use torch's global generator instead, or remove batch.grain"
         )
-    if seen.sparse and (job.exact or run.sharded):
-        raise BadInput(
-            f"the gradient of {seen.sparse[0]} is sparse, which {'batch.grain' if job.exact else 'FSDP2'} does not"
-            " support; set sparse=False in its layer"
-        )
+    if seen.sparse:
+        raise BadInput(f"the gradient of {seen.sparse[0]} is sparse, which is not supported; set sparse=False")
     unused = seen.unused
     if unused and run.ranks > 1 and not run.sharded and not job.recipe.machine.find_unused_parameters:
         raise BadInput(
