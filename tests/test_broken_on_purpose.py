@@ -26,16 +26,16 @@ def own_weight() -> None:
 
 
 def _change_totals(changed: Any) -> None:
-    from oneloop.run.agreement import Agreement
+    from oneloop.run.steps import Steps
 
-    agreed = Agreement.agreed
+    agreed = Steps.__iter__
 
-    def wrong(self: Agreement, *args: Any) -> Iterator[Any]:
-        for group in agreed(self, *args):
-            group.total = changed(group, group.total, self.ranks)
+    def wrong(self: Steps) -> Iterator[Any]:
+        for group in agreed(self):
+            group.total = changed(group, group.total, self._run.ranks)
             yield group
 
-    Agreement.agreed = wrong
+    Steps.__iter__ = wrong
 
 
 def a_ranks_slice() -> None:
@@ -58,10 +58,10 @@ def no_sync() -> None:
 
 def norm_of_a_shard() -> None:
     """Each rank clips by the norm of its own shard."""
-    from oneloop import train as loop
     from oneloop.basics.tensors import local
+    from oneloop.run import gradients
 
-    loop.global_norm = lambda parameters, exact: torch.nn.utils.get_total_norm([local(p.grad) for p in parameters])
+    gradients.global_norm = lambda parameters, exact: torch.nn.utils.get_total_norm([local(p.grad) for p in parameters])
 
 
 def reduced_in_bf16() -> None:

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from oneloop.basics.power_function import gamma, post_hoc
 from oneloop.checkpoint.store import Store
-from oneloop.ema import EMA, gamma, post_hoc
+from oneloop.ema import EMA
 from worlds import run, train
 
 RECIPE = """

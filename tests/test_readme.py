@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shlex
@@ -19,15 +20,6 @@ from worlds import ROOT, _free_port, run, train
 README = (ROOT / "README.md").read_text()
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
 PAGES = {path: path.read_text() for path in FILES}
-
-
-def test_the_quoted_loop_is_the_loop():
-    quoted = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "loop.md").read_text(), re.S)[0]
-    source = (ROOT / "src/oneloop/train.py").read_text()
-    start, end = source.index("    def settle() ->"), source.index("    # The end. ")
-    settle, loop = source[start : source.index("    if job.policy.rewinds")], source[:end]
-    loop = loop[loop.rindex("        for group in clock.over") :]
-    assert quoted.strip() == f"{textwrap.dedent(settle).strip()}\n\n\n{textwrap.dedent(loop).strip()}"
 
 
 def programs(text: str) -> dict[str, str]:
@@ -120,6 +112,11 @@ def test_the_site_builds_strictly_and_has_every_page(tmp_path):
         name = page.relative_to(ROOT / "docs").with_suffix("")
         place = tmp_path / (name.parent if name.name == "index" else name) / "index.html"
         assert place.exists(), page
+    loop = html.unescape(re.sub("<[^>]+>", "", (tmp_path / "loop" / "index.html").read_text()))
+    source = (ROOT / "src/oneloop/train.py").read_text().split("# --8<-- [")
+    assert source[1].startswith("start:loop]") and source[2].startswith("end:loop]")
+    included = textwrap.dedent(source[1].partition("\n")[2].rpartition("\n")[0])
+    assert all(line in loop for line in included.splitlines())
     reference = (tmp_path / "reference" / "ema" / "index.html").read_text()
     assert "half_life" in reference and "Give exactly one of the three kinds" in reference
     linked = {

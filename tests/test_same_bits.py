@@ -158,19 +158,22 @@ def rank_order(words: list[str]) -> None:
 
 def float_norm(words: list[str]) -> None:
     """The norm is a sum of floating numbers, shard by shard."""
-    from oneloop import train as page
+    from oneloop.run import gradients
 
-    norm = page.global_norm
-    page.global_norm = lambda parameters, exact: norm(parameters)
+    norm = gradients.global_norm
+    gradients.global_norm = lambda parameters, exact: norm(parameters)
     train(words)
 
 
 def seeded_by_rank(words: list[str]) -> None:
     """Dropout is a function of the rank and its micro-batch."""
     from oneloop.basics.reseed import reseed
-    from oneloop.run.job import Job
+    from oneloop.run.gradients import Gradients
 
-    Job.reseed = lambda job, run, position, micro: reseed(run.device, job.recipe.seed, position, run.rank, micro)
+    def by_rank(own: Gradients) -> None:
+        reseed(own._run.device, own._job.recipe.seed, own._position, own._run.rank, own._micro)
+
+    Gradients._reseed = by_rank
     train(words)
 
 

@@ -1,4 +1,4 @@
-"""Averages of the weights along the run, kept shard by shard. Works alone in a plain Accelerate script.
+"""EMA: an average of the weights along the run, kept shard by shard. Works alone in a plain Accelerate script.
 
 >>> ema = EMA(model, half_life=10_000)           # in samples; after accelerator.prepare
 >>> optimizer.step()
@@ -6,26 +6,37 @@
 >>> with ema.swapped():                          # the model holds the average in here
 ...     evaluate(model)
 
-An update communicates nothing and is one ``torch._foreach_lerp_`` (one form everywhere: ``mul_().add_()`` rounds
-differently). Buffers are not averaged: an average is evaluated and exported with the model's buffers as they are then.
+The update rule: average = keep * average + (1 - keep) * weight. It communicates nothing. Buffers are not averaged: an
+average is evaluated and exported with the model's current buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from oneloop.basics.host_copies import HostCopies
 from oneloop.basics.names import bare_name
+from oneloop.basics.power_function import gamma
 from oneloop.basics.sharding import reshard
 from oneloop.basics.tensors import as_real, local
+
+
+@torch.no_grad()
+def average_(averages: list[Tensor], weights: list[Tensor], keep: float, *, cast: bool = False) -> None:
+    """average = keep * average + (1 - keep) * weight, in place. One form everywhere, since others round differently.
+
+    ``cast``: the weights have another dtype.
+    """
+    if cast:
+        weights = [weight.to(average.dtype) for weight, average in zip(weights, averages, strict=True)]
+    torch._foreach_lerp_(averages, weights, 1.0 - keep)
 
 
 class EMA:
@@ -37,7 +48,7 @@ class EMA:
         decay: share of the average that one update keeps.
         power: width of a power-function average as a share of the run, its relative standard deviation sigma_rel
             (Karras et al. 2024, section 3); what was saved of them along the run can be mixed into any other width,
-            see :func:`post_hoc`.
+            see :mod:`oneloop.basics.power_function`.
         ramp: the half-life is at most this share of what was trained so far (Karras et al. 2022), so that the start
             is forgotten quickly; 0: no ramp. For ``half_life`` only.
         every: updates per ``lerp``; what they counted is added up, so that the half-life stays the same.
@@ -80,10 +91,10 @@ class EMA:
         pairs = [(local(self._shadow[name]), local(p)) for name, p in self._parameters.items()]
         pairs = [(mine, theirs.detach()) for mine, theirs in pairs if mine.numel()]  # uneven shards may be empty
         self._mine, self._theirs = [mine for mine, _ in pairs], [theirs for _, theirs in pairs]
+        self._cast = any(mine.dtype != theirs.dtype for mine, theirs in pairs)
         self._held = [name for name in self._parameters if local(self._shadow[name]).numel()]
-        self._alike = all(mine.dtype == theirs.dtype for mine, theirs in pairs)
         self._away = (
-            _Copies(self._mine, self._theirs, optimizer)
+            HostCopies(self._theirs, optimizer)
             if device == "cpu" and pairs and (pairs[0][1].device.type != "cpu")
             else None
         )
@@ -115,14 +126,12 @@ class EMA:
         self._updates += 1
         if self._updates < self.every:
             return
-        weight = 1.0 - self._keep(self._due, self.seen, self._updates)
+        keep = self._keep(self._due, self.seen, self._updates)
         self._due, self._updates = 0.0, 0
         if self._away is not None:
-            self._away.lerp(weight)
-            return
-        if not self._mine:  # this rank holds no element of the model
-            return
-        torch._foreach_lerp_(self._mine, self._theirs if self._alike else _as(self._theirs, self._mine), weight)
+            self._away.then(lambda weights: average_(self._mine, weights, keep, cast=True))
+        elif self._mine:  # else this rank holds no element of the model
+            average_(self._mine, self._theirs, keep, cast=self._cast)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -191,43 +200,6 @@ def _law(half_life: float | None, decay: float | None, power: float | None, ramp
     return lambda amount, seen, _: (1.0 - amount / seen) ** exponent
 
 
-def gamma(sigma_rel: float) -> float:
-    """Exponent of the power-function average with this relative standard deviation (Karras et al. 2024, algorithm 2).
-
-    Raises:
-        ValueError: no power function is that wide.
-    """
-    import numpy as np
-
-    widest = 12**-0.5
-    if not 0 < sigma_rel < widest:
-        raise ValueError(f"ema.power {sigma_rel} must be above 0 and below {widest:.3f}; 0.05 to 0.15 is usual")
-    t = sigma_rel**-2
-    return float(np.roots([1, 7, 16 - t, 12 - t]).real.max())
-
-
-def post_hoc(saved: list[tuple[float, float]], wanted: tuple[float, float]) -> list[float]:
-    """How to mix saved power-function averages into one that was not kept (Karras et al. 2024, algorithm 3).
-
-    Args:
-        saved: (what was seen, sigma_rel) of each.
-        wanted: the same of the average to make.
-
-    Returns:
-        A factor for each; the mix is the least-squares best.
-    """
-    import numpy as np
-
-    def inner(t_a: Any, gamma_a: Any, t_b: Any, gamma_b: Any) -> Any:
-        ratio = (t_a / t_b) ** np.where(t_a < t_b, gamma_b, -gamma_a)
-        return (gamma_a + 1) * (gamma_b + 1) * ratio / ((gamma_a + gamma_b + 1) * np.maximum(t_a, t_b))
-
-    t = np.array([seen for seen, _ in saved])[:, None]
-    g = np.array([gamma(sigma_rel) for _, sigma_rel in saved])[:, None]
-    factors = np.linalg.solve(inner(t, g, t.T, g.T), inner(t, g, wanted[0], gamma(wanted[1])))
-    return [float(factor) for factor in factors[:, 0]]
-
-
 def _room(parameter: Tensor, dtype: torch.dtype, device: str | None) -> Tensor:
     """An empty tensor, sharded as the parameter is."""
     if device is None or device == parameter.device.type:
@@ -239,52 +211,3 @@ def _room(parameter: Tensor, dtype: torch.dtype, device: str | None) -> Tensor:
     assert meta is not None
     spec = replace(parameter._spec, tensor_meta=meta._replace(dtype=dtype))
     return DTensor(here, spec, requires_grad=False)  # from_local would move it to the mesh's device
-
-
-def _as(tensors: list[Tensor], like: list[Tensor]) -> list[Tensor]:
-    return [tensor.to(other.dtype) for tensor, other in zip(tensors, like, strict=True)]
-
-
-class _Copies:
-    """The way of the weights to an average in host memory: a stream of its own, pinned memory, a thread that adds.
-
-    The device goes on while a copy is under way; only the optimizer's next step waits for it.
-    """
-
-    def __init__(self, mine: list[Tensor], theirs: list[Tensor], optimizer: Optimizer | None) -> None:
-        if optimizer is None:
-            raise ValueError("an EMA in host memory needs the optimizer, whose next step waits until the copy is made")
-        self._mine, self._theirs = mine, theirs
-        self._landing = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in theirs]
-        self._stream = torch.Stream(theirs[0].device)
-        self._copied: torch.Event | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ema")
-        self._adding: Future[None] | None = None
-        self._stepped = torch.Event(theirs[0].device)
-        """the weights are those of the last step: the copy need not wait for what was given to the device since"""
-        self._stepped.record()
-        optimizer.register_step_post_hook(lambda *_: self._stepped.record())
-        optimizer.register_step_pre_hook(lambda *_: self._hold())
-
-    def lerp(self, weight: float) -> None:
-        self.wait()  # the landing place is free again
-        self._stream.wait_event(self._stepped)
-        with self._stream:
-            for there, here in zip(self._theirs, self._landing, strict=True):
-                here.copy_(there, non_blocking=True)
-            self._copied = self._stream.record_event()
-        self._adding = self._thread.submit(self._add, self._copied, weight)
-
-    @torch.no_grad()
-    def _add(self, copied: torch.Event, weight: float) -> None:
-        copied.synchronize()
-        torch._foreach_lerp_(self._mine, _as(self._landing, self._mine), weight)
-
-    def _hold(self) -> None:
-        if self._copied is not None:
-            torch.accelerator.current_stream(self._theirs[0].device).wait_event(self._copied)
-
-    def wait(self) -> None:
-        if self._adding is not None:
-            self._adding.result()
-            self._adding = None

@@ -60,6 +60,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     steps = Steps(job, run, count, checkpoints, gradients.checks)
     upkeep = Upkeep(job, run, state, book, gradients, steps, emas)
 
+    # --8<-- [start:loop]
     def resolve() -> Outcome | None:
         """Return the outcome of the pending step, or None if no step is pending. See "The pending step" below."""
         steps.confirm()  # FSDP2: all ranks ran the same
@@ -129,13 +130,14 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             if outcome is not Outcome.ACCEPTED and (outcome is Outcome.REWOUND or not stopped):
                 continue  # (after a rewind, a stop is heard at the next step)
 
-            # Rare work: log, compare replicas, collect garbage, evaluate, save. After a skipped step, only a stop saves.
+            # Rare work: log, compare replicas, collect garbage, evaluate; save. A skipped step saves only at a stop.
             due = due if outcome is Outcome.ACCEPTED else []
             stopped = not upkeep.work(due, lr, group.total) or stopped
             if "save" in due or stopped or upkeep.over() or upkeep.is_best():
                 save()
             if stopped or upkeep.over():
                 break
+    # --8<-- [end:loop]
 
     # The end: the last checkpoint, the best weights if the recipe asks for them, the test set, final/.
     failed = checkpoints.finish()

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from torch.utils.data import Subset
 
 from oneloop.basics.duration import Duration, Scale
+from oneloop.basics.power_function import gamma
 from oneloop.data.groups import Weighed
 from oneloop.data.order import order_of
 from oneloop.data.split import Split
-from oneloop.ema import gamma
 from oneloop.measure.noise_scale import Sensor
 from oneloop.optim.build import build, refuse_if_sharded, try_optimizer
 from oneloop.optim.schedule import LearningRate, learning_rate

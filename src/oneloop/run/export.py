@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from oneloop.basics.origin import Origin
+from oneloop.basics.power_function import gamma, post_hoc
 from oneloop.checkpoint.base import FILE, base_of, origin_of
 from oneloop.checkpoint.chosen import FINAL
 from oneloop.checkpoint.headers import header
 from oneloop.checkpoint.state import load_tensors
 from oneloop.checkpoint.store import MANIFEST, Store, problems, read_manifest, vouch
 from oneloop.checkpoint.weights import bare, gathered_weights, load_weights, write_weights
-from oneloop.ema import EMA, gamma, post_hoc
+from oneloop.ema import EMA
 from oneloop.machine.base import rounded
 from oneloop.tasks.base import Task
 
