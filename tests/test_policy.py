@@ -212,7 +212,7 @@ def test_a_weightless_batch_is_named_by_its_step(tmp_path, recipe, policy):
     step = Order(37, seed=0)[0:37][1].tolist().index(5) + 1
     words = [recipe, "--task.weightless", "5", "--batch.size", "1", "--batch.micro", "1", "--guard.nonfinite", policy]
     world = run(train, [*words, "--duration", "40"], folder=tmp_path)
-    assert world.codes == [1] and f"step {step}: the global batch weighs nothing" in world.output
+    assert world.codes == [1] and f"step {step}: the total weight of the global batch is 0" in world.output
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])

@@ -96,11 +96,11 @@ def test_what_fails_is_a_line_of_the_table(tmp_path, monkeypatch, how, says):
 
 
 def test_a_page_is_drawn_also_where_all_together_fail():
-    from oneloop.plan.short_run import Outcome
+    from oneloop.plan.short_run import Measured
     from oneloop.plan.worth import _faults, _peak, _ratios
     from oneloop.show.worth import as_page, sentences
 
-    good, bad = [Outcome(rate=2.0, peak=3.0), Outcome(rate=4.0, peak=5.0)], [Outcome(fault="out of memory")] * 2
+    good, bad = [Measured(rate=2.0, peak=3.0), Measured(rate=4.0, peak=5.0)], [Measured(fault="out of memory")] * 2
     assert _peak([*good, *bad]) == 4.0 and _ratios(good, good)["median"] == 1.0 and _faults(bad) == "out of memory"
     nothing = _ratios(bad, good) | {"memory": math.nan}
     row = {"name": "clip", "alone": _ratios(good, good) | {"memory": 0.0}, "on top": nothing, "result": "", "fault": ""}

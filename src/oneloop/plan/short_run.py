@@ -24,7 +24,7 @@ from oneloop.plan.techniques import PRECISION, words
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Measured:
     """What became of a short run."""
 
     rate: float = 0.0
@@ -51,7 +51,7 @@ class Runner:
         # torch._dynamo is what the first optimizer that is built imports, for seconds.
         self._context.set_forkserver_preload(["oneloop.plan.short_run", "oneloop.train", "torch._dynamo"])
 
-    def __call__(self, keys: Mapping[str, Any], *, steps: int, warm: int, weights: bool = False) -> Outcome:
+    def __call__(self, keys: Mapping[str, Any], *, steps: int, warm: int, weights: bool = False) -> Measured:
         """Trains for so many steps, with these keys, and times those after the first ``warm``."""
         with tempfile.TemporaryDirectory(prefix="oneloop-") as scratch:
             common = {"duration": steps, "eval.every": 0, "save.every": 0, "save.best": False, "track": "none"}
@@ -71,7 +71,7 @@ class Runner:
                     told = {"fault": f"its process ended with {process.exitcode}"}
             if weights and not told.get("fault"):
                 told["weights"] = load_file(Path(scratch) / "run" / "final" / "model.safetensors")
-            return Outcome(**told)
+            return Measured(**told)
 
 
 @contextmanager

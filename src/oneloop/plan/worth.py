@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from oneloop.basics.errors import BadInput
-from oneloop.plan.short_run import Outcome, Runner
+from oneloop.plan.short_run import Measured, Runner
 from oneloop.plan.techniques import DEFAULT, TECHNIQUES, Keys, Machine, Technique
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
@@ -136,7 +136,7 @@ def _difference(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> 
 
 def _measured(
     runner: Runner, base: Keys, tried: Sequence[_Tried], *, steps: int, rounds: int, say: Callable[[str], object]
-) -> dict[str, list[Outcome]]:
+) -> dict[str, list[Measured]]:
     """Outcomes by run, a list entry for each round."""
     full = {**base, **{key: value for one in tried for key, value in one.on.items()}}
     configurations: dict[str, Keys] = {"none": base, "none again": base, "all": full}
@@ -144,7 +144,7 @@ def _measured(
         configurations[f"+{one.technique.name}"] = {**base, **one.on}
         configurations[f"-{one.technique.name}"] = {**full, **one.off}
     order = list(configurations)
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in configurations}
+    outcomes: dict[str, list[Measured]] = {name: [] for name in configurations}
     for number in range(rounds):
         random.Random(number).shuffle(order)
         for name in order:
@@ -153,7 +153,7 @@ def _measured(
     return outcomes
 
 
-def _row(one: _Tried, runs: Mapping[str, list[Outcome]], same: str) -> dict[str, Any]:
+def _row(one: _Tried, runs: Mapping[str, list[Measured]], same: str) -> dict[str, Any]:
     name = one.technique.name
     alone, without = runs[f"+{name}"], runs[f"-{name}"]
     return {
@@ -168,7 +168,7 @@ def _row(one: _Tried, runs: Mapping[str, list[Outcome]], same: str) -> dict[str,
     }
 
 
-def _ratios(runs: Sequence[Outcome], others: Sequence[Outcome]) -> dict[str, float]:
+def _ratios(runs: Sequence[Measured], others: Sequence[Measured]) -> dict[str, float]:
     """Of their rates, round by round; a round in which one failed is left out."""
     pairs = zip(runs, others, strict=True)
     return _figure([a.rate / b.rate for a, b in pairs if not a.fault and not b.fault])
@@ -181,9 +181,9 @@ def _figure(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def _peak(runs: Sequence[Outcome]) -> float:
+def _peak(runs: Sequence[Measured]) -> float:
     return _figure([outcome.peak for outcome in runs if not outcome.fault])["median"]
 
 
-def _faults(runs: Sequence[Outcome]) -> str:
+def _faults(runs: Sequence[Measured]) -> str:
     return "; ".join(sorted({outcome.fault for outcome in runs if outcome.fault}))
