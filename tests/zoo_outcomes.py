@@ -61,7 +61,7 @@ def outcome(name: str, ranks: int, config: str, *, grain: bool, folder: Path, **
     if config == "fsdp2" and ("stopped", SKIPPED[0][1]) in ZOO[name].expected["fsdp2", grain]:
         words += ["--machine.patience", "0.03"]  # a hang in the first steps is reported after 18 seconds, not 600
     config = "single" if config == "accumulated" else config
-    more = {"watch": ranks > 1, "timeout": PATIENCE / ranks} | more  # the processes are waited for one after another
+    more = {"watch": ranks > 1, "timeout": PATIENCE} | more
     try:
         world = run(train, words, ranks=ranks, config=config, **more)
     except AssertionError as hung:
