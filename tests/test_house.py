@@ -195,9 +195,9 @@ PATHS = {  # of a thing through the files: in each, the words that lead to the n
     "a batch from disk to update": (
         6,
         [
-            ("tasks/image_classification.py", "def __getitem__"),
+            ("tasks/packaged_images.py", "def __getitem__"),
             ("data/keyed.py", "class Batches"),
-            ("data/groups.py", "Batches(samples, collate)", "def groups("),
+            ("data/groups.py", "Batches(samples, collate)", "\ndef groups("),
             ("run/steps.py", "return groups(", "class Steps"),
             ("train.py", "= Steps(", "guard.step("),
             ("optim/guard.py", "self.optimizer.step()"),
