@@ -24,11 +24,7 @@ _PATIENCE = 15.0
 
 
 class Agreement:
-    """The ranks of a run, as one of them talks to the others.
-
-    Args:
-        ranks: how many there are; with several, torch.distributed is initialized.
-    """
+    """The ranks of a run, as one of them talks to the others; with several, torch.distributed is initialized."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -70,11 +66,7 @@ class Agreement:
 
     @contextmanager
     def setting_up(self) -> Iterator[None]:
-        """What one rank finds wrong in here is an error on all of them, so that they end together.
-
-        Raises:
-            BadInput: on every rank, with the first rank's message.
-        """
+        """Turn an error of one rank into BadInput on all of them, with the message of the first rank that has one."""
         message: str | None = None
         try:
             yield

@@ -22,9 +22,8 @@ from oneloop.recipe.mathematics import OptimizerConfig
 from oneloop.recipe.names import resolve
 from oneloop.recipe.schema import Recipe
 from oneloop.run.agreement import where
-from oneloop.run.job import Job
+from oneloop.run.job import Job, Rhythm
 from oneloop.run.model import BuiltModel, build_model, torch_dtype
-from oneloop.run.rhythm import Rhythm
 from oneloop.tasks.base import Progress, Task, check, check_sets
 from oneloop.tasks.contract import theirs
 from oneloop.tasks.metrics import directions, prefix
@@ -33,18 +32,7 @@ from oneloop.tasks.metrics import directions, prefix
 def build_job(
     recipe: Recipe, *, ranks: int, sharded: bool = False, device: str = "cpu", micro: int | None = None
 ) -> Job:
-    """Builds what the recipe names.
-
-    Args:
-        recipe: as read.
-        ranks: processes.
-        sharded: whether FSDP2 shards the model.
-        device: type of the device.
-        micro: what was found for a ``batch.micro`` that is no number.
-
-    Raises:
-        ValueError: what was asked, what was found, what to do.
-    """
+    """Build what the recipe names; ``micro`` is what ``batch.micro auto`` found. Raise ValueError for bad input."""
     if sharded:
         refuse_if_sharded(resolve("optimizer", recipe.optimizer.name))
     micro = recipe.batch.micro if isinstance(recipe.batch.micro, int) else micro
@@ -104,11 +92,7 @@ def _optimizer(recipe: Recipe, built: BuiltModel, model: nn.Module) -> Optimizer
 
 
 def make_task(recipe: Recipe) -> Task:
-    """The task that the recipe names.
-
-    Raises:
-        ValueError: it cannot be made, or is none.
-    """
+    """Make the task that the recipe names. Raise ValueError if that fails, or if it is not a task."""
     kind = resolve("task", recipe.task.name)
     try:
         task: Task = kind(**recipe.task.options)
@@ -131,11 +115,7 @@ def make_task(recipe: Recipe) -> Task:
 
 
 def _direction(best: str, task: Task, eval_sets: Iterable[str], averages: Iterable[str]) -> bool:
-    """Whether a larger ``eval.best`` is the better one.
-
-    Raises:
-        ValueError: no evaluation finds it.
-    """
+    """Return whether a larger ``eval.best`` is better. Raise ValueError if no evaluation measures it."""
     known = {
         f"{prefix(name)}/{metric}": upward
         for name in eval_sets

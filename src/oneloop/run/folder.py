@@ -35,16 +35,8 @@ _LEFT = _OWN | {
 
 
 class Folder:
-    """The folder of one run; only rank 0 opens and writes it.
-
-    Args:
-        path: where it is to be.
-        say: how a person is told of what is damaged in it.
-
-    Raises:
-        BadInput: by :meth:`inspect`, :meth:`hold` and :meth:`begin`: in use, unfinished, of another recipe, too full,
-            or not writable.
-    """
+    """The folder of one run; only rank 0 opens and writes it. Its methods raise BadInput if it is in use, unfinished, of
+    another recipe, too full, or not writable."""
 
     def __init__(self, path: Path, *, say: Callable[[str], object] = print) -> None:
         self.path, self.say = path, say
@@ -161,11 +153,9 @@ class Folder:
             return "another process"
 
     def hold(self, *, need: int = 0) -> None:
-        """Makes the folder and takes its lock; the operating system lets go of it when this process ends.
+        """Make the folder and take its lock, which the operating system releases when this process ends.
 
-        Args:
-            need: bytes that the run's checkpoints and its end will take, beside what lies here already.
-        """
+        ``need`` are the bytes that the run will write, besides those that are already there."""
         self._made = [parent for parent in (self.path, *self.path.parents) if not parent.exists()]
         with self._writing():
             self._refuse_too_little(need)

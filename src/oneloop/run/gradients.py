@@ -40,16 +40,7 @@ from oneloop.run.start_lines import DEPENDS
 class Gradients:
     """Seeds, checks and sums the gradients of a step; with ``batch.grain``, bit-identically on every parallel layout.
 
-    Args:
-        job: what is trained.
-        run: its processes.
-        model: as prepared.
-        parameters: the trained ones.
-        seen: by the preflight check.
-
-    Raises:
-        BadInput: unused parameters must be searched for, and this torch cannot.
-    """
+    Raise BadInput if unused parameters must be searched for, and this torch cannot."""
 
     def __init__(
         self, job: Job, run: Run, model: nn.Module, parameters: Sequence[nn.Parameter], seen: Rehearsal
@@ -82,10 +73,7 @@ class Gradients:
     def step(self, position: int, *, measured: bool = False) -> AbstractContextManager[None]:
         """A context around the micro-batches of one step.
 
-        Args:
-            position: of the step's first sample in the order.
-            measured: whether to measure the noise scale, if the run does.
-        """
+        ``position`` is that of its first sample; ``measured``: measure the noise scale, if the run does."""
         self._position, self._micro = position, -1
         return self._sensor.measuring(measured and self._job.noise_scale)
 

@@ -33,13 +33,7 @@ FIRST = 2
 
 
 class Identity:
-    """What a run is made of, as a part of its checkpoints.
-
-    Args:
-        about: as :func:`identity` tells it.
-        accept_changes: go on where a checkpoint says otherwise.
-        say: how a person is told.
-    """
+    """What a run is made of (see :func:`identity`), as a part of its checkpoints."""
 
     def __init__(self, about: Mapping[str, Any], *, accept_changes: bool, say: Callable[[str], object]) -> None:
         self.about, self._accept, self._say = about, accept_changes, say
@@ -48,11 +42,8 @@ class Identity:
         return dict(self.about)
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Compares a checkpoint's state with what there is now. To be called before it is loaded.
-
-        Raises:
-            ValueError: it is of other data, another model or precision, and that is not accepted.
-        """
+        """Compare a checkpoint that is not yet loaded with what there is now. Raise ValueError if data, model or precision
+        differ, and that is not accepted."""
         if not (there := saved.get("identity")):
             self._say(
                 "the checkpoint does not say what it was made of (it is of an older oneloop): nothing is compared"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from oneloop.basics.duration import is_time
 from oneloop.data.groups import Weighed
 from oneloop.data.order import Ordered
 from oneloop.data.split import Split
@@ -17,8 +18,28 @@ from oneloop.optim.policy import Policy
 from oneloop.optim.schedule import LearningRate
 from oneloop.recipe.schema import Recipe
 from oneloop.run.model import BuiltModel, torch_dtype
-from oneloop.run.rhythm import Rhythm
 from oneloop.tasks.base import Task
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """Steps between two of each kind: log, eval and save; check and collect where they are wanted."""
+
+    every: Mapping[str, int]
+    total: int
+    """steps of the run: at the last one all is due"""
+    forever: int = 0
+    """steps between two checkpoints that are never deleted (0: none)"""
+
+    def due(self, step: int) -> list[str]:
+        """What is due after this step, in the order in which it is done."""
+        return [name for name, every in self.every.items() if is_time(step, every, self.total)]
+
+    def is_due(self, name: str, step: int) -> bool:
+        return is_time(step, self.every[name], self.total)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.every
 
 
 @dataclass(frozen=True)

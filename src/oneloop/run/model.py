@@ -57,11 +57,7 @@ def torch_dtype(recipe: Recipe) -> torch.dtype:
 
 
 def build_model(recipe: Recipe, task: Task, split: Split, *, sharded: bool, device: str) -> BuiltModel:
-    """The task's model as the recipe wants it.
-
-    Raises:
-        ValueError: weights of another model, a layout that it cannot have, or what would not be exact with it.
-    """
+    """Build the task's model as the recipe says. Raise ValueError if its weights, layout or exactness do not fit."""
     model, notes = _made(recipe, task, sharded=sharded)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{named(task)}.model returned a {type(model).__name__}; a torch.nn.Module is needed")
@@ -100,11 +96,9 @@ def _made(recipe: Recipe, task: Task, *, sharded: bool) -> tuple[Any, list[str]]
 def _parameters(
     model: nn.Module, recipe: Recipe, parts: Sequence[nn.Module], origin: Origin | None, *, sharded: bool
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """What the recipe sets for single parameters, and what there is to tell a person; freezes, in place.
+    """Return the settings of single parameters, and lines about them for the log; freeze parameters in place.
 
-    Raises:
-        ValueError: a pattern that takes none, two that disagree, or nothing is left to be trained.
-    """
+    Raise ValueError if a pattern matches none, two disagree, or nothing is left to train."""
     optimizer = recipe.optimizer
     settings, taken = chosen(model, {pattern: rule.settings for pattern, rule in optimizer.groups.items()})
     freeze(model, [name for name, own in settings.items() if own.get("freeze")])

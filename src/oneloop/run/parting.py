@@ -36,14 +36,10 @@ class Parting(NamedTuple):
 
 
 def parting(one: Path, other: Path) -> tuple[Parting | None, list[str]]:
-    """Compares weights, averages and optimizer state of two runs at every step that both have logged.
+    """Compare weights, averages and optimizer state of two runs at every step that both have logged.
 
-    Returns:
-        Where they part (None: they are the same bits), and what there is to tell: that, and what was set otherwise.
-
-    Raises:
-        BadInput: a folder holds no such log, or they have no step in common.
-    """
+    Return where they differ first (None: nowhere), and lines about it. Raise BadInput if a folder holds no such log, or
+    they have no step in common."""
     logs = {folder: _log(folder) for folder in (one, other)}
     steps = sorted(logs[one].keys() & logs[other].keys())
     if not steps:

@@ -60,16 +60,9 @@ class Rehearsal:
 
 
 def rehearse(job: Job, run: Run, model: nn.Module) -> Rehearsal:
-    """Tries the task's contract on the first samples of the run. Every rank must get here, and sees the same samples.
+    """Try the task on the first samples of the run, the same on all ranks. Raise BadInput for what the task does wrong.
 
-    Args:
-        job: whose task and data it is.
-        run: its processes.
-        model: as prepared.
-
-    Raises:
-        BadInput: what the task does wrong, with its file and the way out.
-    """
+    Collective: call on every rank."""
     model, contract = bare(model), Contract(job.task)
     if run.ranks > 1 and not run.sharded:
         model = Wrapped(model)

@@ -1,9 +1,12 @@
-"""Whether the ranks of a run have the same data and model: otherwise they would wait for one another for ever, or train
-what nobody asked for."""
+"""Whether the ranks of a run have the same data, model and folder: otherwise they would wait for one another for ever,
+or train what nobody asked for."""
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from oneloop.basics.errors import BadInput
@@ -12,13 +15,12 @@ from oneloop.run.identity import first_samples
 from oneloop.run.job import Job
 from oneloop.run.processes import Run
 
+_SECONDS = 10.0
+"""in which a shared storage shows a file that another machine has written"""
+
 
 def refuse_other_jobs(job: Job, run: Run) -> None:
-    """Every rank must get here.
-
-    Raises:
-        BadInput: on every rank: data sets of other lengths or samples, or another model.
-    """
+    """Raise BadInput if the ranks have different data sets or models. Collective: call on every rank."""
     if run.ranks == 1:
         return
     with run.setting_up():
@@ -70,3 +72,28 @@ def _compare(name: str, told: Sequence[Mapping[str, Any] | None]) -> None:
                 f"the {name} set holds other samples on rank 0 ({first['content']}) and on rank {rank}"
                 f" ({other['content']}, of the first ones); give every process the same data in the same order"
             )
+
+
+def refuse_other_folders(folder: Path, run: Run, *, patience: float) -> None:
+    """Raise BadInput if a rank sees another folder than rank 0, which holds it. Collective: call on every rank."""
+    if run.ranks == 1:
+        return
+    file = folder / "owner.json"
+    word = run.from_main(_read(file) if run.main else None)
+    until = time.monotonic() + _SECONDS * (patience or 1.0)
+    while (found := _read(file)) != word and time.monotonic() < until:
+        time.sleep(0.1)
+    there = run.gathered((found == word, f"{folder.absolute()} on {socket.gethostname()}"))
+    for rank, (same, place) in enumerate(there):
+        if not same:
+            raise BadInput(
+                f"run.dir {folder} is another folder on rank {rank} ({place}) than on rank 0 ({there[0][1]}); it has to"
+                " lie on storage that all processes share"
+            )
+
+
+def _read(file: Path) -> str | None:
+    try:
+        return file.read_text()
+    except OSError:
+        return None

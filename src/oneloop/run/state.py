@@ -26,7 +26,7 @@ from oneloop.run.identity import Identity, identity
 from oneloop.run.job import Job
 from oneloop.run.processes import Run
 from oneloop.run.rehearsal import Rehearsal
-from oneloop.run.shared_folder import refuse_other_folders
+from oneloop.run.same import refuse_other_folders
 from oneloop.show.tracking import Tracking
 from oneloop.supervise.link import LINK
 from oneloop.tasks.base import Progress
@@ -36,18 +36,7 @@ _SMALL = 1 << 19
 
 
 class State(RunState):
-    """All that a run saves and resumes. Everything else is derived from it, except the number of bad steps in a row.
-
-    Args:
-        job: what is trained.
-        run: its processes.
-        folder: of the run; nothing is written yet.
-        model: as prepared.
-        optimizer: over its parameters.
-        emas: averages of its parameters.
-        guard: of its steps.
-        seen: by the preflight check.
-    """
+    """All that a run saves and resumes. Everything else is derived from it, except the number of bad steps in a row."""
 
     def __init__(
         self,
@@ -85,22 +74,10 @@ class State(RunState):
         super().__init__(model, optimizer, emas=emas, parts=parts, own=["tracking"], check=same.check)
 
     def begin(self, job: Job, run: Run, folder: Folder, *, graph: Any = None) -> Book:
-        """Take the folder, resume as the recipe says, and write what is known before the first step. Collective: call
-        on every rank.
+        """Take the folder, resume as the recipe says, write what is known before the first step; return the book.
 
-        Args:
-            job: what is trained.
-            run: its processes.
-            folder: of the run.
-            graph: the model for TensorBoard.
-
-        Returns:
-            Where the run writes its metrics.
-
-        Raises:
-            BadInput: on every rank: the folder is in use or has too little room, or its checkpoints are damaged or do
-                not fit.
-        """
+        Raise BadInput on all ranks if the folder is in use or too full, or its checkpoints are damaged or do not fit.
+        Collective: call on every rank."""
         recipe, say = job.recipe, run.display.say
         self._hold(job, run, folder)
         with run.setting_up():
@@ -141,4 +118,4 @@ class State(RunState):
                 there = len(Store(folder.path / "checkpoints").sealed())
                 most = min(save.keep + save.best + 1, 1 + job.steps // max(1, job.rhythm.every["save"] or job.steps))
                 folder.hold(need=max(0, most - there) * (each + _SMALL) + once + _SMALL)
-        refuse_other_folders(folder.path, run, main=run.main, patience=job.recipe.machine.patience)
+        refuse_other_folders(folder.path, run, patience=job.recipe.machine.patience)

@@ -39,18 +39,7 @@ class Steps:
     stop that any rank was asked for.
 
     One small all-reduce on the host per step, in progress while the previous step trains. If a rank has an error in a
-    save, all ranks finish that save first.
-
-    Args:
-        job: what is trained.
-        run: its processes.
-        count: where in the order to start, and to continue after :meth:`begin_afresh`.
-        saves: the run's checkpoints.
-        checks: of each step; under FSDP2 the ranks compare what they ran.
-
-    Raises:
-        OSError: too many saves in a row have failed.
-    """
+    save, all ranks finish that save first; OSError if too many in a row have failed."""
 
     def __init__(self, job: Job, run: Run, count: Counters, saves: Saves, checks: Checks) -> None:
         self._job, self._run, self._count, self._saves = job, run, count, saves
@@ -71,13 +60,9 @@ class Steps:
         self._afresh = True
 
     def confirm(self) -> None:
-        """Check that all ranks ran the same in the pending step. Collective: call on every rank.
+        """Raise Inexact if the ranks ran different FSDP2 units in the pending step. Collective: call on every rank.
 
-        Wait for the sum that is in progress since that step was made; if there is none yet, make one.
-
-        Raises:
-            Inexact: they did not (FSDP2).
-        """
+        Wait for the sum that is in progress since that step was made; if there is none yet, make one."""
         host = self._run.host
         if self._checks is None or host is None:
             return

@@ -20,11 +20,7 @@ _AT_ONCE = 1.0
 
 
 class Stopping:
-    """Whether this process was told to stop, and by what.
-
-    Args:
-        looks: whether it looks for the file; one process of a run does.
-    """
+    """Whether this process was told to stop, and by what; one process of a run ``looks`` for the STOP file."""
 
     def __init__(self, *, looks: bool = True) -> None:
         self.by: str | None = None

@@ -32,17 +32,7 @@ from oneloop.show.examples import Examples
 
 
 class Upkeep:
-    """What a run does between steps, while no step is pending. All methods are collective: call them on every rank.
-
-    Args:
-        job: what is trained.
-        run: its processes.
-        state: of the run.
-        book: where it writes its metrics.
-        gradients: of its steps.
-        steps: its micro-batches, which are loaded again after a rewind.
-        emas: averages of its weights.
-    """
+    """What a run does between steps, while no step is pending. All methods are collective: call them on every rank."""
 
     def __init__(
         self, job: Job, run: Run, state: State, book: Book, gradients: Gradients, steps: Steps, emas: Sequence[EMA]
@@ -61,13 +51,9 @@ class Upkeep:
         return state.count.step >= job.steps or 0 < job.recipe.stop.patience <= state.best.since
 
     def work(self, due: Collection[str], lr: float, total: float) -> bool:
-        """Do what is due after a step, except saving; return False if a stop was requested before the evaluation.
+        """Do what is ``due`` after a step, except saving; return False if a stop was requested before the evaluation.
 
-        Args:
-            due: names, as of :class:`Rhythm`.
-            lr: learning rate of the step.
-            total: weight of its global batch.
-        """
+        ``lr`` is the step's learning rate, ``total`` the weight of its global batch."""
         state = self._state
         if "log" in due:
             self._log(lr, total)
