@@ -35,19 +35,25 @@ def recipe(tmp_path) -> str:
     return str(tmp_path / "tiny_run.yaml")
 
 
-def windows(bad: int, policy: str) -> list[int]:
-    """Positions at which the steps that are taken begin: what the policy should make of a bad sample."""
+def simulated(bad: int, policy: str) -> tuple[list[int], list[int]]:
+    """What the policy should make of a bad sample: positions at which the accepted steps begin, numbers of bad ones."""
     taken: list[int] = []
+    numbers: list[int] = []
     position = 0
     order = Order(37, seed=0)
     while len(taken) < STEPS:
         if bad in order[position : position + BATCH][1]:
+            numbers.append(len(taken) + 1)
             if policy == "rewind":
                 del taken[len(taken) // SAVE * SAVE :]  # back to the checkpoint
         else:
             taken.append(position)
         position += BATCH
-    return taken
+    return taken, numbers
+
+
+def windows(bad: int, policy: str) -> list[int]:
+    return simulated(bad, policy)[0]
 
 
 class Without:
@@ -145,6 +151,63 @@ def _stopped_in_evaluation(words: list[str]) -> None:
 
     Run.stop_wanted = lambda self: True
     train(words)
+
+
+@pytest.mark.parametrize("policy", ["skip", "rewind"])
+@pytest.mark.parametrize("step", [1, STEPS])
+def test_the_first_or_the_last_step_is_bad(tmp_path, recipe, step, policy):
+    bad = next(bad for bad in range(37) if step in simulated(bad, policy)[1])
+    words = [recipe, "--guard.nonfinite", policy]
+    run(train, [*words, "--task.spoiled", str(bad), "--run.dir", "bad"], folder=tmp_path).ok()
+    run(Without(windows(bad, policy)), [*words, "--run.dir", "good"], folder=tmp_path).ok()
+    (files, metrics, events), (wanted, wanted_metrics, none) = left(tmp_path / "bad"), left(tmp_path / "good")
+    assert files == wanted and metrics == wanted_metrics and not none
+    assert step in [event["step"] for event in events]
+
+
+class StoppedAt:
+    """Trains until these steps are asked to stop, counted from 1, bad ones included."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def __call__(self, words: list[str]) -> None:
+        from oneloop.run.steps import Steps
+
+        agreed = Steps.__iter__
+
+        def stopping(own: Steps):
+            for number, group in enumerate(agreed(own), start=1):
+                group.stop = number in self.steps
+                yield group
+
+        Steps.__iter__ = stopping
+        train(words)
+
+
+@pytest.mark.parametrize(("policy", "stops", "step"), [("skip", (3,), 2), ("rewind", (4, 5), 3)])
+def test_a_stop_at_a_bad_step_saves_what_is_good(tmp_path, recipe, policy, stops, step):
+    """A skipped step saves the ones before it. After a rewind, the stop is heard at the next step."""
+    bad = int(Order(37, seed=0)[(stops[0] - 1) * BATCH : stops[0] * BATCH][1][0])
+    words = [recipe, "--guard.nonfinite", policy, "--task.spoiled", str(bad), "--save.every", "2"]
+    run(train, [*words, "--run.dir", "alone"], folder=tmp_path).ok()
+    world = run(StoppedAt(*stops), [*words, "--run.dir", "a"], folder=tmp_path)
+    ended = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert world.codes == [75] and ended["step"] == step, world.output
+    assert [event["event"] for event in left(tmp_path / "a")[2]] == [policy]
+    run(train, [*words, "--run.dir", "a"], folder=tmp_path).ok()
+    (files, metrics, events), alone = left(tmp_path / "a"), left(tmp_path / "alone")
+    assert files == alone[0] and metrics == alone[1] and events == alone[2]
+
+
+def test_a_skipped_step_does_not_end_a_run_that_stops_early(tmp_path, recipe):
+    bad = int(Order(37, seed=0)[3 * BATCH : 4 * BATCH][1][0])  # of step 4, where the second evaluation is due
+    words = [recipe, "--guard.nonfinite", "skip", "--task.spoiled", str(bad), "--optimizer.lr", "0"]
+    run(train, [*words, "--eval.every", "2", "--stop.patience", "1", "--run.dir", "a"], folder=tmp_path).ok()
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert summary["step"] == 4 and summary["passed_over"] == BATCH and "early stop" in summary["exit_reason"]
+    evaluations = [line["step"] for line in left(tmp_path / "a")[1] if "eval/loss" in line and line["weights"] == "raw"]
+    assert evaluations == [2, 4]
 
 
 @pytest.mark.parametrize("policy", ["skip", "rewind"])

@@ -35,8 +35,8 @@ _LEFT = _OWN | {
 
 
 class Folder:
-    """The folder of one run; only rank 0 opens and writes it. Its methods raise BadInput if it is in use, unfinished, of
-    another recipe, too full, or not writable."""
+    """The folder of one run; only rank 0 opens and writes it. Its methods raise BadInput if it is in use, unfinished,
+    of another recipe, too full, or not writable."""
 
     def __init__(self, path: Path, *, say: Callable[[str], object] = print) -> None:
         self.path, self.say = path, say

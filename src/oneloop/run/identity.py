@@ -42,8 +42,8 @@ class Identity:
         return dict(self.about)
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Compare a checkpoint that is not yet loaded with what there is now. Raise ValueError if data, model or precision
-        differ, and that is not accepted."""
+        """Compare a checkpoint that is not yet loaded with what there is now. Raise ValueError if data, model or
+        precision differ, and that is not accepted."""
         if not (there := saved.get("identity")):
             self._say(
                 "the checkpoint does not say what it was made of (it is of an older oneloop): nothing is compared"
