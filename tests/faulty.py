@@ -6,14 +6,19 @@ import asyncio
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torchmetrics
 from torch import Tensor, nn
 
+from oneloop.basics.beats import BEATS, TRAINING
+from oneloop.supervise.peers import ADDRESS
 from tiny import Ragged, Sequences
 
 
@@ -43,6 +48,12 @@ def happens(fault: str) -> None:
             pass
     if name == "sleep":
         time.sleep(float(value))
+    if name == "garbage":  # to the port of rank 0's supervisor, and then a hang
+        host, port, _ = os.environ[ADDRESS].split()
+        for line in (b"[]", b'{"word": "\xc3\xa9"}', b"[" * 200_000, b'{"word": []}', b"\xff", b"x" * (1 << 21)):
+            with socket.create_connection((host, int(port))) as stranger, suppress(OSError):
+                stranger.sendall(line + b"\n")
+        time.sleep(600)
     if name == "read":
         reading, _ = os.pipe()
         os.read(reading, 1)
@@ -56,9 +67,24 @@ class Samples(Sequences):
         self.task, self.loaded = task, 0
 
     def __getitem__(self, index: int) -> Tensor:
-        self.loaded += 1
+        if BEATS.now_in.startswith(TRAINING):
+            if self.loaded and self.loaded % len(self) == 0:
+                time.sleep(self.task.epoch_pause)
+            self.loaded += 1
         self.task.come("sample")
         return super().__getitem__(index)
+
+
+class SlowMetric(torchmetrics.MeanMetric):
+    """A mean whose ``compute`` takes a while."""
+
+    def __init__(self, pause: float) -> None:
+        super().__init__()
+        self.pause = pause
+
+    def compute(self) -> Tensor:
+        time.sleep(self.pause)
+        return super().compute()
 
 
 class Faulty(Ragged):
@@ -73,6 +99,8 @@ class Faulty(Ragged):
         pause: seconds of each loss.
         slow: the share of losses that take a hundred times as long.
         eval_pause: seconds of each loss in evaluation.
+        epoch_pause: seconds of the first sample of every epoch after the first.
+        compute_pause: seconds of the metric's ``compute``; 0: no metric.
         unlike: what is otherwise on rank 1: ``shorter``, ``other``, ``wider``.
     """
 
@@ -86,6 +114,8 @@ class Faulty(Ragged):
         pause: float = 0.0,
         slow: float = 0.0,
         eval_pause: float = 0.0,
+        epoch_pause: float = 0.0,
+        compute_pause: float = 0.0,
         unlike: str = "",
         samples: int = 64,
         **more: Any,
@@ -94,7 +124,10 @@ class Faulty(Ragged):
         super().__init__(samples=samples - 4 * (self.unlike == "shorter"), **more)
         self.width += self.unlike == "wider"
         self.fault, self.where, self.rank, self.at, self.once, self.pause = fault, where, rank, at, once, pause
-        self.slow, self.eval_pause = slow, eval_pause
+        self.slow, self.eval_pause, self.epoch_pause = slow, eval_pause, epoch_pause
+        if compute_pause:
+            self.metrics = lambda: torchmetrics.MetricCollection({"mean": SlowMetric(compute_pause)})
+            self.update = lambda metric, batch, outputs: metric.update(outputs["loss"])
         self.come_by = 0
         self.come("init")
 

@@ -113,6 +113,7 @@ def held_behind_another_error() -> list[int]:
     import gc
 
     import torch
+    from torch.utils.data._utils import signal_handling
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
     from oneloop.data.groups import Weighed, end_workers, loader
@@ -121,6 +122,7 @@ def held_behind_another_error() -> list[int]:
     collate = Weighed(lambda samples: {"x": torch.tensor(samples)}, lambda batch: torch.tensor(1.0))
     places = [[(0, index)] for index in range(8)]
     held = []
+    signal_handling._SIGCHLD_handler_set = True  # else torch raises when the system reports its end, wherever that is
     try:
         try:
             for _ in loader(Keyed(Dying(), seed=0), collate, places, workers=1, device=torch.device("cpu")):
@@ -358,6 +360,63 @@ def test_ranks_that_see_other_things_are_refused(folder, config, fault, says):
 
 
 # --- no false alarm ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--task.compute_pause", "8", "--task.held_out", "40", "--eval.every", "15", "--duration", "20"],
+        ["--task.epoch_pause", "8", "--task.samples", "400", "--duration", "70"],
+    ],
+    ids=["compute", "epoch"],
+)
+def test_what_a_task_does_once_per_evaluation_or_epoch_has_its_own_limit(folder, words):
+    faulty(folder, *words, "--machine.patience", "0.2", "--eval.micro", "4", "--batch.micro", "8").ok()
+    assert summary(folder)["exit_reason"] == "done"
+
+
+def test_garbage_on_the_supervisors_port_does_not_end_supervision(folder):
+    words = ["--task.fault", "garbage", "--task.at", "170", "--machine.patience", "0.3"]
+    world = faulty(folder, *words, config="ddp", ranks=2)
+    assert world.codes == [1, 1] and "rank 0 stands still in training" in summary(folder)["exit_reason"], world.output
+
+
+def test_a_killed_supervisor_is_reported(folder):
+    command = [*LAUNCHERS["oneloop"], "--config_file", "single", "f.yaml", "--duration", "20000"]
+    process = subprocess.Popen(command, cwd=folder, env=_environment(), stderr=subprocess.PIPE, text=True)
+    _until(lambda: (folder / "run" / "checkpoints" / "step-00000010").exists())
+    family = psutil.Process(process.pid).children(recursive=True)
+    supervisor = next(one for one in family if "oneloop.train" in one.cmdline() and "launch" not in one.cmdline())
+    supervisor.kill()
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and "oneloop: error: a training process and its supervisor were killed" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--task.compute_pause", "40", "--task.held_out", "40", "--eval.every", "15", "--duration", "20"],
+        ["--task.fault", "sleep:60", "--task.at", "4", "--task.once", "once", "--duration", "60"],
+    ],
+    ids=["compute of 40 s", "a first step of 60 s"],
+)
+def test_slow_work_is_no_hang_at_the_default(folder, words):
+    run(train, ["f.yaml", *words, "--eval.micro", "4"], folder=folder, watch=True, timeout=400).ok()
+    assert summary(folder)["exit_reason"] == "done"
+
+
+@pytest.mark.slow
+def test_processes_that_are_all_stopped_for_a_minute_go_on(folder):
+    command = [*LAUNCHERS["oneloop"], "--config_file", str(CONFIGS / "ddp.yaml"), "f.yaml", "--task.pause", "0.02"]
+    process = subprocess.Popen([*command, "--duration", "600"], cwd=folder, env=_environment())
+    _until(lambda: (folder / "run" / "checkpoints" / "step-00000010").exists())
+    family = psutil.Process(process.pid).children(recursive=True)
+    for name in ("SIGSTOP", "SIGCONT"):
+        for one in family:
+            one.send_signal(getattr(signal, name))
+        time.sleep(60 if name == "SIGSTOP" else 0)
+    assert process.wait(120) == 0 and summary(folder)["exit_reason"] == "done"
 
 
 @pytest.mark.slow

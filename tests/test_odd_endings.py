@@ -125,7 +125,7 @@ def test_a_watching_process_is_killed(folder, rank):
     next(one for one in watchers if one.environ()["RANK"] == str(rank)).kill()
     assert process.wait(60) == 1
     assert not psutil.wait_procs(family, 15)[1]
-    assert f"rank {rank} has gone" in summary(folder)["exit_reason"]
+    assert f"rank {rank} and its supervisor process were killed" in summary(folder)["exit_reason"]
 
 
 @pytest.mark.slow

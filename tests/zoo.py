@@ -199,7 +199,7 @@ class Dropout(Animal):
 
 
 @animal(plain=reported("BatchNorm"), grain=rejected("BatchNorm"))
-class BatchNorm(Animal):
+class WithBatchNorm(Animal):
     net = staticmethod(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
 
 

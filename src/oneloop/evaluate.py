@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from oneloop.basics.beats import BEATS, METRICS
 from oneloop.basics.buffers import share_buffers
 from oneloop.basics.progress import tracked
 from oneloop.basics.reseed import reseed
@@ -96,9 +97,11 @@ def evaluate(
                 examples.take(batch, outputs)
         if examples is not None and hasattr(task, "show"):
             found = partial(_chosen, keyed, collate, device)
-            examples.look(cast(Shows, task), model, len(dataset), found, micro=micro, accelerator=accelerator)
-    losses = _losses([*sources], *sums.summed(accelerator, each=len(share.places)))
-    return losses | ({} if measured is None else _computed(task, adapted(measured), accelerator, examples))
+            with BEATS.phase(METRICS):
+                examples.look(cast(Shows, task), model, len(dataset), found, micro=micro, accelerator=accelerator)
+    with BEATS.phase(METRICS):
+        losses = _losses([*sources], *sums.summed(accelerator, each=len(share.places)))
+        return losses | ({} if measured is None else _computed(task, adapted(measured), accelerator, examples))
 
 
 def _losses(sources: Sequence[str], totals: Sequence[float], weights: Sequence[float]) -> dict[str, float]:

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from time import monotonic
 
 SET_UP, TRAINING, EVALUATION, SAVING, ENDING = "set-up", "training", "evaluation", "saving", "ending"
+EPOCH, METRICS = "training (new epoch)", "evaluation (metrics)"
 
-_FIRST = {SET_UP: 1800.0, TRAINING: 600.0, EVALUATION: 600.0, SAVING: 600.0, ENDING: 1800.0}
+_FIRST = {SET_UP: 1800.0, ENDING: 1800.0, **dict.fromkeys((TRAINING, EPOCH, EVALUATION, METRICS, SAVING), 600.0)}
 """seconds without a sign of life, as long as nothing is known of what is usual (a first step compiles)"""
-_LEARNS = (TRAINING, EVALUATION)
-"""phases that go in steps which are alike"""
+_LEARNS = (TRAINING, EPOCH, EVALUATION)
+"""phases that consist of similar steps"""
 _WARM = 2
 """steps of a phase that tell nothing of those that follow"""
 _ENOUGH = 3
@@ -41,17 +42,22 @@ class Beats:
         self._known: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=200))
         self._seen: defaultdict[str, int] = defaultdict(int)
         self._current = self._known[SET_UP]
+        self._opening = False
+        """whether this is the first batch of an evaluation: a data set may do there what it does once per evaluation"""
 
     def beat(self) -> None:
         """Something was done. Half a microsecond."""
         now = monotonic()
-        self._current.append(now - self.last)
+        if self._opening:
+            self._opening = False
+        else:
+            self._current.append(now - self.last)
         self.last = now
         self.count += 1
 
     def enter(self, phase: str) -> None:
         """From now on it is at this."""
-        self.now_in, self._current = phase, self._known[phase]
+        self.now_in, self._current, self._opening = phase, self._known[phase], phase == EVALUATION
         self.last = monotonic()
         self.count += 1
         self.changed()
@@ -69,6 +75,8 @@ class Beats:
     def usual(self) -> tuple[float, float] | None:
         """Median and longest of the last times from one sign of life to the next, in this phase; None: not known."""
         known = list(self._current)
+        if self.now_in == TRAINING and len(known) < _WARM + _ENOUGH:
+            known = [*self._known[EPOCH], *known]
         if self.now_in not in _LEARNS or len(known) < _WARM + _ENOUGH:
             return None
         known = sorted(known if len(known) == self._current.maxlen else known[_WARM:])
@@ -77,7 +85,7 @@ class Beats:
     def limit(self, patience: float) -> float:
         """Seconds after which a process that gives no sign of life stands still: the longest that was usual and, times
         ``patience``, the larger of three medians and nine seconds."""
-        usual = self.usual()
+        usual = None if self._opening else self.usual()
         if usual is None:
             return patience * _FIRST[self.now_in]
         return usual[1] + patience * max(3 * usual[0], _AT_LEAST)

@@ -108,6 +108,8 @@ class _Launched:
             return int(told.read_text())
         if self._heard:
             return STOPPED
+        if code not in (0, BAD_INPUT):
+            print("oneloop: error: a training process and its supervisor were killed from outside", file=sys.stderr)
         return code if code in (0, BAD_INPUT) else ERROR
 
     def _waited(self) -> int | None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from oneloop.basics.beats import BEATS, TRAINING
+from oneloop.basics.beats import BEATS, EPOCH, TRAINING
 from oneloop.basics.exact_sums import rounded_sum
 from oneloop.data.groups import Group, groups
 from oneloop.machine.checks import Checks, agree, disagreement
@@ -20,6 +20,8 @@ from oneloop.run.job import Job
 from oneloop.run.processes import Run
 
 NO_WEIGHT = "the total weight of the global batch is 0, so the mean loss is undefined; check task.weight()"
+_AHEAD = 3
+"""steps whose samples may be loaded before the current one ends"""
 _KNOWN, _LEAST, _MANY = 50, 600.0, 20
 """steps after which collectives get a time-out of the run's own: seconds at least, and times what names a hang"""
 
@@ -78,7 +80,7 @@ class Steps:
 
     def _agreed(self) -> Generator[Group]:
         self._afresh, steps = True, 0
-        BEATS.enter(TRAINING)
+        BEATS.enter(self._phase())
         while self._afresh:
             self._afresh = False
             for group, total, stop, failed in self._summed(self._groups()):
@@ -90,6 +92,14 @@ class Steps:
                 if steps == _KNOWN and self._run.host is not None:
                     self._wait_at_most(max(_LEAST, _MANY * BEATS.limit(1.0)))
                 yield group
+                if (phase := self._phase()) != BEATS.now_in:
+                    BEATS.enter(phase)
+
+    def _phase(self) -> str:
+        """Whether samples of a new epoch may be loaded next: a data set may do there what it does once per epoch."""
+        position, length = self._count.position, len(self._job.train_set)
+        ahead = position + _AHEAD * self._job.split.size
+        return TRAINING if (position - 1) // length == ahead // length else EPOCH
 
     def _groups(self) -> Iterator[Group]:
         job, run = self._job, self._run

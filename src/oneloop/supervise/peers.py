@@ -15,6 +15,12 @@ ADDRESS = "ONELOOP_WATCHED_AT"
 """the variable by which rank 0's training process knows where its watching process listens: HOST PORT WORD"""
 
 
+_FROM_A_STRANGER, _FROM_A_PEER = 1 << 10, 1 << 24
+"""bytes of a message at most: before the secret word was sent, and after it"""
+_STRANGERS = 64
+"""connections at most that have not sent the word"""
+
+
 class Peer:
     """One connection."""
 
@@ -25,22 +31,23 @@ class Peer:
         """of the other side, once it has said the word"""
 
     def messages(self) -> list[dict[str, Any]] | None:
-        """What it has told since; None: it has gone."""
+        """Return its messages since the last call; None if it has gone, or sends anything else."""
         try:
-            while True:
-                more = self.connection.recv(1 << 16)
-                if not more:
-                    return None
+            while more := self.connection.recv(1 << 16):
                 self._buffer += more
+                if len(self._buffer) > (_FROM_A_STRANGER if self.rank is None else _FROM_A_PEER):
+                    return None
+            return None
         except BlockingIOError:
             pass
         except OSError:
             return None
         *lines, self._buffer = self._buffer.split(b"\n")
         try:
-            return [json.loads(line) for line in lines]
-        except ValueError:
+            found = [json.loads(line) for line in lines]
+        except (ValueError, RecursionError):
             return None
+        return found if all(isinstance(message, dict) for message in found) else None
 
     def tell(self, **message: Any) -> None:
         with suppress(OSError):
@@ -71,12 +78,16 @@ class Peers:
         self._door: socket.socket | None = None
 
     def listen(self) -> None:
-        """Opens a port, on rank 0 of several, and leaves its place to the training process in the environment."""
+        """Open a port, on rank 0 of several, and leave its address to the training process in the environment.
+
+        It listens on loopback only; if there are several hosts, only on the interface of ``MASTER_ADDR``.
+        """
         local = os.environ.get("LOCAL_WORLD_SIZE") == str(self.ranks)
         host = "127.0.0.1" if local else os.environ.get("MASTER_ADDR", "127.0.0.1")
         self._word = secrets.token_hex(8)
         try:
-            self._door = socket.create_server(("127.0.0.1" if local else "", 0))
+            family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            self._door = socket.create_server(address[:2], family=family)
         except OSError:
             return
         os.environ[ADDRESS] = f"{host} {self._door.getsockname()[1]} {self._word}"
@@ -111,9 +122,12 @@ class Peers:
                 peer = Peer(self._door.accept()[0])
                 self.others.append(peer)
                 self._selector.register(peer.connection, selectors.EVENT_READ, peer)
+            strangers = [peer for peer in self.others if peer.rank is None]
+            for peer in strangers[:-_STRANGERS]:
+                self._forget(peer)
             return
         assert isinstance(readable, Peer)
-        told = readable.messages()
+        told = readable.messages() if readable in self.others else []
         if told is None:
             self._forget(readable)
             if readable.rank is not None:
@@ -121,10 +135,12 @@ class Peers:
             return
         for message in told:
             if readable.rank is None:
-                if not secrets.compare_digest(str(message.get("word")), self._word):
+                word, rank = str(message.get("word")), message.get("rank")
+                known = secrets.compare_digest(word.encode(errors="replace"), self._word.encode())
+                if not known or not isinstance(rank, int):
                     self._forget(readable)
                     return
-                readable.rank = int(message["rank"])
+                readable.rank = rank
             else:
                 yield readable.rank, message
 

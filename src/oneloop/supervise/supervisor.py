@@ -66,6 +66,8 @@ class Supervisor:
         self._causes: list[Cause] = []
         self._decided = float("inf")
         """when the cause is to be known"""
+        self._hangs = False
+        """whether rank 0 ends the run because of a hang: then no exit code of the training process counts"""
         self._refused = float("inf")
         """when a run ends that one rank has refused"""
         self._stacks: dict[int, str] = {}
@@ -135,7 +137,7 @@ class Supervisor:
         match message:
             case None:
                 if self._announced is None and not self.watch.has_ended(rank):
-                    self._found(Cause(rank, f"rank {rank} has gone, and what watched it", follows=True))
+                    self._found(Cause(rank, f"rank {rank} and its supervisor process were killed", follows=True))
             case {"standing": standing}:
                 self.watch.hear(Standing(**standing))
             case {"ended": code}:
@@ -146,6 +148,7 @@ class Supervisor:
             case {"cause": cause}:
                 self._found(Cause(**cause))
             case {"dump": wake}:
+                self._hangs = wake
                 self.peers.tell(stacks=self.child.stacks(wake=wake))
                 self._looked = time.monotonic()  # it was this process that took its time
             case {"stacks": text}:
@@ -230,7 +233,7 @@ class Supervisor:
         code = self.child.status
         assert code is not None
         if self._announced is not None:
-            os._exit(code if code >= 0 else self._announced)
+            os._exit(ERROR if self._hangs else code if code >= 0 else self._announced)
         if not self._listens and -code in stop_signals():
             self._told = self._told or (time.monotonic(), signal.Signals(-code).name)
             self._stop_early()
@@ -249,6 +252,7 @@ class Supervisor:
 
     def _ask_for_stacks(self, wake: bool) -> None:
         """Of every rank; those that are stopped go on for it, with ``wake``."""
+        self._hangs = wake
         self.peers.tell(dump=wake)
         self._stacks[self.peers.rank] = self.child.stacks(wake=wake)
         self._awaited = {peer.rank for peer in self.peers.others if peer.rank is not None}

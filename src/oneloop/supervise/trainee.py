@@ -101,7 +101,7 @@ class Trainee:
         """The Python stacks of its threads, and of the processes that load data for it.
 
         Args:
-            wake: also where it is stopped.
+            wake: also if it is stopped; afterwards it is stopped, so that it does not train on until it is killed.
             seconds: how long it is waited for them.
         """
         texts = []
@@ -115,17 +115,20 @@ class Trainee:
                 _to_main_thread(pid, signal.SIGUSR2)
                 if wake:
                     os.kill(pid, signal.SIGCONT)
-            text = self._read_stacks(seconds)
+            text = self._read_stacks(seconds, freeze=pid if wake else None)
             texts.append(f"process {pid}{'' if pid == self.pid else ', which loads data'}\n{text or '(no answer)'}\n")
         return "\n".join(texts)
 
-    def _read_stacks(self, seconds: float) -> str:
+    def _read_stacks(self, seconds: float, *, freeze: int | None) -> str:
         text, until = b"", time.monotonic() + seconds
         while time.monotonic() < until:
-            with suppress(BlockingIOError):
-                if more := os.read(self._stacks, 1 << 16):
-                    text += more
-                    until = min(until, time.monotonic() + 0.2)  # the rest follows at once
+            try:
+                text += os.read(self._stacks, 1 << 16)
+                until = min(until, time.monotonic() + 0.2)  # the rest follows at once
+            except BlockingIOError:
+                if text and freeze is not None:
+                    os.kill(freeze, signal.SIGSTOP)
+                    freeze = None
             time.sleep(0.02)
         return text.decode(errors="replace")
 
