@@ -57,6 +57,10 @@ class Duration:
 
     def _steps(self, scale: Scale, total: int | None, key: str) -> Fraction:
         if self.unit == "steps":
+            if self.amount.denominator != 1:
+                raise ValueError(
+                    f"{key} {self.text!r} is not a whole number of steps; add a unit ('2.5ep') or round it"
+                )
             return self.amount
         if self.unit == "samples":
             return self.amount / scale.batch

@@ -34,6 +34,13 @@ class Split:
         if self.size % (self.ranks * micro):
             unit = self.ranks * micro
             nearest = max(1, round(self.size / unit)) * unit
+            share, rest = divmod(self.size, self.ranks)
+            if not rest and not self.grain:  # another micro-batch trains the same model, another size does not
+                fits = min((n for n in range(1, share + 1) if not share % n), key=lambda n: (abs(n - micro), -n))
+                raise ValueError(
+                    f"batch.size {self.size} over {self.ranks} ranks is {share} samples each, which batch.micro {micro} does"
+                    f" not divide; nearest batch.micro: {fits}"
+                )
             asked = "" if self.micro is None else f" x micro {micro}"
             raise ValueError(
                 f"batch.size {self.size} cannot be split over {self.ranks} ranks{asked}; nearest size: {nearest}"

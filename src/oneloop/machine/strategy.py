@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from types import MethodType
 from typing import Any
@@ -12,6 +13,7 @@ from accelerate.utils import convert_outputs_to_fp32
 from accelerate.utils.modeling import get_mixed_precision_context_manager
 from torch import nn
 
+from oneloop.basics.errors import BadInput
 from oneloop.machine.randomness import has_batch_statistics
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,7 +41,14 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
     plugin = accelerator.state.fsdp_plugin
     asked = plugin.transformer_cls_names_to_wrap or list(blocks)
     plugin.transformer_cls_names_to_wrap = _around_no_embedding(model, asked) or None
-    prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    try:
+        prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    except (ValueError, NotImplementedError, RuntimeError) as error:  # an unknown layer class, a container
+        policy = os.environ.get("FSDP_AUTO_WRAP_POLICY")
+        raise BadInput(
+            f"FSDP2 cannot shard the model as accelerate's config file says (fsdp_auto_wrap_policy {policy}, layers"
+            f" {', '.join(asked) or 'none'}): {error}; use TRANSFORMER_BASED_WRAP, and machine.blocks for your own layers"
+        ) from error
     accelerator._optimizers.clear()
     if accelerator.native_amp and plugin.mixed_precision_policy == MixedPrecisionPolicy():
         _autocast(prepared, accelerator)

@@ -29,6 +29,10 @@ class InitConfig:
     def __post_init__(self) -> None:
         if self.leave_out and not self.source:
             raise BadInput("init.leave_out is given without init.from, which says where the rest is from")
+        if self.weights != "raw" and not self.source:
+            raise BadInput(
+                f"init.weights {self.weights} has no effect without init.from; set it, or remove init.weights"
+            )
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,11 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         at_least(0, schedule__final=self.final)
+        if self.final and self.name == "constant":
+            raise BadInput(
+                f"schedule.final {self.final} has no effect with schedule.name constant; remove it, or set another"
+                " schedule.name (cosine, linear, wsd)"
+            )
 
 
 @dataclass(frozen=True)
@@ -162,6 +171,12 @@ class EmaConfig:
     def __post_init__(self) -> None:
         at_least(0, ema__decay=self.decay, ema__ramp=self.ramp)
         at_least(1, ema__every=self.every)
+        if not (self.decay or self.half_lives or self.power) and (self.every != 1 or self.ramp != 0.05):
+            key = "every" if self.every != 1 else "ramp"
+            raise BadInput(
+                f"ema.{key} {getattr(self, key)} has no effect without EMA weights; set ema.half_life, ema.decay or"
+                f" ema.power, or remove ema.{key}"
+            )
         if self.decay >= 1:
             raise BadInput(f"ema.decay must be below 1, got {self.decay}; 0.999 is usual")
         if self.decay and self.half_lives:
@@ -185,5 +200,6 @@ class GuardConfig:
     """bad steps in a row (rewinds without a checkpoint between them) before the run ends with code 3"""
 
     def __post_init__(self) -> None:
-        at_least(0, guard__sigma=self.sigma, guard__patience=self.patience)
+        at_least(0, guard__sigma=self.sigma)
+        at_least(1, guard__patience=self.patience)
         within(2, 100_000, guard__window=self.window)

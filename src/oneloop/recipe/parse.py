@@ -79,6 +79,8 @@ def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:
             target = resolve(name, chosen[name])
             add = section.add_class_arguments if isinstance(target, type) else section.add_function_arguments
             add(target, name, skip=set(_NOT_OPTIONS[name]), as_group=False, fail_untyped=False)
+            for action in [action for action in made._actions if action.dest.endswith(".help")]:
+                action.container._remove_action(action)  # jsonargparse offers help for a key that has none
             about = documented(target)
             for action in made._actions:
                 if action.dest.startswith(f"{name}.") and not action.help:
@@ -146,6 +148,8 @@ def _made(name: str, written: dict[str, Any], typed: dict[str, Any], flags: set[
             raise BadInput(f"{key} needs a value: --{key} VALUE")
     if typed.get("batch.grain") not in (None, "null"):  # what a recipe says beside it is meant for other splits
         written = {key: value for key, value in written.items() if key not in ("batch.micro", "eval.micro")}
+    for key in _out_of_place(chosen, typed):
+        written.pop(key, None)
     given = written | typed
     _refuse_unknown(given, made)
     try:
@@ -210,6 +214,14 @@ def _choose(typed: Mapping[str, Any], written: dict[str, Any]) -> tuple[dict[str
             written = {key: value for key, value in written.items() if not key.startswith(f"{group}.") or key in common}
         chosen[group] = new
     return chosen, written
+
+
+def _out_of_place(chosen: Mapping[str, str], typed: Mapping[str, Any]) -> list[str]:
+    """Keys of a recipe file that have no effect with what was typed: they give way to it."""
+    keys = ["schedule.final"] if "schedule.name" in typed and chosen["schedule"] == "constant" else []
+    keys += ["ema.every", "ema.ramp"] if str(typed.get("ema.half_life")) == "0" else []
+    keys += ["init.weights", "init.leave_out"] if typed.get("init.from", "") in (None, "null") else []
+    return keys
 
 
 @cache

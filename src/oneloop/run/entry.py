@@ -17,6 +17,7 @@ from oneloop.basics.plain_json import dumps, vouched
 from oneloop.basics.ranks import rank, ranks
 from oneloop.basics.text import printable
 from oneloop.data.groups import end_workers
+from oneloop.data.keyed import UnfitSample
 from oneloop.machine.micro_batch import is_out_of_memory
 from oneloop.machine.switches import float32_products
 from oneloop.measure.profiling import memory_snapshot
@@ -156,8 +157,10 @@ def _words(error: BaseException) -> str:
 
 def _tell(error: BaseException, reason: str) -> None:
     """Prints the traceback; where several processes are watched, that is done for the first of them, and all end."""
-    if isinstance(error, errors.Inexact):
+    ours = isinstance(error, UnfitSample) and error.__cause__ is not None and not where(error.__cause__)
+    if ours or isinstance(error, errors.Inexact):
         error = error.with_traceback(None)  # the message says all
+        error.__cause__, error.__suppress_context__ = None, True
     if LINK.watched and ranks() > 1:
         LINK.fault(error, f"rank {rank()}: {reason}")
         time.sleep(_WATCHED)

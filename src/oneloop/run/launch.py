@@ -35,18 +35,12 @@ def launch(
     seconds: float = math.inf,
     output: int | None = None,
 ) -> int:
-    """Runs ``accelerate launch`` and returns what oneloop.train meant to exit with.
+    """Run ``accelerate launch`` with these words (its options, the recipe, and its keys); return the exit code that
+    oneloop.train meant.
 
-    Args:
-        words: accelerate's options, the recipe, and its keys.
-        after: names of commands that stand in the place of a recipe.
-        module: what the processes run, unless it is one of these commands.
-        seconds: time limit, after which the processes are killed.
-        output: file descriptor of their standard output and error (None: those of this process).
-
-    Raises:
-        BadInput: what accelerate would answer with a traceback.
-        TimeoutError: the time limit has passed.
+    ``after`` are commands in place of a recipe, else the processes run ``module``. They are killed after ``seconds``, with
+    a TimeoutError, and write to the file descriptor ``output``. Raise BadInput for what accelerate would answer with a
+    traceback.
     """
     options, training = launch_options(words)
     command = [
@@ -175,6 +169,11 @@ def launch_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
             ) from error
         except (yaml.YAMLError, AttributeError) as error:
             raise BadInput(f"--config_file {file} is not an accelerate config file") from error
+    if str(parsed.max_restarts or 0) != "0":
+        raise BadInput(
+            f"--max_restarts {parsed.max_restarts}: oneloop launch does not restart a run; leave it out, and start the same"
+            " command again to resume"
+        )
     if precision == "fp8" and not is_fp8_available():
         raise BadInput("mixed_precision fp8 needs torchao or transformer-engine, and neither is installed; use bf16")
     return options, training

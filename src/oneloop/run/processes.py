@@ -30,6 +30,7 @@ from oneloop.run.ending import leave
 from oneloop.run.stopping import Stopping
 from oneloop.show.display import Display
 
+_AXES = tuple(f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD"))
 _LONG = timedelta(hours=2)
 """that a collective may take where nothing is known of the run: one rank prepares, compiles or writes"""
 
@@ -87,20 +88,11 @@ def start(
     track: tuple[str, ...] = (),
     folder: Path | None = None,
 ) -> Run:
-    """Builds the Accelerator that the launcher's environment asks for.
+    """Build the Accelerator that the launcher's environment asks for.
 
-    Args:
-        sync_each_batch: accelerate's switch of that name: reduce gradients at every micro-batch.
-        find_unused_parameters: torch's DDP's switch of that name.
-        deterministic: refuse operations that have no deterministic algorithm.
-        exact: the same bits for any number of processes: deterministic; half precision is autocast, under FSDP2 too;
-            one thread on a CPU, whose number decides how sums are cut.
-        track: accelerate's tracker names.
-        folder: where the trackers write.
-
-    Raises:
-        BadInput: a precision that the device lacks, or a strategy that is not plain, DDP or FSDP2; exact: what cannot
-            be.
+    ``exact``: bit-identical on any number of processes: deterministic; half precision is autocast, under FSDP2 too; one
+    thread on a CPU, whose number decides how sums are split. The other arguments are accelerate's and torch's. Raise
+    BadInput for a precision that the device lacks, and for a strategy other than one process, DDP and FSDP2.
     """
     if deterministic or exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -152,6 +144,11 @@ def _sharding(state: PartialState, precision: str, *, exact: bool) -> FullyShard
 
 def _refuse_strategy(*, sharding: bool) -> None:
     """Refuses what accelerate was set to that is not one process, DDP or FSDP2."""
+    for name in ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "FSDP_MIN_NUM_PARAMS", *_AXES):
+        if not os.environ.get(name, "0").isdigit():
+            raise BadInput(f"{name} must be a whole number, got {os.environ[name]!r}; correct accelerate's config file")
+    if sharding and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
+        raise BadInput("fsdp_offload_params true is not supported: it was never tried; set it to false")
     if sharding and os.environ.get("FSDP_VERSION", "1") != "2":
         raise BadInput("fsdp_version 1 is asked for, and only FSDP2 is supported; set fsdp_version: 2")
     for other in ("DEEPSPEED", "MEGATRON_LM"):
@@ -162,7 +159,7 @@ def _refuse_strategy(*, sharding: bool) -> None:
             )
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise BadInput("accelerate's dynamo_backend is asked for, and is not supported; set dynamo_backend: 'no'")
-    if any(int(os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", 1)) > 1 for axis in ("TP", "CP", "SP")):
+    if any(int(os.environ.get(axis, 1)) > 1 for axis in _AXES[:3]):
         raise BadInput(
             "tensor, context or sequence parallelism is asked for, and only data parallelism (dp_replicate,"
             " dp_shard) is supported; set the other sizes to 1"
@@ -184,6 +181,10 @@ def _refuse_inexact(precision: str, device: torch.device | None) -> None:
 
 def _refuse_precision(precision: str, device: torch.device | None) -> None:
     assert device is not None
+    if precision not in ("no", "fp16", "bf16", "fp8"):
+        raise BadInput(f"mixed_precision {precision!r} does not exist; use no, bf16, fp16 or fp8")
+    if precision == "fp8" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise BadInput("mixed_precision fp8 with FSDP2 is not supported: it was never tried on a GPU; use bf16")
     if precision == "fp16" and device.type == "cpu":
         raise BadInput("mixed_precision fp16 is asked for on a CPU, which has no fp16 loss scaling; use bf16 or no")
     if precision == "fp8":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 
 from torch import nn
@@ -16,6 +17,14 @@ from oneloop.run.job import Job
 from oneloop.run.processes import Run
 from oneloop.run.rehearsal import Rehearsal
 
+_IGNORED = {
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1",),
+    "FSDP_STATE_DICT_TYPE": ("SHARDED_STATE_DICT",),
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": ("false", "False"),
+    "XLA_DOWNCAST_BF16": ("0",),
+    "ACCELERATE_DOWNCAST_BF16": ("false",),
+}
+"""accelerate's settings that oneloop does not use, and their values that ask for nothing"""
 DEPENDS = "another parallel layout trains another model; the same layout is bit-identical"
 
 
@@ -57,6 +66,9 @@ def start_lines(
                 f" {held:,.1f}"
             )
     yield from job.built.notes
+    if ignored := [name for name, effective in _IGNORED.items() if os.environ.get(name, effective[0]) not in effective]:
+        names = ", ".join(f"{name}={os.environ[name]}" for name in ignored)
+        yield f"accelerate's {names} has no effect: oneloop has batch.micro, its own checkpoints and machine.in_turn"
     if emas:
         yield f"averages of the weights: {', '.join(ema.name for ema in emas)}"
     if run.ranks > 1 and "check" in job.rhythm:

@@ -87,6 +87,7 @@ class State(RunState):
             if run.main:
                 data = {name: content for name, part in job.sets.items() if (content := fingerprint_of(part))}
                 about: dict[str, Any] = {"device": str(run.device), "processes": run.ranks, "data": data}
+                about["eval_micro"] = recipe.eval.micro or job.split.each
                 if file := source("task", recipe.task.name):
                     about["task"] = str(file)
                 folder.begin(recipe.yaml(), environment(command=[*run.command], **about))

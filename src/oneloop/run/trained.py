@@ -40,6 +40,8 @@ class Trained:
     built: BuiltModel
     about: str
     """which weights they are, for a person"""
+    eval_micro: int | None = None
+    """samples at once in the run's own evaluations: another number pads texts differently, and rounds differently"""
 
     @property
     def model(self) -> nn.Module:
@@ -50,36 +52,52 @@ class Trained:
         """What its samples are looked at with."""
         recipe = self.recipe
         own = recipe.batch.micro if isinstance(recipe.batch.micro, int) else min(recipe.batch.size, 64)
-        return {"micro": recipe.eval.micro or own, "dtype": torch_dtype(recipe), "seed": recipe.seed}
+        return {"micro": recipe.eval.micro or self.eval_micro or own, "dtype": torch_dtype(recipe), "seed": recipe.seed}
 
 
 def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:
-    """The recipe of a run, whose task may be the user's own code: from where it is taken is said before. That is the
-    file that the run was trained with, where it is still there, else what its name leads to from here.
+    """Return the recipe of a run for ``command``; print the file from which its task is imported, if it is the user's.
 
-    Args:
-        run: its folder.
-        command: the command's name, for a person.
-        task: where its task is now.
-
-    Raises:
-        BadInput: there is none.
+    ``task`` names the task now; None: as recorded, if that can be trusted. Raise BadInput if there is no recipe.
     """
     file = run / "recipe.yaml"
     if not file.is_file():
         raise BadInput(f"{run} holds no run (no recipe.yaml)")
-    name = task or from_there(task_name(file), _recorded(run))
+    name = task or _trusted(task_name(file), run)
     if is_main() and (place := source("task", name)):
         print(printable(f"oneloop {command}: task.name {name} of {file} is taken from {place}"), file=sys.stderr)
     return read_again(file, task=name)
 
 
-def _recorded(run: Path) -> Path:
-    """The file that held the task's class when the run began."""
+def _trusted(name: str, run: Path) -> str:
+    """The run's task, if its file is below the current folder and did not come with the run folder.
+
+    Raises:
+        BadInput: it is somewhere else: the user must say whose code to run.
+    """
+    if name in CHOICES["task"]:
+        return name
+    here, there = Path.cwd().resolve(), run.resolve()
+    recorded = Path(str(_recorded(run).get("task", "unknown"))).resolve()
+    if recorded.is_relative_to(here) and not recorded.is_relative_to(there):
+        name = from_there(name, recorded)
+    place = source("task", name)
+    if place is None or not (place.is_relative_to(there) or (":" in name and not place.is_relative_to(here))):
+        return name
+    where = "in the run folder" if place.is_relative_to(there) else "not below the current folder"
+    raise BadInput(
+        f"{run}: its task {name} would be imported from {place}, which is {where}; if you trust that file, name it with"
+        f" --task {place}:{name.rpartition(':')[2].rpartition('.')[2]}"
+    )
+
+
+def _recorded(run: Path) -> dict[str, Any]:
+    """What environment.json says."""
     try:
-        return Path(str(json.loads((run / "environment.json").read_text())["task"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return Path("unknown")
+        about = json.loads((run / "environment.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}
 
 
 def trained(
@@ -92,19 +110,11 @@ def trained(
     device: str,
     accept_changes: bool = False,
 ) -> Trained:
-    """Task and model of a run, the model not yet on its processes.
+    """Return task and model of a run, the model not yet on its processes.
 
-    Args:
-        run: its folder.
-        recipe: its recipe.
-        checkpoint: ``final``, ``newest``, ``best`` or a step; None: ``final/`` where the run has ended, else newest.
-        weights: ``raw``, or the name of an average.
-        sharded: whether FSDP2 shards it.
-        device: type of the device.
-        accept_changes: take other data than it was trained with.
-
-    Raises:
-        ValueError: there are no such weights, they are damaged, the task cannot be made, or its data is another.
+    ``checkpoint`` is ``final``, ``newest``, ``best`` or a step (None: ``final/`` if the run has ended, else newest),
+    ``weights`` ``raw`` or the name of an average. ``accept_changes``: accept other data than it was trained with. Raise
+    ValueError if the weights are missing or damaged, the task cannot be made, or its data differs.
     """
     if weights.startswith("power:"):
         raise ValueError(f"--weights {weights} is mixed by oneloop export alone; give raw, or the name of an average")
@@ -132,7 +142,9 @@ def trained(
     load_task_state(task, chosen)
     if hasattr(task, "progress"):
         task.progress = Progress(lambda: 1, 1, 1)  # as at the end
-    return Trained(recipe, task, built, f"{chosen.name} of {run}{'' if weights == 'raw' else f', {weights}'}")
+    micro = _recorded(run).get("eval_micro")
+    about = f"{chosen.name} of {run}{'' if weights == 'raw' else f', {weights}'}"
+    return Trained(recipe, task, built, about, micro if isinstance(micro, int) and micro > 0 else None)
 
 
 def _stands_on_another(chosen: Path) -> bool:

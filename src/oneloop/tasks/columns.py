@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -135,11 +136,11 @@ def is_image(kind: Any) -> bool:
     return type(kind).__name__ == "Image" or getattr(kind, "dtype", None) in ("binary", "large_binary")
 
 
-def decoded(value: Any) -> Any:
+def decoded(value: Any, *, limit: int) -> Any:
     """A stored image as an RGB image of PIL.
 
     Raises:
-        ValueError: it is none, or not whole.
+        ValueError: it is none, or not whole, or has more pixels than the limit.
     """
     from PIL import Image
 
@@ -147,7 +148,13 @@ def decoded(value: Any) -> Any:
     if data is None and path is None:
         raise ValueError("there is no image")
     try:
-        with Image.open(io.BytesIO(data) if data else str(path)) as image:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the key is the limit
+            opened = Image.open(io.BytesIO(data) if data else str(path))
+        with opened as image:
+            if image.width * image.height > limit:
+                size = f"{image.width:,} x {image.height:,} = {image.width * image.height:,} pixels"
+                raise ValueError(f"it has {size}, more than task.pixel_limit {limit:,}; scale it down or raise the key")
             if image.mode.startswith(("I", "F")):
                 raise ValueError(f"its pixels ({image.mode}) have more than 8 bits; write it with 8")
             return image.convert("RGB")

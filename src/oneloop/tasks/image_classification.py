@@ -56,6 +56,7 @@ class ImageClassification(Task):
             or a list.
         top_k: also count a prediction as right where the class is among the so many likeliest (5; 0: not).
         held_out: share of the rows for validation, and as much for test, where the data has no such parts.
+        pixel_limit: pixels at most of an own image; a larger one is an error, before it is decoded.
         window: megabytes of parquet rows that a process may hold; samples are shuffled among so many.
         root: folder of the downloaded sets.
         download: fetch a missing set from its public host.
@@ -86,6 +87,7 @@ class ImageClassification(Task):
         class_weights: Literal["none", "balanced"] | list[float] = "none",
         top_k: int = 0,
         held_out: float = 0.05,
+        pixel_limit: int = 89_478_485,
         window: int = 256,
         root: str = "data",
         download: bool = False,
@@ -101,7 +103,7 @@ class ImageClassification(Task):
         self.architecture = model
         self.weights: dict[str, Any] = {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
         self.width, self.smoothing, self.dropout, self.top_k = width, smoothing, dropout, top_k
-        self.columns, self.window = {"image": image, "label": label}, window
+        self.columns, self.window, self.pixel_limit = {"image": image, "label": label}, window, pixel_limit
         self._of_data: list[str] = []
         self._counts: Callable[[], list[int]] = list
         if isinstance(data, str) and data in ("digits", *TORCHVISION):
@@ -136,11 +138,11 @@ class ImageClassification(Task):
         _check_images(sources)
         if are_shares(sources, "label"):
             self.classes, self._of_data = shares_of(sources, "label"), notes_of(sources)
-            return sets_of(sources, lambda source: _labelled(source, torch.tensor))
+            return sets_of(sources, lambda source: _labelled(source, torch.tensor, self.pixel_limit))
         self.classes, numbers = classes_of(sources, "label")
         self._of_data = notes_of(sources)
         self._counts = lambda: counts_of(sources, "label", numbers, len(self.classes))
-        return sets_of(sources, lambda source: _labelled(source, numbers[source.name]))
+        return sets_of(sources, lambda source: _labelled(source, numbers[source.name], self.pixel_limit))
 
     def model(self) -> nn.Module:
         if self.architecture == "cnn":
@@ -166,7 +168,7 @@ class ImageClassification(Task):
             number = torch.tensor
         elif labelled:
             number = numbers_of(source, "label", self.classes)
-        made, seen = _labelled(source, number), self._seen
+        made, seen = _labelled(source, number, self.pixel_limit), self._seen
 
         def sample(row: Row) -> tuple[Tensor, Any]:
             image, label = made(row)
@@ -268,10 +270,10 @@ class CNN(nn.Module):
 # --- people's own -----------------------------------------------------------------------------------------------------
 
 
-def _labelled(source: Source, number: Callable[[Any], Any]) -> Callable[[Row], tuple[Any, Any]]:
+def _labelled(source: Source, number: Callable[[Any], Any], limit: int) -> Callable[[Row], tuple[Any, Any]]:
     """A row's image, decoded, and what its label is for the model."""
     image, label = source.columns["image"], source.columns["label"]
-    return lambda row: (decoded(row[image]), number(row.get(label, 0)))
+    return lambda row: (decoded(row[image], limit=limit), number(row.get(label, 0)))
 
 
 class Files(Mapped):

@@ -65,7 +65,8 @@ class TextRegression(TextRows):
         )
 
     def update(self, metrics: Any, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
-        metrics.update(outputs["said"].float(), batch["number"].float())
+        wide = torch.float32 if batch["number"].device.type == "mps" else torch.float64  # torchmetrics sums in it
+        metrics.update(outputs["said"].to(wide), batch["number"].to(wide))
 
     def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
         return {"prediction": outputs["said"].float().tolist()}

@@ -72,7 +72,8 @@ def below(file: Path, root: Path) -> str:
 def content_of(files: Sequence[Path], root: Path) -> dict[str, Any]:
     """What lies in these files: ``{"files": {name relative to root: [bytes, xxh3-64]}}``, of very many a digest.
 
-    Checksums are kept in the cache by path, size and time, so that a file is read again only when it was touched.
+    Checksums are cached by path, size, mtime, ctime and inode, so that a file is read again if one of them differs: a
+    copy that keeps size and mtime (``rsync -t``, a restored backup) is noticed.
 
     Raises:
         ValueError: a file cannot be read.
@@ -84,16 +85,16 @@ def content_of(files: Sequence[Path], root: Path) -> dict[str, Any]:
             for file in files:
                 try:
                     about = file.stat()
-                    mark = [about.st_size, about.st_mtime_ns]
+                    mark = [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
                     before = known.get(str(file))
-                    fresh[str(file)] = before if before and before[:2] == mark else [*mark, _checksum(file)]
+                    fresh[str(file)] = before if before and before[:-1] == mark else [*mark, checksum_of(file)]
                 except OSError as error:
                     raise ValueError(f"{file} cannot be read: {error.strerror}") from error
                 bar.advance()
         if any(known.get(file) != mark for file, mark in fresh.items()):
             with replacing(kept) as draft:
                 draft.write_text(json.dumps({**known, **fresh}))
-    named = {below(file, root): [fresh[str(file)][0], fresh[str(file)][2]] for file in files}
+    named = {below(file, root): [fresh[str(file)][0], fresh[str(file)][-1]] for file in files}
     if len(named) <= _LISTED:
         return {"files": named}
     return {"files": {"count": len(named), "bytes": sum(size for size, _ in named.values()), "digest": key_of(named)}}
@@ -107,7 +108,8 @@ def _known(kept: Path) -> dict[str, Any]:
     return known if isinstance(known, dict) else {}
 
 
-def _checksum(file: Path) -> str:
+def checksum_of(file: Path) -> str:
+    """xxh3-64 of a file's content."""
     state = xxh3_64()
     with file.open("rb") as stream:
         while piece := stream.read(_CHUNK):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import glob
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from oneloop.data.rows.cache import alone, key_of
+from oneloop.basics.progress import Working
+from oneloop.data.rows.cache import alone, checksum_of, key_of
 from oneloop.data.rows.found import Found
 
 _MADE = 2
@@ -18,10 +20,12 @@ _MADE = 2
 _BLOCK = 64 << 20
 """bytes of csv that are read at once; a row must fit"""
 _ROWS = 1000
+_STARTED = time.time()
 
 
 def converted(there: Found, part: str, files: Sequence[Path], content: Mapping[str, Any]) -> Any:
-    """The files as a ``datasets.Dataset``. A copy or a touch makes nothing anew.
+    """The files as a ``datasets.Dataset``. A copy or a touch makes nothing anew. Once per host and start, the table's
+    own checksum is verified; a damaged table is made again.
 
     Every value of csv is text, as it stands there: ``007`` stays what it is, and an empty field is an empty text.
 
@@ -34,13 +38,17 @@ def converted(there: Found, part: str, files: Sequence[Path], content: Mapping[s
     if not (filled := [file for file in files if file.stat().st_size]):
         raise ValueError(f"{there.root}: {files[0].name} is empty")
     with alone(f"tables/{key_of(_MADE, there.kind, part, content)}.arrow") as place:
+        own = place.with_suffix(".xxh3")
         for again in (False, True):
+            if place.exists() and not _intact(place, own):
+                place.unlink()
             if not place.exists():
                 draft = place.with_suffix(f".{os.getpid()}.draft")
                 if there.kind in ("csv", "tsv"):
                     _write(_csv(filled, tabs=there.kind == "tsv"), draft)
                 else:
                     _by_datasets(there, filled, draft)
+                own.write_text(checksum_of(draft))
                 draft.replace(place)
             try:
                 return Dataset.from_file(str(place))
@@ -49,6 +57,19 @@ def converted(there: Found, part: str, files: Sequence[Path], content: Mapping[s
                     raise
                 place.unlink()  # it was damaged: it is made anew
     raise AssertionError
+
+
+def _intact(table: Path, checksum: Path) -> bool:
+    """Whether the table has its checksum; not read again if another process has verified it since this one started."""
+    if not checksum.is_file():
+        return False
+    if checksum.stat().st_mtime > _STARTED:
+        return True
+    with Working("verifying the cached rows"):
+        if checksum.read_text() != checksum_of(table):
+            return False
+    os.utime(checksum)
+    return True
 
 
 def _write(batches: Iterator[Any], file: Path) -> None:
@@ -85,9 +106,23 @@ def _csv(files: Sequence[Path], *, tabs: bool) -> Iterator[Any]:
                 raise ValueError(f"{file} has the columns {', '.join(own)}, and {files[0].name} has {', '.join(names)}")
             text = csv.ConvertOptions(column_types=dict.fromkeys(own, pyarrow.large_string()), include_columns=names)
             with csv.open_csv(file, read_options=read, parse_options=parse, convert_options=text) as opened:
-                yield from opened
+                for batch in opened:
+                    yield batch
+            if not tabs and _is_open(file, batch.column(own[-1])[-1].as_py() or ""):
+                raise ValueError(
+                    f"{file} ends within a quoted text: a quote that is not closed would make one row of all that"
+                    f" follows it; it begins with {batch.column(own[-1])[-1].as_py()[:40]!r}"
+                )
         except pyarrow.ArrowException as error:
             raise ValueError(f"{file} cannot be read as csv: {' '.join(str(error).split())}") from error
+
+
+def _is_open(file: Path, last: str) -> bool:
+    """Whether the last value of a csv file is a text whose quote is not closed."""
+    text = b'"' + last.replace('"', '""').encode()
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - len(text) - 2))
+        return bool(last) and stream.read().rstrip(b"\r\n").endswith(text.rstrip(b"\r\n"))
 
 
 def _by_datasets(there: Found, files: Sequence[Path], draft: Path) -> None:
