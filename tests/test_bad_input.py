@@ -28,7 +28,7 @@ BAD = {
     "wrong type": (["digits", "--batch.size", "many"], ["batch.size", "int", "many"]),
     "impossible split": (
         ["digits", "--batch.size", "100", "--batch.micro", "16"],
-        ["batch.size 100", "micro 16", "nearest size: 96"],
+        ["batch.size 100", "micro 16", "nearest batch.micro: 20"],
     ),
     "missing file": (["missing/recipe.yaml"], ["missing/recipe.yaml", "No such file"]),
     "missing weights": (["digits", "--init.from", "nowhere"], ["init.from", "nowhere", "looked for"]),

@@ -38,8 +38,8 @@ class Split:
             if not rest and not self.grain:  # another micro-batch trains the same model, another size does not
                 fits = min((n for n in range(1, share + 1) if not share % n), key=lambda n: (abs(n - micro), -n))
                 raise ValueError(
-                    f"batch.size {self.size} over {self.ranks} ranks is {share} samples each, which batch.micro {micro} does"
-                    f" not divide; nearest batch.micro: {fits}"
+                    f"batch.size {self.size} over {self.ranks} ranks is {share} samples each, which batch.micro {micro}"
+                    f" does not divide; nearest batch.micro: {fits}"
                 )
             asked = "" if self.micro is None else f" x micro {micro}"
             raise ValueError(

@@ -47,7 +47,7 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
         policy = os.environ.get("FSDP_AUTO_WRAP_POLICY")
         raise BadInput(
             f"FSDP2 cannot shard the model as accelerate's config file says (fsdp_auto_wrap_policy {policy}, layers"
-            f" {', '.join(asked) or 'none'}): {error}; use TRANSFORMER_BASED_WRAP, and machine.blocks for your own layers"
+            f" {', '.join(asked) or 'none'}): {error}; use TRANSFORMER_BASED_WRAP, with machine.blocks for own layers"
         ) from error
     accelerator._optimizers.clear()
     if accelerator.native_amp and plugin.mixed_precision_policy == MixedPrecisionPolicy():

@@ -80,7 +80,7 @@ def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:
             add = section.add_class_arguments if isinstance(target, type) else section.add_function_arguments
             add(target, name, skip=set(_NOT_OPTIONS[name]), as_group=False, fail_untyped=False)
             for action in [action for action in made._actions if action.dest.endswith(".help")]:
-                action.container._remove_action(action)  # jsonargparse offers help for a key that has none
+                action.container._remove_action(action)  # type: ignore[attr-defined]
             about = documented(target)
             for action in made._actions:
                 if action.dest.startswith(f"{name}.") and not action.help:

@@ -38,9 +38,9 @@ def launch(
     """Run ``accelerate launch`` with these words (its options, the recipe, and its keys); return the exit code that
     oneloop.train meant.
 
-    ``after`` are commands in place of a recipe, else the processes run ``module``. They are killed after ``seconds``, with
-    a TimeoutError, and write to the file descriptor ``output``. Raise BadInput for what accelerate would answer with a
-    traceback.
+    ``after`` are commands in place of a recipe, else the processes run ``module``. They are killed after ``seconds``,
+    with a TimeoutError, and write to the file descriptor ``output``. Raise BadInput for what accelerate would answer
+    with a traceback.
     """
     options, training = launch_options(words)
     command = [
@@ -171,8 +171,8 @@ def launch_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
             raise BadInput(f"--config_file {file} is not an accelerate config file") from error
     if str(parsed.max_restarts or 0) != "0":
         raise BadInput(
-            f"--max_restarts {parsed.max_restarts}: oneloop launch does not restart a run; leave it out, and start the same"
-            " command again to resume"
+            f"--max_restarts {parsed.max_restarts}: oneloop launch does not restart a run; leave it out, and start the"
+            " same command again to resume"
         )
     if precision == "fp8" and not is_fp8_available():
         raise BadInput("mixed_precision fp8 needs torchao or transformer-engine, and neither is installed; use bf16")

@@ -198,8 +198,8 @@ def _lay_out(model: nn.Module, recipe: Recipe, names: list[str], *, sharded: boo
         notes.append(f"recompute {machine.recompute}: {count} blocks of {', '.join(names)}")
     if kind == "budget":
         notes.append(
-            f"recompute {machine.recompute} sets torch's activation_memory_budget; a smaller share may have a higher peak"
-            " (pytorch #197838), so measure several"
+            f"recompute {machine.recompute} sets torch's activation_memory_budget; a smaller share may have a higher"
+            " peak (pytorch #197838), so measure several"
         )
     if count := compile_(
         model,
