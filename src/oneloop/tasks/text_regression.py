@@ -26,6 +26,8 @@ class TextRegression(TextRows):
 
     sample_weight = 1.0
     classes = ("number",)
+    _wide = torch.float32 if torch.backends.mps.is_available() else torch.float64
+    """torchmetrics sums in it"""
 
     def __init__(
         self,
@@ -62,11 +64,10 @@ class TextRegression(TextRows):
         return MetricCollection(
             {"spearman": SpearmanCorrCoef(), "pearson": PearsonCorrCoef(), "mean_absolute_error": MeanAbsoluteError()},
             compute_groups=False,
-        )
+        ).set_dtype(self._wide)
 
     def update(self, metrics: Any, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
-        wide = torch.float32 if batch["number"].device.type == "mps" else torch.float64  # torchmetrics sums in it
-        metrics.update(outputs["said"].to(wide), batch["number"].to(wide))
+        metrics.update(outputs["said"].to(self._wide), batch["number"].to(self._wide))
 
     def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
         return {"prediction": outputs["said"].float().tolist()}

@@ -1,0 +1,196 @@
+"""Settings that would have no effect, and files that cannot be trusted, are rejected with one message."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from oneloop.basics.duration import Duration, Scale
+from oneloop.basics.errors import BadInput
+from oneloop.data.rows import converted as tables
+from oneloop.data.rows.cache import content_of
+from oneloop.data.rows.found import found
+from oneloop.data.split import Split
+from oneloop.recipe.parse import parser, read
+from oneloop.run import processes
+from oneloop.run.launch import launch_options
+from oneloop.run.trained import recipe_of
+from worlds import run, train
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--schedule.final", "0.1"], "schedule.final 0.1 has no effect with schedule.name constant"),
+        (["--init.weights", "ema"], "init.weights ema has no effect without init.from"),
+        (["--ema.every", "4"], "ema.every 4 has no effect without EMA weights"),
+        (["--ema.ramp", "0.1"], "ema.ramp 0.1 has no effect without EMA weights"),
+        (["--guard.patience", "0"], "guard.patience must be at least 1"),
+    ],
+)
+def test_a_setting_without_effect_is_rejected(tmp_path, words, says):
+    (tmp_path / "plain.yaml").write_text("task: {name: image_classification}\n")
+    with pytest.raises(BadInput, match=says):
+        read([str(tmp_path / "plain.yaml"), *words])
+
+
+def test_a_recipes_own_value_gives_way_to_what_is_typed():
+    assert read(["gpt"]).schedule.final == 0.1
+    assert read(["gpt", "--schedule.name", "constant"]).schedule.final == 0.0
+    assert read(["gpt", "--schedule.name", "linear"]).schedule.final == 0.1
+    with pytest.raises(BadInput, match="has no effect"):
+        read(["gpt", "--schedule.name", "constant", "--schedule.final", "0.2"])
+
+
+def test_restarts_are_rejected():
+    with pytest.raises(BadInput, match="--max_restarts 2"):
+        launch_options(["--max_restarts", "2", "--config_file", "ddp", "digits"])
+
+
+@pytest.mark.parametrize(
+    ("variables", "precision", "says"),
+    [
+        ({"FSDP_OFFLOAD_PARAMS": "true", "FSDP_VERSION": "2"}, "no", "fsdp_offload_params true is not supported"),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "two", "FSDP_VERSION": "2"}, "no", "must be a whole number, got 'two'"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"}, "no", "must be a whole number, got 'auto'"),
+        ({}, "bf8", "mixed_precision 'bf8' does not exist"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "fp8", "fp8 with FSDP2 is not supported"),
+    ],
+)
+def test_accelerates_settings_are_one_message(monkeypatch, variables, precision, says):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    def refuse() -> None:
+        processes._refuse_strategy(sharding="FSDP_VERSION" in variables)
+        processes._refuse_precision(precision, torch.device("cpu"))
+
+    with pytest.raises(BadInput, match=says):
+        refuse()
+
+
+def test_an_unknown_layer_to_wrap_is_one_message(tmp_path):
+    options = ["--fsdp_transformer_layer_cls_to_wrap", "Nowhere"]
+    world = run(train, ["digits", "--track", "none"], ranks=2, config="fsdp2", options=options, folder=tmp_path)
+    assert world.codes == [2, 2] and "Nowhere" in world.output and "Traceback" not in world.output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_settings_that_are_ignored_are_one_line_at_the_start(tmp_path):
+    words = ["digits", "--duration", "2", "--eval.every", "0", "--track", "none"]
+    world = run(train, words, variables={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, folder=tmp_path)
+    world.ok()
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4 has no effect" in world.output
+
+
+def test_help_offers_only_what_there_is():
+    assert ".help" not in parser("image_classification", "adamw", "constant").format_help()
+
+
+def test_steps_are_whole_and_a_micro_batch_is_proposed_before_another_batch():
+    with pytest.raises(ValueError, match="duration '3.5' is not a whole number of steps"):
+        Duration("3.5").steps(Scale(8, 64))
+    assert Duration("2.5ep").steps(Scale(8, 64)) == 20
+    with pytest.raises(ValueError, match="nearest batch.micro: 8"):
+        Split(64, 1, 7)
+    with pytest.raises(ValueError, match="nearest size: 63"):
+        Split(64, 3, 7)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_in_the_cache_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"some words {n},{n % 2}\n" for n in range(200)))
+    there = found(str(tmp_path / "rows.csv"), ["csv"])
+
+    def made() -> list[str]:
+        content = content_of(there.files, there.root)
+        return tables.converted(there, "", there.files, content)["text"][:]
+
+    before = made()
+    (table,) = (tmp_path / "cache" / "tables").glob("*.arrow")
+    data = bytearray(table.read_bytes())
+    at = data.index(b"some words 77")
+    data[at + 5] ^= 1
+    table.write_bytes(bytes(data))
+    monkeypatch.setattr(tables, "_STARTED", os.stat(table).st_mtime + 60)  # as a later start
+    assert made() == before
+
+
+def test_other_content_of_the_same_size_and_time_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "a.txt"
+    file.write_text("one")
+    first, times = content_of([file], tmp_path), file.stat()
+    (tmp_path / "b.txt").write_text("two")
+    os.utime(tmp_path / "b.txt", ns=(times.st_atime_ns, times.st_mtime_ns))
+    (tmp_path / "b.txt").replace(file)
+    assert file.stat().st_mtime_ns == times.st_mtime_ns and content_of([file], tmp_path) != first
+
+
+@pytest.mark.parametrize("rows", ['a,"b\nc,d\ne,f\n', 'a,b\nc,"d\n', 'a,b\nc,"d'])
+def test_a_quote_that_is_not_closed_is_an_error(tmp_path, monkeypatch, rows):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rows.csv").write_text("x,y\n" + rows)
+    there = found(str(tmp_path / "rows.csv"), ["csv"])
+    with pytest.raises(ValueError, match=r"rows\.csv ends within a quoted text"):
+        tables.converted(there, "", there.files, {"rows": rows})
+
+
+@pytest.mark.parametrize(
+    "rows", ['a,"b"\n', 'a,"b""c"\n', 'a,""\n', '"a",b\n', ',"b"', 'a,5" pipe\n', 'a,"b\nc"\nd,e\n']
+)
+def test_quotes_that_are_closed_are_read(tmp_path, monkeypatch, rows):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rows.csv").write_text("x,y\n" + rows)
+    there = found(str(tmp_path / "rows.csv"), ["csv"])
+    assert len(tables.converted(there, "", there.files, {"rows": rows}))
+
+
+def test_an_image_with_too_many_pixels_is_not_decoded():
+    from oneloop.tasks.columns import decoded
+
+    file = io.BytesIO()
+    Image.new("1", (12_000, 12_000)).save(file, "png")
+    with pytest.raises(ValueError, match="12,000 x 12,000 = 144,000,000 pixels, more than task.pixel_limit 89,478,485"):
+        decoded(file.getvalue(), limit=89_478_485)
+
+
+def test_pearson_of_predictions_that_hardly_vary():
+    from oneloop.tasks.text_regression import TextRegression
+
+    drawn = torch.Generator().manual_seed(0)
+    said = (3 + 1e-4 * torch.randn(500, generator=drawn)).float()
+    numbers = said - 3 + 1e-4 * torch.randn(500, generator=drawn)
+    task = TextRegression.__new__(TextRegression)
+    metrics = task.metrics()
+    for part in range(0, 500, 50):
+        batch = {"number": numbers[part : part + 50]}
+        task.update(metrics, batch, {"said": said[part : part + 50]})
+    wanted = np.corrcoef(said.double().numpy(), numbers.double().numpy())[0, 1]
+    assert abs(float(metrics.compute()["pearson"]) - wanted) < 1e-7
+
+
+@pytest.mark.parametrize("name", ["run/evil.py:Evil", "../evil.py:Evil", "recorded"])
+def test_a_task_that_came_with_a_run_folder_is_not_imported(tmp_path, monkeypatch, name):
+    here, elsewhere = tmp_path / "here", tmp_path / "evil.py"
+    (here / "run").mkdir(parents=True)
+    text = "from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\nclass Evil: pass\n"
+    for file in (elsewhere, here / "run" / "evil.py"):
+        file.write_text(text)
+    task = "evil.Evil" if name == "recorded" else name
+    (here / "run" / "recipe.yaml").write_text(f"task: {{name: '{task}'}}\n")
+    (here / "run" / "environment.json").write_text(json.dumps({"task": str(here / "run" / "evil.py")}))
+    monkeypatch.chdir(here)
+    with pytest.raises(BadInput, match=r"would be imported from|is none of|no module|evil"):
+        recipe_of(Path("run"), command="evaluate")
+    assert not list(tmp_path.rglob("*.ran"))
