@@ -194,3 +194,47 @@ def test_a_task_that_came_with_a_run_folder_is_not_imported(tmp_path, monkeypatc
     with pytest.raises(BadInput, match=r"would be imported from|is none of|no module|evil"):
         recipe_of(Path("run"), command="evaluate")
     assert not list(tmp_path.rglob("*.ran"))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b'{"text": "one"}\n{"text": \n', r"b\.jsonl, line 2: not JSON"), (b'{"text": "\xff"}\n', r"b\.jsonl, line 1")],
+)
+def test_a_broken_line_is_named_by_file_and_line(tmp_path, monkeypatch, content, says):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_text('{"text": "whole"}\n')
+    (tmp_path / "data" / "b.jsonl").write_bytes(content)
+    there = found(str(tmp_path / "data"), ["json"])
+    with pytest.raises(ValueError, match=says):
+        tables.converted(there, "", there.files, {"content": str(content)})
+
+
+def test_a_completion_that_is_a_list_of_objects_stays_a_text():
+    from oneloop.tasks.language.conversations import is_text
+
+    assert is_text('[{"a": 1}]') and is_text("[]") and not is_text('[{"role": "user", "content": "x"}]')
+
+
+def test_a_null_in_the_arguments_of_a_call_is_kept():
+    from oneloop.tasks.language.conversations import conversation
+
+    call = {"function": {"name": "look", "arguments": {"a": None, "b": 1}}}
+    (message,) = conversation(json.dumps([{"role": "assistant", "content": None, "tool_calls": [call]}]))
+    assert message["tool_calls"][0]["function"]["arguments"] == {"a": None, "b": 1} and message["content"] == ""
+
+
+def test_a_template_that_writes_the_date_has_a_fixed_day():
+    from oneloop.tasks.language.chat import Chat
+    from test_chat import CHATML, tokenizer_with, turns
+
+    dated = (
+        "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
+        "{% endfor %}"
+    )
+    tokenizer = tokenizer_with(CHATML, dated)
+    assert Chat(tokenizer, day="2020-02-03").render(turns("hello", "yo")).startswith("2020-02-03")
+    assert Chat(tokenizer).render(turns("hello", "yo")).startswith("2025-01-01")
+    with pytest.raises(ValueError, match=r"task\.day must be a date"):
+        Chat(tokenizer, day="today")

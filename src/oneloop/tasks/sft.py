@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from oneloop.data.rows.cache import key_of
 from oneloop.data.rows.ragged import Ragged, ragged
 from oneloop.data.rows.sources import Source, combined, first_columns, named_sources, notes_of, opened, whole
-from oneloop.tasks.language.chat import Chat, template_of
+from oneloop.tasks.language.chat import DAY, Chat, template_of
 from oneloop.tasks.language.completions import end_of, ends_in, other_ends
 from oneloop.tasks.language.conversations import asked, encoded, is_text
 from oneloop.tasks.language.generation import written
@@ -50,6 +50,7 @@ class SFT(LanguageModel):
         pretrained: with its weights; false: only its shape.
         trust_remote_code: run Python that lies beside those weights (only of people you trust).
         chat_template: file of a Jinja template to use instead of the tokenizer's own.
+        day: YYYY-MM-DD: today, for chat templates that write the date.
         architecture: llama or gpt2, built from scratch.
         layers: transformer blocks.
         heads: attention heads.
@@ -80,6 +81,7 @@ class SFT(LanguageModel):
         pretrained: bool = True,
         trust_remote_code: bool = False,
         chat_template: str | None = None,
+        day: str = DAY,
         architecture: Architecture = "llama",
         layers: int = 4,
         heads: int = 4,
@@ -104,7 +106,7 @@ class SFT(LanguageModel):
         template = None if chat_template is None else template_of(chat_template)
         scratch = self.name is None
         self.tokenizer = chat_tokenizer(_texts(Lessons("train")), vocab) if scratch else self.known_tokenizer()
-        self._template = template
+        self._template, self._day = template, day
         self._chat: Chat | None = None
         self._made_by = [_VERSION, tokenizer_key(self.tokenizer), template]
         self._of_data: list[str] = []
@@ -134,7 +136,7 @@ class SFT(LanguageModel):
     def _chat_of(self) -> Chat:
         """The chat template; made where it is needed."""
         if self._chat is None:
-            self._chat = Chat(self.tokenizer, self._template)
+            self._chat = Chat(self.tokenizer, self._template, day=self._day)
             self._of_data.append(self._chat.note)
         return self._chat
 
@@ -156,6 +158,7 @@ class SFT(LanguageModel):
             plain += ", without the chat template: for turns give messages" * bool(self.tokenizer.chat_template)
             self._of_data += [plain] * (plain not in self._of_data)
         made_by = [*self._made_by, chat and chat.template, dict(columns), labelled]
+        made_by += [self._day] if chat and "strftime_now" in chat.template else []
         content = {**rows.fingerprint(), "made by": key_of(made_by)}
         make = partial(encoded if labelled else asked, columns=columns, tokenizer=self.tokenizer, chat=chat)
         return ragged(rows, make, made_by=made_by, what=f"tokenizing {source.where}"), content

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,8 @@ def _by_datasets(there: Found, files: Sequence[Path], draft: Path) -> None:
     from datasets import load_dataset
 
     options = {"sample_by": "document"} if there.kind == "text" else {}
+    if there.kind == "json" and (wrong := _broken(files, bytes.decode)):  # datasets would read it, and fail later
+        raise ValueError(wrong)
     work = draft.with_suffix(".work")  # of its own: what datasets keeps goes by time and place
     try:
         made = load_dataset(
@@ -143,9 +146,22 @@ def _by_datasets(there: Found, files: Sequence[Path], draft: Path) -> None:
         table = table.replace_schema_metadata(schema.metadata) if same else table.cast(schema)
         _write(iter(table.to_batches()), draft)
     except Exception as error:  # datasets raises whatever its reader raised
-        raise ValueError(_reason(error, there.root)) from error
+        raise ValueError((there.kind == "json" and _broken(files, json.loads)) or _reason(error, there.root)) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _broken(files: Sequence[Path], read: Callable[[bytes], object]) -> str:
+    """The first line of json lines that cannot be read; empty if there is none, or a file holds one list."""
+    for file in files:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    if line.strip():
+                        read(line)
+                except ValueError as error:
+                    return "" if line.lstrip().startswith(b"[") else f"{file}, line {number}: not JSON: {error}"
+    return ""
 
 
 def _reason(error: BaseException, root: Path) -> str:

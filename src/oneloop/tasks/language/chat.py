@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from importlib.util import find_spec
 from os.path import commonprefix
 from pathlib import Path
@@ -23,6 +24,8 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FILE = (
     "give one whose assistant turns stand between {% generation %} and {% endgeneration %}: --task.chat_template FILE"
 )
+DAY = "2025-01-01"
+"""today, for templates that write the date: their tokens must not depend on the day of training"""
 _PROBE: list[dict[str, Any]] = [
     {"role": "user", "content": "first question"},
     {"role": "assistant", "content": "first answer", "reasoning_content": "thoughts"},
@@ -37,13 +40,18 @@ class Chat:
     Args:
         tokenizer: of transformers.
         template: one to use instead of the tokenizer's own.
+        day: YYYY-MM-DD: today, for a template that writes the date.
 
     Raises:
-        ValueError: there is none, or it ends no turn with a special token.
+        ValueError: there is none, it ends no turn with a special token, or the day is none.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+    def __init__(self, tokenizer: Any, template: str | None = None, *, day: str = DAY) -> None:
         self.tokenizer = tokenizer
+        try:
+            self._day = datetime.fromisoformat(day)
+        except ValueError as error:
+            raise ValueError(f"task.day must be a date such as 2025-01-31, got {day!r}") from error
         own: Any = tokenizer.chat_template
         own = own.get("default") if isinstance(own, Mapping) else own
         if not (template or own):
@@ -108,9 +116,11 @@ class Chat:
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text, and from where to where the template's marks say that the assistant speaks."""
         import jinja2
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
         try:
+            if "strftime_now" in self.template:  # transformers' own is of today, and no argument takes its place
+                _compile_jinja_template(self.template).globals["strftime_now"] = self._day.strftime
             texts, spans = render_jinja_template(
                 [list(messages)],
                 tools=tools or None,

@@ -89,7 +89,7 @@ def _chat(chat: Chat | None) -> Chat:
 
 def is_text(value: Any) -> bool:
     """Whether a prompt or completion is a text, and no messages as JSON."""
-    return isinstance(value, str) and read(value) is None
+    return isinstance(value, str) and not any("role" in one or "from" in one for one in read(value) or ())
 
 
 def conversation(value: Any) -> list[dict[str, Any]]:
@@ -101,13 +101,14 @@ def conversation(value: Any) -> list[dict[str, Any]]:
     found = read(value) if isinstance(value, str) else value
     if not isinstance(found, Sequence) or not len(found):
         raise ValueError(f"a list of messages is needed, and there is {_briefly(value)}")
-    return [_message(one, number) for number, one in enumerate(found, start=1)]
+    return [_message(one, number, exact=isinstance(value, str)) for number, one in enumerate(found, start=1)]
 
 
-def _message(given: Any, number: int) -> dict[str, Any]:
+def _message(given: Any, number: int, *, exact: bool) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise ValueError(f"message {number} is {_briefly(given)}, and needs a role and a content")
-    message: dict[str, Any] = _without_nothing(given)
+    message: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    message = message if exact else _without_nothing(message)  # in JSON text, a null is the user's
     if "from" in message and "role" not in message:
         said = {"content": message["value"]} if "value" in message else {}
         message = {"role": _FROM.get(message["from"], message["from"]), **said}
