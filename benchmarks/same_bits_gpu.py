@@ -78,10 +78,10 @@ def steps(rank: int, ranks: int, port: int, half: bool, out: str) -> None:
             seeded = torch.Generator().manual_seed(step * LEAVES + leaf)
             words = torch.randint(0, WORDS, (GRAIN, LENGTH), generator=seeded).to(device)
             reseed(device, 0, step, leaf)
-            with torch.autocast(device.type, torch.bfloat16, enabled=half):
-                mean = loss(parts, words) / (LEAVES * GRAIN * (LENGTH - 1))
-            mean.backward()
-            tree.leaf()
+            with tree:
+                with torch.autocast(device.type, torch.bfloat16, enabled=half):
+                    mean = loss(parts, words) / (LEAVES * GRAIN * (LENGTH - 1))
+                mean.backward()
         for parameter in trained if ranks > 1 else ():
             assert parameter.grad is not None
             everyone = [torch.empty_like(parameter.grad, device="cpu") for _ in range(ranks)]

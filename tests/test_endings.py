@@ -382,7 +382,16 @@ def test_garbage_on_the_supervisors_port_does_not_end_supervision(folder):
 
 
 def test_a_killed_supervisor_is_reported(folder):
-    command = [*LAUNCHERS["oneloop"], "--config_file", "single", "f.yaml", "--duration", "20000"]
+    command = [
+        *LAUNCHERS["oneloop"],
+        "--config_file",
+        "single",
+        "f.yaml",
+        "--duration",
+        "20000",
+        "--task.pause",
+        "0.02",
+    ]
     process = subprocess.Popen(command, cwd=folder, env=_environment(), stderr=subprocess.PIPE, text=True)
     _until(lambda: (folder / "run" / "checkpoints" / "step-00000010").exists())
     family = psutil.Process(process.pid).children(recursive=True)

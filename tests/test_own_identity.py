@@ -109,8 +109,8 @@ def test_a_checksum_is_read_once_and_again_after_a_touch(tmp_path, monkeypatch):
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
     data = write(tmp_path / "data", "parquet", rows(30))
     files, read = sorted(data.iterdir()), []
-    checksum = cache._checksum
-    monkeypatch.setattr(cache, "_checksum", lambda file: read.append(file) or checksum(file))
+    checksum = cache.checksum_of
+    monkeypatch.setattr(cache, "checksum_of", lambda file: read.append(file) or checksum(file))
     first = cache.content_of(files, data)
     assert read == files and cache.content_of(files, data) == first and len(read) == 3
     os.utime(files[1], (1, 1))

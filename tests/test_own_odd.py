@@ -228,9 +228,9 @@ def test_images_of_more_than_eight_bits_are_refused(tmp_path):
     for name, kind in (("a.png", np.uint16), ("b.tiff", np.int32), ("c.tiff", np.float32)):
         Image.fromarray(np.arange(64, dtype=kind).reshape(8, 8)).save(tmp_path / name)
         with pytest.raises(ValueError, match="have more than 8 bits"):
-            decoded({"bytes": None, "path": str(tmp_path / name)})
+            decoded({"bytes": None, "path": str(tmp_path / name)}, limit=64)
     with pytest.raises(ValueError, match="there is no image"):
-        decoded({"bytes": None, "path": None})
+        decoded({"bytes": None, "path": None}, limit=64)
 
 
 # --- parquet ---

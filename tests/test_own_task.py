@@ -40,16 +40,19 @@ def test_the_template_trains_and_is_found_again_from_another_folder(written, con
     assert "width: 32" in (there / "recipe.yaml").read_text()
 
     (elsewhere / "points.csv").write_text("0.1,0.2\n-0.3,0.5\n0.7,-0.1\n")
-    said = run(apply, ["evaluate", str(there), "--json"], ranks=ranks, config=config, folder=elsewhere)
+    refused = run(apply, ["evaluate", str(there)], folder=elsewhere)  # whose code that is, the user must say
+    assert refused.codes == [2] and f"--task {written}:MyTask" in refused.output, refused.output
+    own = ["--task", f"{written}:MyTask"]
+    said = run(apply, ["evaluate", str(there), "--json", *own], ranks=ranks, config=config, folder=elsewhere)
     said.ok()
     figures = json.loads(next(line for line in said.output.splitlines() if line.startswith("{")))
     assert figures["eval/loss"] == pytest.approx(ended["eval/loss"], rel=1e-5)
     assert f"is taken from {written}" in said.output
-    words = ["predict", str(there), "--data", "points.csv", "--to", "said.csv"]
+    words = ["predict", str(there), "--data", "points.csv", "--to", "said.csv", *own]
     run(apply, words, ranks=ranks, config=config, folder=elsewhere).ok()
     rows = list(csv.DictReader((elsewhere / "said.csv").open()))
     assert [row["row"] for row in rows] == ["0", "1", "2"] and all(0.5 <= float(row["confidence"]) <= 1 for row in rows)
-    assert run(cli.main, ["export", str(there), "--to", "out"], folder=elsewhere).ok() == [0]
+    assert run(cli.main, ["export", str(there), "--to", "out", *own], folder=elsewhere).ok() == [0]
     out = load_file(elsewhere / "out" / "model.safetensors")
     assert out.keys() == load_file(there / "final" / "model.safetensors").keys()
     assert cli.main(["report", str(there)]) == 0 and "spirals" in (there / "report.html").read_text()

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import signal
 import socket
 import sys
 import tempfile
@@ -123,6 +124,7 @@ def _child(
     multiprocessing.set_start_method("fork", force=True)  # of what it starts itself: not the server's way again
     if folder:
         os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
     output = os.open(Path(scratch, f"{rank}.txt"), os.O_CREAT | os.O_WRONLY, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -95,16 +95,15 @@ class ImageClassification(Task):
         dropout: float = 0.0,
     ) -> None:
         of_letters = data in ("digits", "mnist", "fashion_mnist")
-        how = Augmentation(
-            crop, randaugment, augment, (augment and not of_letters) if mirror is None else mirror, erasing
-        )
+        mirror = (augment and not of_letters) if mirror is None else mirror
+        how = Augmentation(crop, randaugment, augment, mirror, erasing)
         if not 0 <= smoothing < 1:
             raise ValueError(f"task.smoothing {smoothing} must lie between 0 and 1; 0.1 is usual")
         self.architecture = model
         self.weights: dict[str, Any] = {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
         self.width, self.smoothing, self.dropout, self.top_k = width, smoothing, dropout, top_k
         self.columns, self.window, self.pixel_limit = {"image": image, "label": label}, window, pixel_limit
-        self._of_data: list[str] = []
+        self._of_data = list[str]()
         self._counts: Callable[[], list[int]] = list
         if isinstance(data, str) and data in ("digits", *TORCHVISION):
             parts, about = self._packaged(data, root, download)
