@@ -82,7 +82,7 @@ def _trusted(name: str, run: Path) -> str:
     if recorded.is_relative_to(here) and not recorded.is_relative_to(there):
         name = from_there(name, recorded)
     place = source("task", name)
-    if recorded.is_file() and (place is None or not place.exists()):
+    if ":" in name and recorded.is_file() and place is not None and not place.exists():
         place = recorded  # which is somewhere else
     elif place is None or not (place.is_relative_to(there) or (":" in name and not place.is_relative_to(here))):
         return name
