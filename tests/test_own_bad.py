@@ -66,7 +66,7 @@ def a_spoiled_group(folder: Path) -> list[str]:
 def a_broken_line(folder: Path) -> list[str]:
     parted(folder, train=rows(30), validation=rows(6))
     (folder / "train.jsonl").write_text((folder / "train.jsonl").read_text() + '{"text": "cut')
-    return ["cannot be read", "JSON"]
+    return ["train.jsonl, line 31: not JSON"]
 
 
 def another_schema(folder: Path) -> list[str]:
