@@ -184,7 +184,7 @@ BAD = {
         rows(*[{"messages": [USER | {"content": [IMAGE]}, *turns("yo", first="assistant")]}] * 3),
         ("train.jsonl, row 0: message 1 holds more than text", "this task reads text alone"),
     ),
-    "no messages": Bad(chat(), ("train.jsonl, row 1: a list of messages is needed, and there is []",)),
+    "no messages": Bad(chat(), ("train.jsonl, row 1: a list of messages is needed, and there is '[]'",)),
     "no conversation": Bad(
         rows(*[{"messages": None}] * 2, {"messages": turns("hi", "yo")}),
         ("train.jsonl, row 0: a list of messages is needed, and there is nothing",),

@@ -17,6 +17,7 @@ from oneloop.basics.errors import BadInput
 from oneloop.data.rows import converted as tables
 from oneloop.data.rows.cache import content_of
 from oneloop.data.rows.found import found
+from oneloop.data.rows.table import tables as of_files
 from oneloop.data.split import Split
 from oneloop.recipe.parse import parser, read
 from oneloop.run import processes
@@ -208,6 +209,34 @@ def test_a_broken_line_is_named_by_file_and_line(tmp_path, monkeypatch, content,
     there = found(str(tmp_path / "data"), ["json"])
     with pytest.raises(ValueError, match=says):
         tables.converted(there, "", there.files, {"content": str(content)})
+
+
+def rows_of(place, *lines):
+    place.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+    there = found(str(place), ["json"])
+    return of_files(there, [name for name in ("text", "label", "words", "messages") if name in place.read_text()])[""]
+
+
+def test_strings_and_nulls_of_json_lines_stay_what_they_are(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    call = {"function": {"name": "look", "arguments": {"a": None, "b": 1, "on": "2024-01-01"}}}
+    said = [{"role": "user", "content": "ü"}, {"role": "assistant", "tool_calls": [call]}]
+    plain = {"text": "2024-01-01", "label": 1, "words": ["2024-01-01 10:00:00", "x"], "messages": []}
+    made = [plain] * 1000 + [{"text": "2024", "label": 1.5, "words": [], "messages": said}, {"messages": None}]
+    rows = rows_of(tmp_path / "rows.jsonl", *made)
+    assert rows[0] == {"text": "2024-01-01", "label": 1.0, "words": plain["words"], "messages": "[]"}
+    assert rows[1000]["label"] == 1.5 and json.loads(rows[1000]["messages"]) == said
+    assert rows[1001] == {"text": None, "label": None, "words": None, "messages": None}
+
+
+def test_one_list_is_read_and_mixed_types_are_rejected(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    rows = rows_of(tmp_path / "list.json", '\ufeff[{"text": "a"},\n {"text": "2024-01-01"}]')
+    assert [rows[0], rows[1]] == [{"text": "a"}, {"text": "2024-01-01"}]
+    with pytest.raises(ValueError, match=r"b\.jsonl: column 'label' must hold values of one type"):
+        rows_of(tmp_path / "b.jsonl", {"label": 1}, {"label": "x"})
+    with pytest.raises(ValueError, match=r"c\.jsonl, line 2: expected a JSON object, got 7"):
+        rows_of(tmp_path / "c.jsonl", {"label": 1}, "7\n")
 
 
 def test_a_completion_that_is_a_list_of_objects_stays_a_text():

@@ -7,7 +7,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from codecs import BOM_UTF8
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from oneloop.basics.progress import Working
 from oneloop.data.rows.cache import alone, checksum_of, key_of
 from oneloop.data.rows.found import Found
 
-_MADE = 2
+_MADE = 3
 """raised where the same files are made into something else than before"""
 _BLOCK = 64 << 20
 """bytes of csv that are read at once; a row must fit"""
@@ -47,6 +48,8 @@ def converted(there: Found, part: str, files: Sequence[Path], content: Mapping[s
                 draft = place.with_suffix(f".{os.getpid()}.draft")
                 if there.kind in ("csv", "tsv"):
                     _write(_csv(filled, tabs=there.kind == "tsv"), draft)
+                elif there.kind == "json":
+                    _write(_json(filled), draft)
                 else:
                     _by_datasets(there, filled, draft)
                 own.write_text(checksum_of(draft))
@@ -126,12 +129,82 @@ def _is_open(file: Path, last: str) -> bool:
         return bool(last) and stream.read().rstrip(b"\r\n").endswith(text.rstrip(b"\r\n"))
 
 
+def _json(files: Sequence[Path]) -> Iterator[Any]:
+    """Rows of JSON Lines, or of one list. A string stays a string (pyarrow's reader turns dates into timestamps), and
+    objects become JSON text, which keeps their nulls."""
+    import pyarrow
+
+    kinds: dict[str, Any] = {}
+    nested: set[str] = set()
+
+    def column(name: str, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+        values = [row.get(name) for row in rows]
+        return [_text(value) for value in values] if name in nested else values
+
+    for file, rows in _parsed(files):
+        for name in dict.fromkeys(name for row in rows for name in row):
+            nested |= {name} if any(_holds_objects(row.get(name)) for row in rows) else set()
+            try:
+                kind = pyarrow.string() if name in nested else pyarrow.array(column(name, rows)).type
+                several = [pyarrow.schema({name: one}) for one in (kinds.get(name, kind), kind)]
+                kinds[name] = (
+                    kind if name in nested else pyarrow.unify_schemas(several, promote_options="permissive").types[0]
+                )
+            except (pyarrow.ArrowException, OverflowError) as error:
+                why = " ".join(str(error).split())
+                raise ValueError(f"{file}: column {name!r} must hold values of one type: {why}") from error
+    for _, rows in _parsed(files):
+        arrays = [pyarrow.array(column(name, rows), kind) for name, kind in kinds.items()]
+        yield pyarrow.record_batch(arrays, names=list(kinds))
+
+
+def _parsed(files: Sequence[Path]) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
+    """Up to a thousand rows of a file at a time.
+
+    Raises:
+        ValueError: names the file and the line that is not JSON.
+    """
+    for file in files:
+        rows = list[dict[str, Any]]()
+        for number, row in _objects(file):
+            row = {"text": row} if isinstance(row, str) else row
+            if not isinstance(row, dict):
+                raise ValueError(f"{file}, line {number}: expected a JSON object, got {json.dumps(row)[:40]}")
+            rows.append(row)
+            if len(rows) == _ROWS:
+                yield file, rows
+                rows = []
+        if rows:
+            yield file, rows
+
+
+def _objects(file: Path) -> Iterator[tuple[int, Any]]:
+    with file.open("rb") as lines:
+        whole = lines.read(64).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
+        lines.seek(0)
+        for number, line in enumerate([lines.read()] if whole else lines, start=1):
+            try:
+                if line.strip():
+                    value = json.loads(line.decode("utf-8-sig"))
+                    yield from ((number, one) for one in (value if whole else [value]))
+            except ValueError as error:
+                raise ValueError(
+                    f"{file}, line {getattr(error, 'lineno', 1) if whole else number}: not JSON: {error}"
+                ) from error
+
+
+def _holds_objects(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(map(_holds_objects, value)))
+
+
+def _text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def _by_datasets(there: Found, files: Sequence[Path], draft: Path) -> None:
     from datasets import load_dataset
 
     options = {"sample_by": "document"} if there.kind == "text" else {}
-    if there.kind == "json" and (wrong := _broken(files, bytes.decode)):  # datasets would read it, and fail later
-        raise ValueError(wrong)
     work = draft.with_suffix(".work")  # of its own: what datasets keeps goes by time and place
     try:
         made = load_dataset(
@@ -141,27 +214,11 @@ def _by_datasets(there: Found, files: Sequence[Path], draft: Path) -> None:
             cache_dir=str(work),
             **options,
         )
-        table, schema = made.data.table, made.features.arrow_schema
-        same = table.schema.equals(schema)  # arrow cannot cast an object one of whose keys is nothing in all rows
-        table = table.replace_schema_metadata(schema.metadata) if same else table.cast(schema)
-        _write(iter(table.to_batches()), draft)
+        _write(iter(made.data.table.to_batches()), draft)
     except Exception as error:  # datasets raises whatever its reader raised
-        raise ValueError((there.kind == "json" and _broken(files, json.loads)) or _reason(error, there.root)) from error
+        raise ValueError(_reason(error, there.root)) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _broken(files: Sequence[Path], read: Callable[[bytes], object]) -> str:
-    """The first line of json lines that cannot be read; empty if there is none, or a file holds one list."""
-    for file in files:
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    if line.strip():
-                        read(line)
-                except ValueError as error:
-                    return "" if line.lstrip().startswith(b"[") else f"{file}, line {number}: not JSON: {error}"
-    return ""
 
 
 def _reason(error: BaseException, root: Path) -> str:

@@ -157,7 +157,9 @@ def _tools(value: Any) -> list[Any] | None:
     tools = read(value) if isinstance(value, str) else value
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping | str) for tool in tools):
         raise ValueError(f"the tools are {_briefly(value)}; a list of JSON schemas is needed")
-    return [_without_nothing(json.loads(tool) if isinstance(tool, str) else tool) for tool in tools]
+    if isinstance(value, str):
+        return list(tools)  # in JSON text, a null is the user's
+    return [json.loads(tool) if isinstance(tool, str) else _without_nothing(tool) for tool in tools]
 
 
 def read(text: str) -> list[Any] | None:
