@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,14 +125,14 @@ BAD = {
         with_template(CHANGED, data=LONGER),
         (
             "train.jsonl, row 0",
-            "does not tell what the assistant says in message 2",
+            "does not tell what the assistant says in message 1",
             "{% generation %}",
             "--task.chat",
         ),
     ),
     "a template of TRL's that is changed": Bad(
         lambda folder: with_template("{#- mine #}" + of_trl("qwen3"), data=LONGER)(folder),
-        ("train.jsonl, row 0", "does not tell what the assistant says in message 2", "--task.chat_template FILE"),
+        ("train.jsonl, row 0", "does not tell what the assistant says in message 1", "--task.chat_template FILE"),
     ),
     "no chat template": Bad(with_template(None), ("the tokenizer has no chat template", "--task.chat_template FILE")),
     "a template file that is not there": Bad(with_file(None), ("task.chat_template", "mine.jinja", "cannot be read")),
@@ -160,14 +161,14 @@ BAD = {
     ),
     "an assistant that says nothing": Bad(
         chat(USER, {"role": "assistant", "content": ""}),
-        ("train.jsonl, row 1: message 2: the assistant says nothing", "fill it, or leave the row out"),
+        ("train.jsonl, row 1: message 1: the assistant says nothing", "fill it, or leave the row out"),
     ),
     "a role that is none": Bad(
         chat({"role": "human", "content": "?"}, {"role": "assistant", "content": "x"}),
-        ("train.jsonl, row 1: message 1 is by 'human'", "none of system, developer, user, assistant, tool; rename it"),
+        ("train.jsonl, row 1: message 0 is by 'human'", "none of system, developer, user, assistant, tool; rename it"),
     ),
     "messages that are texts": Bad(
-        rows(*[{"messages": ["hi", "yo"]}] * 3), ("train.jsonl, row 0: message 1 is 'hi'", "needs a role and a content")
+        rows(*[{"messages": ["hi", "yo"]}] * 3), ("train.jsonl, row 0: message 0 is 'hi'", "needs a role and a content")
     ),
     "no such columns": Bad(
         rows(*[{"text": "hi", "label": 1}] * 3),
@@ -178,11 +179,11 @@ BAD = {
     ),
     "a message without a role": Bad(
         chat({"content": "hi"}, {"role": "assistant", "content": "x"}),
-        ("train.jsonl, row 1: message 1 has no role; it has content",),
+        ("train.jsonl, row 1: message 0 has no role; it has content",),
     ),
     "a picture": Bad(
         rows(*[{"messages": [USER | {"content": [IMAGE]}, *turns("yo", first="assistant")]}] * 3),
-        ("train.jsonl, row 0: message 1 holds more than text", "this task reads text alone"),
+        ("train.jsonl, row 0: message 0 holds more than text", "this task reads text alone"),
     ),
     "no messages": Bad(chat(), ("train.jsonl, row 1: a list of messages is needed, and there is '[]'",)),
     "no conversation": Bad(
@@ -301,7 +302,7 @@ UNTOLD = {
     "a number as a content": (chat(USER, {"role": "assistant", "content": {"text": "x"}}), "content"),
     "a message without a content": (
         rows(*[{"messages": [{"from": "human"}, {"from": "gpt", "value": "x"}]}] * 3),
-        "message 1 has no content",
+        "message 0 has no content",
     ),
 }
 
@@ -322,3 +323,37 @@ def test_what_a_template_does_not_write_is_told(name, key):
     said = {"role": "assistant", "content": "", key: call if key == "tool_calls" else "thoughts"}
     with pytest.raises(ValueError, match="writes nothing of what the assistant says"):
         Chat(tokenizer_of(name)).encode([USER, said])
+
+
+def test_rows_without_a_sample_are_skipped_if_asked_and_listed(tmp_path):
+    silent = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}]
+    good_rows = [{"messages": turns(f"hi {n}", f"yo {n}")} for n in range(12)]
+    bad_rows = [*good_rows[:3], {"messages": silent}, *good_rows[3:], {"messages": None}]
+    keys = {"model": good(tmp_path), "length": 64, "pack": "none", "held_out": 0.2}
+    given = {"data": str(written(tmp_path / "bad", bad_rows, held=good_rows)), **keys}
+    without = SFT(str(written(tmp_path / "good", good_rows, held=good_rows)), unreadable="skip", **keys)
+    with pytest.raises(ValueError, match="row 3: message 1: the assistant says nothing"):
+        SFT(**given)
+    made = SFT(**given, unreadable="skip")
+    sets = (made.train_set(), without.train_set())
+    assert [one.tolist() for one in map(sets[0].__getitem__, range(12))] == [
+        one.tolist() for one in map(sets[1].__getitem__, range(12))
+    ]
+    assert len(sets[0]) == 12 and [row.split("bad/")[1].split(":")[0] for row in made.skipped_rows] == [
+        "train.jsonl, row 3",
+        "train.jsonl, row 13",
+    ]
+    assert "skipped" in sets[0].fingerprint() and "skipped" not in sets[1].fingerprint()
+    with pytest.raises(ValueError, match="row 3: message 1"):
+        made.samples_of(str(tmp_path / "bad" / "train.jsonl"), labelled=True)
+    with pytest.raises(ValueError, match="row 0: message 1"):  # none is left
+        SFT(**given | {"data": str(written(tmp_path / "none", [{"messages": silent}] * 3))}, unreadable="skip")
+
+    words = ["digits", "--task", "sft", "--duration", "2", "--batch.size", "4", "--track", "none", "--run.dir", "run"]
+    for key, value in {**given, "unreadable": "skip"}.items():
+        words += [f"--task.{key}", str(value)]
+    world = run(train, words, ranks=2, config="ddp", folder=tmp_path)
+    assert world.codes == [0, 0], world.output
+    assert "2 rows are left out, listed in environment.json" in world.output, world.output
+    about = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert about["skipped_rows"] == made.skipped_rows

@@ -240,7 +240,8 @@ RECIPES = {
 def test_a_packaged_recipe_is_equal(proved, tmp_path, recipe, config):
     if recipe == "images":
         images(tmp_path / "images", "folders", each=12)
-    found = proved(recipe, "--config_file", config, "--steps", "4", "--batch.size", "16", *RECIPES[recipe])
+    words = [str(tmp_path / word) if word == "images" else word for word in RECIPES[recipe]]
+    found = proved(recipe, "--config_file", config, "--steps", "4", "--batch.size", "16", *words)
     assert (found["verdict"], found["dtype"]) == ("equal", "float64")
 
 

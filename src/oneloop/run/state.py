@@ -90,6 +90,8 @@ class State(RunState):
                 about["eval_micro"] = recipe.eval.micro or job.split.each
                 if file := source("task", recipe.task.name):
                     about["task"] = str(file)
+                if skipped := getattr(job.task, "skipped_rows", None):
+                    about["skipped_rows"] = skipped
                 folder.begin(recipe.yaml(), environment(command=[*run.command], **about))
         LINK.tell(folder=str(folder.path.absolute()))
         self.count.begin()  # the clock

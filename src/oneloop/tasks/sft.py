@@ -59,6 +59,7 @@ class SFT(LanguageModel):
         length: tokens of a sample.
         answer: tokens of an answer, at most, in the report and in what predict writes.
         overlong: longer ones are cut there, split into several, or dropped.
+        unreadable: of rows that no sample can be made of: stop, or skip them and list them in environment.json.
         pack: documents (samples that fit together fill one row, and none sees another); none (each by itself, padded;
             those of a step of similar length).
         fused_loss: output layer and cross-entropy in one, without all logits in memory; auto does it on a GPU, for
@@ -90,6 +91,7 @@ class SFT(LanguageModel):
         length: int = 256,
         answer: int = 64,
         overlong: Overlong = "cut",
+        unreadable: Literal["stop", "skip"] = "stop",
         pack: Literal["documents", "none"] = "documents",
         fused_loss: Fused = "auto",
         router_loss: Literal["refuse", "none"] = "refuse",
@@ -104,10 +106,10 @@ class SFT(LanguageModel):
         self.length, self.answer, self.overlong, self.window = length, answer, overlong, window
         self.columns = {"messages": messages, "prompt": prompt, "completion": completion, "tools": tools}
         template = None if chat_template is None else template_of(chat_template)
-        scratch = self.name is None
-        self.tokenizer = chat_tokenizer(_texts(Lessons("train")), vocab) if scratch else self.known_tokenizer()
+        self.tokenizer = self.known_tokenizer() if self.name else chat_tokenizer(_texts(Lessons("train")), vocab)
         self._template, self._day = template, day
         self._chat: Chat | None = None
+        self._skip, self.skipped_rows = unreadable == "skip", list[str]()
         self._made_by = [_VERSION, tokenizer_key(self.tokenizer), template]
         self._of_data: list[str] = []
         if data == "lessons":
@@ -119,6 +121,9 @@ class SFT(LanguageModel):
             sources = [first_columns(one, self._choices(one.columns), open_) for one in named]
         texts = [{part: self._encoded(one, rows) for part, rows in one.parts.items()} for one in sources]
         self._of_data += notes_of(sources)
+        if self.skipped_rows:
+            count, first = len(self.skipped_rows), self.skipped_rows[0]
+            self._of_data.append(f"{count:,} rows are left out, listed in environment.json; the first: {first}")
         each = [{part: self._samples(*text, part) for part, text in parts.items()} for parts in texts]
         self._sets = combined(sources, each)
         self._most = max(getattr(sets["train"], "most", 1) for sets in each)
@@ -150,7 +155,8 @@ class SFT(LanguageModel):
 
     def _encoded(self, source: Source, rows: Any, *, labelled: bool = True) -> tuple[Ragged, Any]:
         columns = source.columns
-        first = rows[0][columns["prompt"] or columns["messages"]]
+        given = (rows[index][columns["prompt"] or columns["messages"]] for index in range(len(rows)))
+        first = next((value for value in given if value), None)
         chat = None if columns["prompt"] and is_text(first) else self._chat_of()
         if chat is None:
             end_of(self.tokenizer)
@@ -161,7 +167,12 @@ class SFT(LanguageModel):
         made_by += [self._day] if chat and "strftime_now" in chat.template else []
         content = {**rows.fingerprint(), "made by": key_of(made_by)}
         make = partial(encoded if labelled else asked, columns=columns, tokenizer=self.tokenizer, chat=chat)
-        return ragged(rows, make, made_by=made_by, what=f"tokenizing {source.where}"), content
+        skip = self._skip and source.parts.keys() != {"all"}
+        texts = ragged(rows, make, made_by=made_by, what=f"tokenizing {source.where}", skip=skip)
+        if texts.skipped:
+            content["skipped"] = key_of([index for index, _ in texts.skipped])
+            self.skipped_rows += [f"{rows.where(index)}: {why}" for index, why in texts.skipped]
+        return texts, content
 
     def _samples(self, texts: Ragged, content: Any, part: str) -> Padded | Packed:
         try:

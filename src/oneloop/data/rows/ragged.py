@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +33,13 @@ class Ragged:
     values: NDArray[np.int32]
     ends: NDArray[np.int64]
     """where each array ends"""
+    skipped: Sequence[tuple[int, str]] = ()
+    """rows that were left out, by index, and why"""
 
 
-def ragged(rows: Rows, make: Callable[[Row], NDArray[np.int32]], *, made_by: Any, what: str) -> Ragged:
+def ragged(
+    rows: Rows, make: Callable[[Row], NDArray[np.int32]], *, made_by: Any, what: str, skip: bool = False
+) -> Ragged:
     """What a function makes of each row, kept by the rows' content and ``made_by``.
 
     Args:
@@ -42,37 +47,45 @@ def ragged(rows: Rows, make: Callable[[Row], NDArray[np.int32]], *, made_by: Any
         make: an array of a row.
         made_by: tells this function from others, as JSON.
         what: is under way, for a bar.
+        skip: leave out rows for which `make` raises ValueError.
 
     Raises:
-        ValueError: a row that nothing can be made of, with its place.
+        ValueError: names the row that nothing can be made of; with `skip`, the first one if there are no others.
     """
-    with alone(f"made/{key_of(rows.fingerprint(), made_by)}") as place:
+    with alone(f"made/{key_of(rows.fingerprint(), made_by, *['skip'] * skip)}") as place:
         if not (place / "ends.npy").exists():
             draft = place.with_suffix(f".{os.getpid()}.draft")
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir()
             try:
-                _made(rows, make, draft, what)
+                _made(rows, make, draft, what, skip=skip)
                 shutil.rmtree(place, ignore_errors=True)
                 draft.rename(place)
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
     ends: NDArray[np.int64] = np.load(place / "ends.npy", mmap_mode="r")
     values = np.memmap(place / "values.bin", np.int32, "r") if len(ends) and ends[-1] else np.zeros(0, np.int32)
-    return Ragged(values, ends)
+    return Ragged(values, ends, json.loads((place / "skipped.json").read_text()) if skip else ())
 
 
-def _made(rows: Rows, make: Callable[[Row], NDArray[np.int32]], folder: Path, what: str) -> None:
+def _made(rows: Rows, make: Callable[[Row], NDArray[np.int32]], folder: Path, what: str, *, skip: bool) -> None:
     shards = [range(start, min(start + _SHARD, len(rows))) for start in range(0, len(rows), _SHARD)]
-    lengths = []
+    lengths, skipped = list[int](), list[tuple[int, str]]()
     with (folder / "values.bin").open("wb") as file:
-        for arrays in tracked(_in_order(rows, make, shards), what, total=len(shards)):
+        for arrays, wrong in tracked(_in_order(rows, make, shards), what, total=len(shards)):
+            skipped += wrong
+            if skipped and (not skip or len(skipped) == len(rows)):
+                raise ValueError(f"{rows.where(skipped[0][0])}: {skipped[0][1]}")
             lengths += [len(array) for array in arrays]
-            np.concatenate(arrays).tofile(file)
+            if arrays:
+                np.concatenate(arrays).tofile(file)
+    (folder / "skipped.json").write_text(json.dumps(skipped))
     np.save(folder / "ends.npy", np.cumsum(lengths, dtype=np.int64))
 
 
-def _in_order(rows: Rows, make: Callable[[Row], NDArray[np.int32]], shards: list[range]) -> Iterator[list[Any]]:
+def _in_order(
+    rows: Rows, make: Callable[[Row], NDArray[np.int32]], shards: list[range]
+) -> Iterator[tuple[list[Any], list[tuple[int, str]]]]:
     _work[:] = [rows, make]
     cores = min(len(os.sched_getaffinity(0)), len(shards))
     try:
@@ -99,13 +112,14 @@ def _begin(parent: int) -> None:
     die_with(parent)
 
 
-def _of_shard(shard: range) -> list[Any]:
+def _of_shard(shard: range) -> tuple[list[Any], list[tuple[int, str]]]:
+    """What is made of these rows, and what is wrong with the others."""
     rows, make = _work
-    made = []
+    made, wrong = [], []
     for index in shard:
         row = rows[index]
         try:
             made.append(make(row))
         except ValueError as error:
-            raise ValueError(f"{rows.where(index)}: {error}") from error
-    return made
+            wrong.append((index, str(error)))
+    return made, wrong

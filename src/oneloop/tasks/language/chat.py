@@ -147,14 +147,14 @@ class Chat:
                 continue
             if not at:
                 raise ValueError(
-                    "message 1 is by the assistant, and what the template puts before it is not known; put a message"
+                    "message 0 is by the assistant, and what the template puts before it is not known; put a message"
                     " before it, or drop it"
                 )
             before = self.render(messages[:at], tools, prompt=True)
             upto = text if at == len(messages) - 1 else self.render(messages[: at + 1], tools)
             if not (text.startswith(upto) and upto.startswith(before)):
                 raise ValueError(
-                    f"the chat template does not tell what the assistant says in message {at + 1}: it renders the"
+                    f"the chat template does not tell what the assistant says in message {at}: it renders the"
                     f" beginning otherwise when more follows (it drops thoughts, say), and has no marks; {_way_out()}"
                 )
             said.append((len(before), len(upto)))

@@ -96,12 +96,12 @@ def conversation(value: Any) -> list[dict[str, Any]]:
     """The messages of a conversation.
 
     Raises:
-        ValueError: it is none: what was found, and where in it.
+        ValueError: what is wrong, and in which message (counted from 0, as rows are).
     """
     found = read(value) if isinstance(value, str) else value
     if not isinstance(found, Sequence) or not len(found):
         raise ValueError(f"a list of messages is needed, and there is {_briefly(value)}")
-    return [_message(one, number, exact=isinstance(value, str)) for number, one in enumerate(found, start=1)]
+    return [_message(one, number, exact=isinstance(value, str)) for number, one in enumerate(found)]
 
 
 def _message(given: Any, number: int, *, exact: bool) -> dict[str, Any]:
