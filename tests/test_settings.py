@@ -30,7 +30,20 @@ from worlds import run, train
     ("words", "says"),
     [
         (["--schedule.final", "0.1"], "schedule.final 0.1 has no effect with schedule.name constant"),
-        (["--init.weights", "ema"], "init.weights ema has no effect without init.from"),
+        (
+            ["--init.weights", "ema"],
+            "init.weights ema has no effect with init.from null; remove init.weights, or change init.from",
+        ),
+        (
+            ["--task.model", "resnet18", "--task.dropout", "0.1"],
+            "task.dropout 0.1 has no effect with task.model resnet18",
+        ),
+        (["--task.name", "causal_lm", "--task.dropout", "0.1", "--task.architecture", "llama"], "architecture llama"),
+        (["--task.name", "causal_lm", "--task.vocab", "512"], "task.vocab 512 has no effect with task.tokenizer bytes"),
+        (["--task.name", "sft", "--task.width", "64", "--task.model", "here"], "task.width 64 has no effect"),
+        (["--task.name", "text_classification", "--task.data", "x", "--task.lines", "3"], "task.lines 3 has no effect"),
+        (["--guard.spike", "stop"], "guard.spike stop has no effect with guard.sigma 0"),
+        (["--optimizer.lr_rule", "linear"], "optimizer.lr_rule linear has no effect with optimizer.lr_at_batch 0"),
         (["--ema.every", "4"], "ema.every 4 has no effect without EMA weights"),
         (["--ema.ramp", "0.1"], "ema.ramp 0.1 has no effect without EMA weights"),
         (["--guard.patience", "0"], "guard.patience must be at least 1"),
@@ -48,6 +61,11 @@ def test_a_recipes_own_value_gives_way_to_what_is_typed():
     assert read(["gpt", "--schedule.name", "linear"]).schedule.final == 0.1
     with pytest.raises(BadInput, match="has no effect"):
         read(["gpt", "--schedule.name", "constant", "--schedule.final", "0.2"])
+
+
+def test_a_packaged_models_size_gives_way_to_a_model_by_name():
+    assert read(["sft"]).task.options["width"] == 96
+    assert read(["sft", "--task.model", "hf:a/b"]).task.options["width"] == 128  # the default, which nothing reads
 
 
 def test_restarts_are_rejected():

@@ -1,13 +1,16 @@
-"""What a key takes, in words: for messages about values that do not fit, and for what --help says of own classes."""
+"""What a key takes, in words, for error messages and --help; and which keys need a value of another key."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import types
+from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from oneloop.basics.duration import Duration
+from oneloop.basics.errors import BadInput
 
 _PLAIN: dict[Any, str] = {
     int: "a whole number (int)",
@@ -18,6 +21,16 @@ _PLAIN: dict[Any, str] = {
     Duration: "a duration: steps (500), epochs (20ep), '1M samples', '2B tokens' or a share of the run (10%), never"
     " negative",
 }
+NEEDS = {
+    "init.weights": "init.from!=null",
+    "init.leave_out": "init.from!=null",
+    "optimizer.lr_rule": "optimizer.lr_at_batch!=0",
+    "schedule.final": "schedule.name!=constant",
+    "guard.spike": "guard.sigma!=0",
+    "guard.window": "guard.sigma!=0",
+    "machine.compile_mode": "machine.compile!=none",
+}
+"""keys that have an effect only if another key has (=), or has not (!=), one of the values after it"""
 _ENTRY = re.compile(r"(\w+)(?:\s*\([^)]*\))?:\s*(.+)")
 
 
@@ -54,3 +67,35 @@ def documented(target: Any) -> dict[str, str]:
             elif found and line.startswith("  "):
                 found[list(found)[-1]] += f" {line.strip()}"
     return found
+
+
+def without_effect(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], typed: Mapping[str, Any], own: Mapping[str, str]
+) -> set[str]:
+    """Return the keys of a recipe file that lose their effect by what was typed, and give way to it.
+
+    Args:
+        values: of all keys, by their long names; likewise ``defaults``.
+        typed: the keys on the command line.
+        own: conditions of the task's arguments, as in :data:`NEEDS`.
+
+    Raises:
+        BadInput: another key has no effect, and another value than its default.
+    """
+    needs = NEEDS | {f"task.{key}": re.sub(r"\w+(?=!?=)", r"task.\g<0>", needed) for key, needed in own.items()}
+    ways = set()
+    for key, conditions in needs.items():
+        for other, unlike, wanted in (re.split("(!?)=", condition) for condition in conditions.split()):
+            if values[key] == defaults[key] or (_text(values[other]) in wanted.split("|")) != bool(unlike):
+                continue
+            if key in typed or other not in typed:
+                raise BadInput(
+                    f"{key} {_text(values[key])} has no effect with {other} {_text(values[other])}; remove {key}, or"
+                    f" change {other}"
+                )
+            ways.add(key)
+    return ways
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)

@@ -26,14 +26,6 @@ class InitConfig:
     leave_out: list[str] = field(default_factory=list)
     """patterns of parameters that are not taken from there: they begin as the task makes them (head, "*.bias")"""
 
-    def __post_init__(self) -> None:
-        if self.leave_out and not self.source:
-            raise BadInput("init.leave_out is given without init.from, which says where the rest is from")
-        if self.weights != "raw" and not self.source:
-            raise BadInput(
-                f"init.weights {self.weights} has no effect without init.from; set it, or remove init.weights"
-            )
-
 
 @dataclass(frozen=True)
 class BatchConfig:
@@ -141,11 +133,6 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         at_least(0, schedule__final=self.final)
-        if self.final and self.name == "constant":
-            raise BadInput(
-                f"schedule.final {self.final} has no effect with schedule.name constant; remove it, or set another"
-                " schedule.name (cosine, linear, wsd)"
-            )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
@@ -20,7 +20,7 @@ from jsonargparse.typing import register_type
 from oneloop.basics.duration import Duration
 from oneloop.basics.errors import BadInput
 from oneloop.basics.text import one_line
-from oneloop.recipe.kinds import documented, wanted
+from oneloop.recipe.kinds import documented, wanted, without_effect
 from oneloop.recipe.mathematics import OptimizerConfig, ScheduleConfig, TaskConfig
 from oneloop.recipe.names import resolve, suggestion
 from oneloop.recipe.schema import GROUPS, Recipe
@@ -148,20 +148,29 @@ def _made(name: str, written: dict[str, Any], typed: dict[str, Any], flags: set[
             raise BadInput(f"{key} needs a value: --{key} VALUE")
     if typed.get("batch.grain") not in (None, "null"):  # what a recipe says beside it is meant for other splits
         written = {key: value for key, value in written.items() if key not in ("batch.micro", "eval.micro")}
-    for key in _out_of_place(chosen, typed):
-        written.pop(key, None)
-    given = written | typed
-    _refuse_unknown(given, made)
-    try:
-        namespace = made.parse_args([_argument(key, value, made) for key, value in given.items()])
-    except Exception as error:  # jsonargparse raises many kinds; all say what was wrong with which key
-        raise BadInput(_reworded(error, given, made)) from error
-    resolved = yaml.safe_load(made.dump(namespace, skip_unset=False))
+    namespace, resolved = _parsed(made, written | typed)
+    own = getattr(resolve("task", chosen["task"]), "needs", {})
+    if idle := without_effect(flat(resolved), flat(_defaults(made)), typed, own):
+        namespace, resolved = _parsed(made, {key: value for key, value in written.items() if key not in idle} | typed)
     recipe = _build(name, namespace, resolved)
     if "print_config" in flags:
         print(recipe.yaml(), end="")
         raise SystemExit(0)
     return recipe
+
+
+def _parsed(made: ArgumentParser, given: Mapping[str, Any]) -> tuple[Namespace, dict[str, Any]]:
+    _refuse_unknown(given, made)
+    try:
+        namespace = made.parse_args([_argument(key, value, made) for key, value in given.items()])
+    except Exception as error:  # jsonargparse raises many kinds; all say what was wrong with which key
+        raise BadInput(_reworded(error, given, made)) from error
+    return namespace, yaml.safe_load(made.dump(namespace, skip_unset=False))
+
+
+@cache
+def _defaults(made: ArgumentParser) -> dict[str, Any]:
+    return cast(dict[str, Any], yaml.safe_load(made.dump(made.get_defaults(), skip_unset=False)))
 
 
 def task_name(recipe: Path) -> str:
@@ -214,14 +223,6 @@ def _choose(typed: Mapping[str, Any], written: dict[str, Any]) -> tuple[dict[str
             written = {key: value for key, value in written.items() if not key.startswith(f"{group}.") or key in common}
         chosen[group] = new
     return chosen, written
-
-
-def _out_of_place(chosen: Mapping[str, str], typed: Mapping[str, Any]) -> list[str]:
-    """Keys of a recipe file that have no effect with what was typed: they give way to it."""
-    keys = ["schedule.final"] if "schedule.name" in typed and chosen["schedule"] == "constant" else []
-    keys += ["ema.every", "ema.ramp"] if str(typed.get("ema.half_life")) == "0" else []
-    keys += ["init.weights", "init.leave_out"] if typed.get("init.from", "") in (None, "null") else []
-    return keys
 
 
 @cache

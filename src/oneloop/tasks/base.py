@@ -33,6 +33,8 @@ class Task(Objective, Protocol):
     Optional members:
         ``sample_weight: float``: what every sample weighs, where that is the same for all; spares a sum per step.
         ``unit: str``: what the weight counts, "samples" (default) or "tokens".
+        ``needs: dict[str, str]``: of the class: arguments that have an effect only with a value of another one,
+        ``{"width": "model=cnn", "held_out": "data!=digits|mnist"}``; given without it, they are rejected.
         ``notes: list[str]``: lines for a person to read at the start.
         ``additive: bool``: False says that the loss of a batch is not the sum of its samples' (contrastive losses,
         mixup drawn in ``loss``, auxiliary losses over the batch); a run then promises the same bits for the same split

@@ -13,7 +13,7 @@ from oneloop.data.rows.sources import Source, combined, named_sources
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import Fused, LanguageModel
 from oneloop.tasks.language.lora import LoRA
-from oneloop.tasks.language.models import Architecture, Shape, from_scratch
+from oneloop.tasks.language.models import SCRATCH, Architecture, Shape, from_scratch
 from oneloop.tasks.language.samples import IGNORE, Packed, Padded, collated, spans
 from oneloop.tasks.language.texts import Texts, all_texts, texts_of
 from oneloop.tasks.language.tokens import BPE, Blocks, Bytes, Vocabulary
@@ -52,6 +52,12 @@ class CausalLM(LanguageModel):
             sum over samples; none leaves it out.
         lora: adapters beside the layers of a trained model; they alone are trained.
     """
+
+    needs = SCRATCH | {
+        "tokenizer": "model=null",
+        "vocab": "model=null tokenizer=bpe",
+        "dropout": "model=null architecture=gpt2",
+    }
 
     def __init__(
         self,

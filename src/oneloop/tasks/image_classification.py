@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,9 +60,16 @@ class ImageClassification(Task):
         window: megabytes of parquet rows that a process may hold; samples are shuffled among so many.
         root: folder of the downloaded sets.
         download: fetch a missing set from its public host.
-        smoothing: label smoothing.
+        smoothing: of labels.
         dropout: of the CNN, before its last layer.
     """
+
+    needs = dict.fromkeys(("image_size", "held_out", "mean", "std"), f"data!=digits|{'|'.join(TORCHVISION)}") | {
+        "width": "model=cnn",
+        "dropout": "model=cnn",
+        "trust_remote_code": "model!=cnn",
+        **dict.fromkeys(("root", "download"), f"data={'|'.join(TORCHVISION)}"),
+    }
 
     def __init__(
         self,
@@ -103,8 +110,7 @@ class ImageClassification(Task):
         self.weights: dict[str, Any] = {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
         self.width, self.smoothing, self.dropout, self.top_k = width, smoothing, dropout, top_k
         self.columns, self.window, self.pixel_limit = {"image": image, "label": label}, window, pixel_limit
-        self._of_data = list[str]()
-        self._counts: Callable[[], list[int]] = list
+        self._of_data, self._counts = list[str](), cast(Callable[[], list[int]], list)
         if isinstance(data, str) and data in ("digits", *TORCHVISION):
             parts, about = self._packaged(data, root, download)
             side = parts["train"].images.shape[-1] if crop or test_size else None

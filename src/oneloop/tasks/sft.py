@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import Fused, LanguageModel
 from oneloop.tasks.language.lessons import LESSONS, Lessons
 from oneloop.tasks.language.lora import LoRA
-from oneloop.tasks.language.models import Architecture, Shape, from_scratch
+from oneloop.tasks.language.models import SCRATCH, Architecture, Shape, from_scratch
 from oneloop.tasks.language.samples import IGNORE, Asked, Overlong, Packed, Padded, collated, spans
 from oneloop.tasks.language.tokens import chat_tokenizer, tokenizer_key
 from oneloop.tasks.metrics import TextSums
@@ -69,6 +69,8 @@ class SFT(LanguageModel):
         lora: adapters beside the layers of a trained model; they alone are trained.
     """
 
+    needs = SCRATCH | {"vocab": "model=null", "held_out": "data!=lessons"}
+
     def __init__(
         self,
         data: str | list[dict[str, Any]] = "lessons",
@@ -112,13 +114,7 @@ class SFT(LanguageModel):
         self._skip, self.skipped_rows = unreadable == "skip", list[str]()
         self._made_by = [_VERSION, tokenizer_key(self.tokenizer), template]
         self._of_data: list[str] = []
-        if data == "lessons":
-            columns = dict.fromkeys(self.columns, "") | {"messages": "messages"}
-            sources = [Source("lessons", columns, parts={part: Lessons(part) for part in LESSONS})]
-        else:
-            open_ = partial(opened, held_out=held_out, window=window)
-            named = named_sources(data, self.columns)
-            sources = [first_columns(one, self._choices(one.columns), open_) for one in named]
+        sources = self._sources(data, held_out)
         texts = [{part: self._encoded(one, rows) for part, rows in one.parts.items()} for one in sources]
         self._of_data += notes_of(sources)
         if self.skipped_rows:
@@ -137,6 +133,14 @@ class SFT(LanguageModel):
     writes = True
 
     # --- samples ---
+
+    def _sources(self, data: str | list[dict[str, Any]], held_out: float) -> list[Source]:
+        if data == "lessons":
+            columns = dict.fromkeys(self.columns, "") | {"messages": "messages"}
+            return [Source("lessons", columns, parts={part: Lessons(part) for part in LESSONS})]
+        open_ = partial(opened, held_out=held_out, window=self.window)
+        named = named_sources(data, self.columns)
+        return [first_columns(one, self._choices(one.columns), open_) for one in named]
 
     def _chat_of(self) -> Chat:
         """The chat template; made where it is needed."""
@@ -201,17 +205,10 @@ class SFT(LanguageModel):
         return {name: part for name, part in self._sets.items() if name != "train"}
 
     def samples_of(self, data: str, *, labelled: bool) -> Padded:
-        source = first_columns(
-            Source(data, self.columns),
-            self._choices(self.columns, labelled=labelled),
-            partial(whole, window=self.window),
-        )
+        choices = self._choices(self.columns, labelled=labelled)
+        source = first_columns(Source(data, self.columns), choices, partial(whole, window=self.window))
         texts, content = self._encoded(source, source.parts["all"], labelled=labelled)
-        if not labelled:
-            return Asked(texts, self.length, content)
-        made = self._samples(texts, content, "all")
-        assert isinstance(made, Padded)
-        return made
+        return cast(Padded, self._samples(texts, content, "all") if labelled else Asked(texts, self.length, content))
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
         return collated(samples, width=self.length if isinstance(samples[0], list) else 0, most=self._most)
@@ -257,8 +254,7 @@ class SFT(LanguageModel):
         return {"written": written(model, prompts, count, ends=self._ends), "prompt": given}
 
     def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
-        """What stands before each sample's first trained token, what the model answers, and where the right answer is
-        known, that and the figures."""
+        """Return each sample's prompt, the model's answer and, if known, the right answer and its metrics."""
         figures = super().predicted(batch, outputs)
         some = [tokens > 0 for tokens in figures["tokens"]]
         figures = {

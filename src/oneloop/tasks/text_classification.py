@@ -31,6 +31,8 @@ class TextClassification(TextRows):
 
     sample_weight = 1.0
 
+    needs = TextRows.needs | {"held_out": "data!=stdlib", "packages": "data=stdlib", "lines": "data=stdlib"}
+
     def __init__(
         self,
         data: str | list[dict[str, Any]] = "stdlib",

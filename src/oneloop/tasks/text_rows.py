@@ -36,6 +36,10 @@ class TextRows(Task):
         dropout: of embeddings, attention and residuals (of bytes).
     """
 
+    needs: dict[str, str] = dict.fromkeys(("layers", "heads", "width", "dropout"), "model=bytes") | dict.fromkeys(
+        ("pretrained", "trust_remote_code"), "model!=bytes"
+    )
+    """see :class:`oneloop.tasks.base.Task`"""
     target = "label"
     """the task's key of the column to be learned"""
     words = False

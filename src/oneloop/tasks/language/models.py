@@ -34,6 +34,10 @@ class Shape:
             raise ValueError(f"task.width {self.width} cannot be divided by task.heads {self.heads}")
 
 
+SCRATCH = dict.fromkeys(("architecture", "layers", "heads", "width"), "model=null")
+"""arguments of a task that shape a model from scratch, and have no effect on another (Task.needs)"""
+
+
 def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> nn.Module:
     """A GPT-2 or Llama (its MLP 8/3 as wide, in steps of 32), its weights drawn.
 
