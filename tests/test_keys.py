@@ -1,0 +1,210 @@
+"""Every key has an effect, is rejected, or is in a list with the reason why it cannot show one here."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from oneloop.recipe.kinds import NEEDS
+from oneloop.recipe.names import resolve
+from oneloop.recipe.parse import parser
+from worlds import CONFIGS, run, train
+
+SHORT = ["--duration", "6", "--batch.size", "32", "--eval.every", "3", "--save.every", "3", "--track", "none"]
+BASE = ["digits", *SHORT, "--log.every", "1", "--ema.half_life", "64", "--machine.workers", "0"]
+MASKED = r"[-+]?\d[\d.,]*(e-?\d+)?|task \w+|\S+/s"
+DDP, SHARDED = {"ranks": 2, "config": "ddp"}, {"ranks": 2, "config": "fsdp2"}
+
+EFFECTS: dict[str, tuple] = {
+    "seed": ("1",),
+    "duration": ("5",),
+    "track": ("tensorboard",),
+    "init.from": ("nowhere",),
+    "init.weights": ("ema", "--init.from", "nowhere"),
+    "init.leave_out": ("[head]", "--init.from", "nowhere"),
+    "batch.size": ("64",),
+    "batch.micro": ("16",),
+    "batch.grain": ("8",),
+    "optimizer.lr": ("0.01",),
+    "optimizer.weight_decay": ("0.3",),
+    "optimizer.clip": ("0.1",),
+    "optimizer.lr_at_batch": ("64",),
+    "optimizer.lr_rule": ("linear", "--optimizer.lr_at_batch", "64"),
+    "optimizer.groups": ('{"*.bias": {"freeze": true}}',),
+    "optimizer.layer_decay": ("0.5",),
+    "optimizer.betas": ("[0.5, 0.9]",),
+    "optimizer.eps": ("0.1",),
+    "schedule.warmup": ("3",),
+    "schedule.final": ("0.5",),
+    "ema.half_life": ("128",),
+    "ema.decay": ("0.9", "--ema.half_life", "0"),
+    "ema.power": ("[0.1]", "--ema.half_life", "0"),
+    "ema.ramp": ("0",),
+    "ema.every": ("2",),
+    "guard.sigma": ("0.01", "--guard.window", "3"),
+    "guard.window": ("2", "--guard.sigma", "0.01"),
+    "guard.spike": ("stop", "--guard.sigma", "0.01", "--guard.window", "3"),
+    "guard.patience": ("1", "--guard.sigma", "0.01", "--guard.window", "3"),
+    "eval.every": ("2",),
+    "eval.micro": ("0",),
+    "eval.samples": ("0",),
+    "eval.best": ("eval/nothing",),
+    "save.every": ("2",),
+    "save.keep": ("1",),
+    "save.forever": ("2", "--save.every", "2", "--save.keep", "1"),
+    "save.best": ("false", "--save.every", "2", "--save.keep", "1"),
+    "save.final": ("best", "--optimizer.lr", "1"),
+    "stop.patience": ("1", "--optimizer.lr", "9"),
+    "stop.after": ("1s", "--duration", "100ep"),
+    "log.every": ("2",),
+    "log.noise_scale": ("false", "--batch.micro", "8"),
+    "watch.profile": ("2-3",),
+    "watch.quiet": ("true",),
+    "watch.json": ("true",),
+    "machine.workers": ("600",),
+    "machine.dtype": ("float64",),
+    "machine.quant_storage": ("float32",),
+    "machine.sync_each_batch": ("true", "--batch.micro", "8", SHARDED),
+    "machine.find_unused_parameters": ("true", DDP),
+    "machine.recompute": ("full",),
+    "machine.offload": ("true",),
+    "machine.compile": ("regional",),
+    "machine.compile_mode": ("reduce-overhead", "--machine.compile", "regional", "--batch.micro", "8"),
+    "machine.blocks": ("[Nowhere]", "--machine.recompute", "full"),
+    "machine.channels_last": ("true",),
+    "machine.check_every": ("0", DDP),
+    "run.resume": ("nowhere",),
+    "debug.overfit": ("32",),
+    "debug.dry_run": ("true",),
+}
+"""a value that shows the key's effect, the words beside it (they are in the control run too), and the layout"""
+LISTED = {
+    "run.dir": "every run of this file gives it",
+    "run.accept_changes": "changes a resume: tests/test_own_identity.py",
+    "guard.nonfinite": "needs a bad step: tests/test_policy.py",
+    "save.sync": "the files are the same: tests/test_checkpoints.py",
+    "save.max_failures": "needs a full disk: tests/test_checkpoints.py",
+    "machine.base_dtype": "needs frozen matrices: tests/test_lora.py",
+    "machine.deterministic": "a CPU's algorithms are deterministic",
+    "machine.patience": "needs a hang: tests/test_endings.py",
+    "machine.gc_every": "changes the time alone: tests/test_no_hidden_cost.py",
+    "machine.in_turn": "changes the peak of host memory: tests/test_host_memory.py",
+    "ema.device": "changes where the weights are kept, and is a GPU's: tests/test_ema.py",
+    "watch.memory": "needs a GPU",
+    "machine.pinned": "needs a GPU",
+    "machine.matmul": "needs a GPU",
+    "machine.cudnn_benchmark": "needs a GPU",
+}
+TASKS = ("image_classification", "causal_lm", "sft", "text_classification", "text_regression", "token_classification")
+UNREAD = {"task.download": "a flag of torchvision's constructors"}
+
+
+def keys_of(task: str = "image_classification", optimizer: str = "adamw", schedule: str = "cosine") -> set[str]:
+    made = parser(task, optimizer, schedule)
+    return {action.dest for action in made._actions if action.dest != "help"}
+
+
+def test_the_tables_hold_every_key():
+    keys = {key for key in keys_of() if not key.startswith("task.") and not key.endswith(".name")}
+    assert keys == EFFECTS.keys() | LISTED.keys() and not EFFECTS.keys() & LISTED.keys()
+    assert NEEDS.keys() <= keys
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_argument_of_a_task_is_read(task):
+    """By name, in the constructor of the task or of the class that gets it; conditions name other arguments."""
+    kind = resolve("task", task)
+    mine = {key.removeprefix("task.") for key in keys_of(task) if key.startswith("task.")} - {"name"}
+    mine = {key.partition(".")[0] for key in mine}
+    read: set[str] = set()
+    for one in kind.__mro__[:-1]:
+        if "__init__" in vars(one) and one.__module__.startswith("oneloop."):
+            (tree,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(one.__init__)).strip()).body
+            read |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    assert mine <= read, mine - read
+    needs = getattr(kind, "needs", {})
+    assert needs.keys() <= mine and set(re.findall(r"(\w+)!?=", " ".join(needs.values()))) <= mine
+
+
+def seen_of(folder: Path, words: list[str], how: dict) -> tuple:
+    """What a run shows: codes, files, weights, metrics without times, and its lines without numbers."""
+    world = run(train, [*words, "--run.dir", "run"], folder=folder, **how)
+    there = folder / "run"
+    files = {path.relative_to(there).as_posix() for path in there.rglob("*") if "tfevents" not in path.name}
+    weights = [
+        hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((there / "final").glob("*.safetensors"))
+    ]
+    lines = (there / "metrics.jsonl").read_text().splitlines() if (there / "metrics.jsonl").exists() else []
+    metrics = [
+        {key: value for key, value in json.loads(line).items() if key.startswith(("train/", "eval/", "test/", "ema/"))}
+        for line in lines
+    ]
+    said = {re.sub(MASKED, "#", line) for line in world.output.splitlines() if not line.lstrip().startswith("step")}
+    return world.codes, files, weights, metrics, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", EFFECTS)
+def test_every_key_has_an_effect(tmp_path, key):
+    value, *rest = EFFECTS[key]
+    how = rest.pop() if rest and isinstance(rest[-1], dict) else {}
+    outcomes = []
+    for name, more in (("without", []), ("again", []), ("with", [f"--{key}", value])):
+        (tmp_path / name).mkdir()
+        outcomes.append(seen_of(tmp_path / name, [*BASE, *rest, *more], how))
+    without, again, changed = outcomes
+    stable = [number for number in range(5) if without[number] == again[number]]
+    assert any(without[number] != changed[number] for number in stable), changed
+
+
+LAUNCHER = "read by accelerate's launcher, before oneloop"
+ACCELERATE = {
+    **dict.fromkeys(("compute_environment", "num_machines", "num_processes", "main_process_port", "use_cpu"), LAUNCHER),
+    **dict.fromkeys(("machine_rank", "main_process_ip", "rdzv_backend", "same_network"), LAUNCHER),
+    "distributed_type": "one process, DDP or FSDP2: the start line names it",
+    "mixed_precision": "the start line names it: tests/test_same_weights.py",
+    "fsdp_version": "1 is rejected",
+    "fsdp_auto_wrap_policy": "tests/test_odd_endings.py and test_settings.py: what cannot be wrapped is rejected",
+    "fsdp_reshard_after_forward": "changes memory alone",
+    "fsdp_state_dict_type": "a line at the start",
+    "fsdp_cpu_ram_efficient_loading": "a line at the start",
+    "fsdp_offload_params": "true is rejected",
+    "fsdp_activation_checkpointing": "accelerate wraps the blocks",
+    "parallelism_config_dp_replicate_size": "HSDP: tests/test_same_weights.py",
+    "parallelism_config_dp_shard_size": "HSDP: tests/test_same_weights.py",
+    "parallelism_config_tp_size": "above 1 is rejected",
+    "parallelism_config_cp_size": "above 1 is rejected",
+}
+
+
+def test_the_table_holds_every_key_of_the_packaged_accelerate_configs():
+    keys: set[str] = set()
+    for file in CONFIGS.glob("*.yaml"):
+        for key, value in yaml.safe_load(file.read_text()).items():
+            keys |= set(value) if isinstance(value, dict) else {key}
+    assert keys == ACCELERATE.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--fsdp_version", "1"], "fsdp_version 1 is asked for"),
+        (["--fsdp_offload_params", "true"], "fsdp_offload_params true is not supported"),
+        (["--fsdp_state_dict_type", "FULL_STATE_DICT"], "FSDP_STATE_DICT_TYPE=FULL_STATE_DICT has no effect"),
+        (["--fsdp_cpu_ram_efficient_loading", "true"], "FSDP_CPU_RAM_EFFICIENT_LOADING=true has no effect"),
+        (["--fsdp_activation_checkpointing", "true"], ""),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tensor, context or sequence"),
+        ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "tensor, context or sequence"),
+    ],
+)
+def test_settings_of_accelerate_are_rejected_or_said(tmp_path, options, says):
+    how = {"variables": options} if isinstance(options, dict) else {"options": options}
+    world = run(train, ["digits", *SHORT], ranks=2, config="fsdp2", folder=tmp_path, **how)
+    assert world.codes == ([2, 2] if "=" not in says and says else [0, 0]) and says in world.output, world.output
