@@ -60,7 +60,7 @@ def loss(parts: nn.Module, words: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten(), reduction="sum")
 
 
-def steps(rank: int, ranks: int, port: int, half: bool, out: str) -> None:
+def steps(rank: int, ranks: int, port: int, half: bool, out: str, count: int) -> None:
     """Trains, and writes the hashes of each step."""
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     torch.use_deterministic_algorithms(True)
@@ -72,7 +72,7 @@ def steps(rank: int, ranks: int, port: int, half: bool, out: str) -> None:
     optimizer = AdamW(trained, lr=1e-3, weight_decay=0.1)
     optimizer.elementwise = True
     tree, bits = Tree(parts, trained, ranks=1, accumulate=own), []
-    for step in range(STEPS):
+    for step in range(count):
         for micro in range(own):
             leaf = rank * own + micro
             seeded = torch.Generator().manual_seed(step * LEAVES + leaf)
@@ -98,12 +98,12 @@ def steps(rank: int, ranks: int, port: int, half: bool, out: str) -> None:
     dist.destroy_process_group()
 
 
-def several(ranks: int, half: bool, scratch: Path) -> list[list]:
+def several(ranks: int, half: bool, scratch: Path, count: int = STEPS) -> list[list]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     out = scratch / f"{ranks}-{half}.json"
-    processes.start_processes(steps, (ranks, port, half, str(out)), nprocs=ranks, start_method="spawn")
+    processes.start_processes(steps, (ranks, port, half, str(out), count), nprocs=ranks, start_method="spawn")
     return list(json.loads(out.read_text()))
 
 
