@@ -250,3 +250,16 @@ def test_a_run_that_went_on_is_not_taken_for_its_older_end(pictures, tmp_path):
     assert "final of run" in after(tmp_path, "evaluate", "run").output
     vouch(tmp_path / "run" / "final", {"weights": "last", "step": 3, "end": 3}, manifest["files"])
     assert "step-00000006 of run" in after(tmp_path, "evaluate", "run").output
+
+
+def test_the_rank_correlation_is_that_of_the_run(tmp_path):
+    """An untrained model's answers hardly vary, so that a micro-batch of another size would reorder them."""
+    write(tmp_path / "data", "jsonl", rows(120))
+    words = ["digits", "--task", "text_regression", *SMALL, "--task.label", "number", "--task.data", "data", *COMMON]
+    run(train, [*words, "--optimizer.lr", "1e-6", "--task.held_out", "0.3", "--run.dir", "run"], folder=tmp_path).ok()
+    printed = json.loads((tmp_path / "run" / "summary.json").read_text())
+    world = after(tmp_path, "evaluate", "run", "--json")
+    world.ok()
+    said = json.loads(next(line for line in world.output.splitlines() if line.startswith("{")))
+    for name in ("eval/spearman", "eval/pearson"):
+        assert said[name] == printed[name], name

@@ -44,6 +44,10 @@ from worlds import run, train
         (["--task.name", "causal_lm", "--task.vocab", "512"], "task.vocab 512 has no effect with task.tokenizer bytes"),
         (["--task.name", "sft", "--task.width", "64", "--task.model", "here"], "task.width 64 has no effect"),
         (["--task.name", "text_classification", "--task.data", "x", "--task.lines", "3"], "task.lines 3 has no effect"),
+        (
+            ["--task.name", "text_regression", "--task.data", "x", "--task.model", "y", "--task.width", "8"],
+            "task.width 8",
+        ),
         (["--guard.spike", "stop"], "guard.spike stop has no effect with guard.sigma 0"),
         (["--optimizer.lr_rule", "linear"], "optimizer.lr_rule linear has no effect with optimizer.lr_at_batch 0"),
         (["--ema.every", "4"], "ema.every 4 has no effect without EMA weights"),

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
@@ -150,7 +150,7 @@ def _made(name: str, written: dict[str, Any], typed: dict[str, Any], flags: set[
         written = {key: value for key, value in written.items() if key not in ("batch.micro", "eval.micro")}
     namespace, resolved = _parsed(made, written | typed)
     own = getattr(resolve("task", chosen["task"]), "needs", {})
-    if idle := without_effect(flat(resolved), flat(_defaults(made)), typed, own):
+    if idle := without_effect(flat(resolved), {action.dest: action.default for action in made._actions}, typed, own):
         namespace, resolved = _parsed(made, {key: value for key, value in written.items() if key not in idle} | typed)
     recipe = _build(name, namespace, resolved)
     if "print_config" in flags:
@@ -166,11 +166,6 @@ def _parsed(made: ArgumentParser, given: Mapping[str, Any]) -> tuple[Namespace, 
     except Exception as error:  # jsonargparse raises many kinds; all say what was wrong with which key
         raise BadInput(_reworded(error, given, made)) from error
     return namespace, yaml.safe_load(made.dump(namespace, skip_unset=False))
-
-
-@cache
-def _defaults(made: ArgumentParser) -> dict[str, Any]:
-    return cast(dict[str, Any], yaml.safe_load(made.dump(made.get_defaults(), skip_unset=False)))
 
 
 def task_name(recipe: Path) -> str:
