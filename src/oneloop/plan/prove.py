@@ -28,18 +28,14 @@ from oneloop.run.parting import Parting, parting
 
 Start = Callable[[Sequence[str], int], int]
 """runs ``oneloop launch`` with these words and this file descriptor for its output; returns the exit code"""
-_SECONDS = 1800.0
-"""time limit of one run"""
+_SECONDS = 1800.0  # time limit of one run
 _KEYS = {"eval.every": 0, "save.every": 0, "save.best": False, "save.final": "last", "log.every": 1, "track": "none"}
 _KEYS |= {"log.noise_scale": False, "watch.quiet": False, "watch.profile": None, "watch.memory": None}
 _KEYS |= {"run.resume": "auto", "stop.after": None, "debug.dry_run": False, "machine.check_every": 1}
 """of every run; check_every: end it if replicas differ, since only rank 0's are compared with one process"""
-_FACTOR = 10.0
-"""how many times as far apart as the control the layout may be"""
-_GRADIENTS = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-4)}
-"""allowed relative difference of gradients; and the most that is allowed because of the control's"""
-_CONTROL = {"float64": 1e-5, "float32": 1e-2}
-"""relative distance of the control's weights above which it does not measure rounding"""
+_FACTOR = 10.0  # how many times as far apart as the control the layout may be
+_GRADIENTS = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-4)}  # relative: always, and at most due to the control
+_CONTROL = {"float64": 1e-5, "float32": 1e-2}  # relative distance of its weights: above, it is not rounding
 
 
 class _Failed(RuntimeError):
@@ -162,7 +158,7 @@ class _Proof:
     def _reason(self, layout: Path, *, control: bool) -> str | None:
         """What the start-up lines report: BatchNorm, random numbers, a loss that is not a sum, unused parameters."""
         lines = layout.with_suffix(".txt").read_text(errors="replace").splitlines()
-        known = [line for line in lines if ("split is exact to the bit" in line or "parallel layout" in line)]
+        known = [line for line in lines if "split is exact to the bit" in line or "parallel layout" in line]
         known = [line for line in known if not line.startswith("any split")]
         known += [line for line in lines if line.startswith("parameters that took no part")]
         known += ["on one process, another micro-batch (the control) changes the weights, too"] if control else []

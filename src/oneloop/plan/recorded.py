@@ -35,7 +35,6 @@ from oneloop.train import train
 
 def _recorded(steps: int, job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     """Train the first steps without any evaluation; the learning rate is that of the whole schedule."""
-
     make = job.make_optimizer
 
     def optimizer(model: nn.Module) -> Optimizer:

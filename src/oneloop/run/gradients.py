@@ -94,11 +94,8 @@ class Gradients:
     def _reseed(self) -> None:
         """Random numbers are a function of step, rank and micro-batch; with ``batch.grain``, of step and leaf."""
         job, run = self._job, self._run
-        if job.exact:
-            leaf = job.split.leaf(run.rank, self._micro)
-            reseed(run.device, job.recipe.seed, self._position, leaf, others=True)
-        else:
-            reseed(run.device, job.recipe.seed, self._position, run.rank, self._micro)
+        own = [job.split.leaf(run.rank, self._micro)] if job.exact else [run.rank, self._micro]
+        reseed(run.device, job.recipe.seed, self._position, *own, others=job.exact)
 
     def norm(self) -> Tensor:
         """Global L2 norm of the gradients, 0-dim, equal on all ranks. Collective: call on every rank."""

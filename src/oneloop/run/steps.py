@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 
 from oneloop.basics.beats import BEATS, EPOCH, TRAINING
 from oneloop.basics.exact_sums import rounded_sum
+from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.data.groups import Group, groups
 from oneloop.machine.checks import Checks, agree, disagreement
 from oneloop.run.counters import Counters
@@ -26,16 +27,6 @@ _KNOWN, _LEAST, _MANY = 50, 600.0, 20
 """steps after which collectives get a time-out of the run's own: seconds at least, and times what names a hang"""
 
 
-class Saves(Protocol):
-    """What :class:`Steps` asks of checkpoints."""
-
-    def poll(self) -> object | None:
-        """This rank's error in the save that is in progress, without a wait."""
-
-    def finish(self) -> object:
-        """Wait for that save on all ranks, and return its error."""
-
-
 class Steps:
     """This rank's micro-batches, step by step, without an end, each with the total weight of its global batch and the
     stop that any rank was asked for.
@@ -43,7 +34,7 @@ class Steps:
     One small all-reduce on the host per step, in progress while the previous step trains. If a rank has an error in a
     save, all ranks finish that save first; OSError if too many in a row have failed."""
 
-    def __init__(self, job: Job, run: Run, count: Counters, saves: Saves, checks: Checks) -> None:
+    def __init__(self, job: Job, run: Run, count: Counters, saves: Checkpoints, checks: Checks) -> None:
         self._job, self._run, self._count, self._saves = job, run, count, saves
         self._checks = checks if run.sharded else None
         self._afresh = False
@@ -102,19 +93,10 @@ class Steps:
         return TRAINING if (position - 1) // length == ahead // length else EPOCH
 
     def _groups(self) -> Iterator[Group]:
-        job, run = self._job, self._run
-        return groups(
-            job.train_set,
-            job.collate,
-            job.order,
-            job.split,
-            rank=run.rank,
-            seed=job.recipe.seed,
-            start=self._count.position,
-            device=run.device,
-            workers=run.workers(job.recipe.machine.workers),
-            pinned=job.recipe.machine.pinned,
-        )
+        job, run, machine = self._job, self._run, self._job.recipe.machine
+        how: dict[str, Any] = {"workers": run.workers(machine.workers), "pinned": machine.pinned, "device": run.device}
+        how |= {"rank": run.rank, "seed": job.recipe.seed, "start": self._count.position}
+        return groups(job.train_set, job.collate, job.order, job.split, **how)
 
     def _wait_at_most(self, seconds: float) -> None:
         """Limit the time of collectives: a second safeguard, if no supervisor runs."""

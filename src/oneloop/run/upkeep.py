@@ -95,20 +95,10 @@ class Upkeep:
         job, run, state, recipe = self._job, self._run, self._state, self._job.recipe
         examples = Examples(fixed=recipe.eval.samples, worst=recipe.eval.samples) if sets.keys() - {"test"} else None
         with BEATS.phase(EVALUATION):
-            figures = evaluate_all(
-                job.task,
-                state.model,
-                sets,
-                averages=self._emas,
-                examples=examples,
-                accelerator=run.accelerator,
-                micro=recipe.eval.micro or job.split.each,
-                workers=self._workers,
-                dtype=job.dtype,
-                seed=recipe.seed,
-                exact=job.exact,
-                interrupted=run.stop_wanted,
-            )
+            how: dict[str, Any] = {"micro": recipe.eval.micro or job.split.each, "workers": self._workers}
+            how |= {"dtype": job.dtype, "seed": recipe.seed, "exact": job.exact, "interrupted": run.stop_wanted}
+            what = {"averages": self._emas, "examples": examples, "accelerator": run.accelerator}
+            figures = evaluate_all(job.task, state.model, sets, **what, **how)
         if figures is None:
             return False
         self._book.evaluated(figures, examples, of=of)
@@ -155,14 +145,9 @@ class Upkeep:
     def profiling(self, folder: Path) -> Profiling:
         """A trace of the steps that the recipe names, on rank 0, in ``folder``."""
         watch, book, run = self._job.recipe.watch, self._book, self._run
-        return Profiling(
-            folder,
-            run.device,
-            profile=watch.profile if run.main else None,
-            memory=watch.memory if run.main else None,
-            say=run.display.say,
-            log=lambda figures: book.write(book.line(**figures)),
-        )
+        which = {"profile": watch.profile, "memory": watch.memory} if run.main else dict.fromkeys(("profile", "memory"))
+        log = lambda figures: book.write(book.line(**figures))  # noqa: E731
+        return Profiling(folder, run.device, **which, say=run.display.say, log=log)
 
     def final_weights(self, *, stopped: bool) -> dict[str, Any]:
         """Restore the weights of the best evaluation if the recipe asks for them and they are intact; return which
