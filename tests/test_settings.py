@@ -25,6 +25,7 @@ from oneloop.recipe.parse import parser, read
 from oneloop.run import processes
 from oneloop.run.launch import launch_options
 from oneloop.run.trained import recipe_of
+from oneloop.tasks.image_classification import ImageClassification
 from worlds import run, train
 
 
@@ -72,6 +73,17 @@ def test_a_recipes_own_value_gives_way_to_what_is_typed():
 def test_a_packaged_models_size_gives_way_to_a_model_by_name():
     assert read(["sft"]).task.options["width"] == 96
     assert read(["sft", "--task.model", "hf:a/b"]).task.options["width"] == 128  # the default, which nothing reads
+
+
+class Fewer(ImageClassification):
+    """Inherits the conditions of arguments that it does not have."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__(width=width)
+
+
+def test_a_subclass_may_have_fewer_arguments():
+    assert read(["test_settings.Fewer", "--task.width", "8"]).task.options == {"width": 8}
 
 
 def test_restarts_are_rejected():

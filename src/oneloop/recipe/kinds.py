@@ -86,6 +86,8 @@ def without_effect(
     ways = set()
     for key, conditions in needs.items():
         for other, unlike, wanted in (re.split("(!?)=", condition) for condition in conditions.split()):
+            if not {key, other} <= values.keys():  # a subclass has no such argument
+                continue
             if values[key] == defaults[key] or (_text(values[other]) in wanted.split("|")) != bool(unlike):
                 continue
             if key in typed or other not in typed:
