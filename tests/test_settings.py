@@ -83,7 +83,7 @@ class Fewer(ImageClassification):
 
 
 def test_a_subclass_may_have_fewer_arguments():
-    assert read(["test_settings.Fewer", "--task.width", "8"]).task.options == {"width": 8}
+    assert read(["digits", "--task", "test_settings.Fewer", "--task.width", "8"]).task.options == {"width": 8}
 
 
 def test_restarts_are_rejected():
