@@ -327,7 +327,7 @@ CODE = {
 
 DATA = {
     "a column of chats": Case(
-        ("chats.jsonl: 'messages' holds lists of objects of role, content", "text is needed"),
+        ("chats.jsonl: 'messages' holds JSON objects", "text is needed"),
         recipe=("gpt", "--task.data", "chats.jsonl", "--task.column", "messages"),
     ),
     "csv without the column": Case(

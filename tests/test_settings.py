@@ -265,6 +265,17 @@ def test_strings_and_nulls_of_json_lines_stay_what_they_are(tmp_path, monkeypatc
     assert rows[1001] == {"text": None, "label": None, "words": None, "messages": None}
 
 
+@pytest.mark.parametrize(("text", "label"), [({"a": 1}, "x"), ("x", {"a": 1}), ("x", [{"a": 1}])])
+def test_objects_are_neither_texts_nor_labels(tmp_path, monkeypatch, text, label):
+    from oneloop.tasks.text_classification import TextClassification
+
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    made = [{"text": f"{n}", "label": "ab"[n % 2]} for n in range(40)] + [{"text": text, "label": label}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    with pytest.raises(ValueError, match="'(text|label)' holds JSON objects, and"):
+        TextClassification(str(tmp_path / "rows.jsonl"), held_out=0.2)
+
+
 def test_one_list_is_read_and_mixed_types_are_rejected(tmp_path, monkeypatch):
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
     rows = rows_of(tmp_path / "list.json", '\ufeff[{"text": "a"},\n {"text": "2024-01-01"}]')

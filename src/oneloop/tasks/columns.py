@@ -13,6 +13,7 @@ import numpy as np
 
 from oneloop.basics.files import replacing
 from oneloop.data.rows.cache import alone, key_of
+from oneloop.data.rows.converted import OBJECTS
 from oneloop.data.rows.sources import Source
 
 _LOOKED = 2
@@ -110,7 +111,8 @@ def check_numbers(sources: Sequence[Source], key: str) -> None:
 
 def is_text(kind: Any) -> bool:
     """Whether a column of this type holds text."""
-    return inside(kind) is None and getattr(kind, "dtype", None) in ("string", "large_string")
+    plain = inside(kind) is None and getattr(kind, "id", None) != OBJECTS
+    return plain and getattr(kind, "dtype", None) in ("string", "large_string")
 
 
 def inside(kind: Any) -> Any:
@@ -126,6 +128,8 @@ def named(kind: Any) -> str:
         return f"objects of {', '.join(kind)}"
     if inside(kind) is not None:
         return f"lists of {named(inside(kind)).removeprefix('values of ')}"
+    if getattr(kind, "id", None) == OBJECTS:
+        return OBJECTS
     return f"values of {getattr(kind, 'dtype', type(kind).__name__)}"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from oneloop.data.rows.converted import OBJECTS
 from oneloop.data.rows.sources import Source
 from oneloop.tasks.columns import columns_of, inside, refused, values_of
 
@@ -158,7 +159,7 @@ def _in_order(trained: set[str], kinds: Sequence[Any]) -> list[str]:
 
 def _is_label(kind: Any) -> bool:
     dtype = str(getattr(kind, "dtype", ""))
-    plain = inside(kind) is None and not isinstance(kind, Mapping)
+    plain = inside(kind) is None and not isinstance(kind, Mapping) and getattr(kind, "id", None) != OBJECTS
     return plain and (dtype in ("string", "large_string", "bool") or dtype.startswith(("int", "uint")))
 
 

@@ -17,8 +17,10 @@ from oneloop.basics.progress import Working
 from oneloop.data.rows.cache import alone, checksum_of, key_of
 from oneloop.data.rows.found import Found
 
-_MADE = 3
+_MADE = 4
 """raised where the same files are made into something else than before"""
+OBJECTS = "JSON objects"
+"""``id`` of a column's type whose texts are objects, as JSON"""
 _BLOCK = 64 << 20
 """bytes of csv that are read at once; a row must fit"""
 _ROWS = 1000
@@ -133,6 +135,7 @@ def _json(files: Sequence[Path]) -> Iterator[Any]:
     """Rows of JSON Lines, or of one list. A string stays a string (pyarrow's reader turns dates into timestamps), and
     objects become JSON text, which keeps their nulls."""
     import pyarrow
+    from datasets import Features, Value
 
     kinds: dict[str, Any] = {}
     nested: set[str] = set()
@@ -153,9 +156,10 @@ def _json(files: Sequence[Path]) -> Iterator[Any]:
             except (pyarrow.ArrowException, OverflowError) as error:
                 why = " ".join(str(error).split())
                 raise ValueError(f"{file}: column {name!r} must hold values of one type: {why}") from error
+    features = Features.from_arrow_schema(pyarrow.schema(kinds))
+    schema = Features(features | {name: Value("string", id=OBJECTS) for name in nested}).arrow_schema
     for _, rows in _parsed(files):
-        arrays = [pyarrow.array(column(name, rows), kind) for name, kind in kinds.items()]
-        yield pyarrow.record_batch(arrays, names=list(kinds))
+        yield pyarrow.record_batch([pyarrow.array(column(one.name, rows), one.type) for one in schema], schema=schema)
 
 
 def _parsed(files: Sequence[Path]) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
