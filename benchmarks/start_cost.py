@@ -1,6 +1,7 @@
 """What a start costs (goal C7): CPU time of imports, --help, bad input and a dry run, beside the libraries' imports.
 
     python benchmarks/start_cost.py
+    python benchmarks/start_cost.py --against ../before    # this checkout's starts divided by another checkout's
 
 Each is a process of its own; rounds alternate over all of them, and ratios are taken round by round. CPU time (user and
 system, children included) is steadier than seconds on a busy machine, and is what a laptop's battery pays.
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 LIBRARIES = "import torch, accelerate"
@@ -51,6 +53,18 @@ def commands(folder: str) -> dict[str, tuple[list[str], str]]:
     }
 
 
+def against(other: Path, folder: str) -> dict[str, tuple[list[str], str]]:
+    """Commands of this checkout, each next to the same command of the other checkout and, as a control, repeated."""
+    whole = {name: command for name, (command, _) in commands(folder).items() if "train" in name or "dry" in name}
+    there = ["env", f"PYTHONPATH={other.resolve() / 'src'}"]
+    made: dict[str, tuple[list[str], str]] = {}
+    for name, command in whole.items():
+        made[f"{name}, the other"] = ([*there, *command], "")
+        made[name] = (command, f"{name}, the other")
+        made[f"{name}, the other again (control)"] = ([*there, *command], f"{name}, the other")
+    return made
+
+
 def cpu_seconds(command: list[str], folder: str) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder, check=False)
@@ -61,12 +75,14 @@ def cpu_seconds(command: list[str], folder: str) -> float:
 def main() -> None:
     asked = argparse.ArgumentParser()
     asked.add_argument("--rounds", type=int, default=6)
+    asked.add_argument("--against", type=Path, help="another checkout")
     given = asked.parse_args()
+    timed = partial(against, given.against) if given.against else commands
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     seconds: dict[str, list[float]] = {}
     for turn in range(given.rounds + 1):
         with tempfile.TemporaryDirectory() as folder:
-            for name, (command, _) in commands(folder).items():
+            for name, (command, _) in timed(folder).items():
                 took = cpu_seconds(command, folder)
                 if turn:
                     seconds.setdefault(name, []).append(took)
@@ -77,11 +93,11 @@ def main() -> None:
         f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, OMP_NUM_THREADS"
         f" {os.environ['OMP_NUM_THREADS']}, {given.rounds} rounds; CPU seconds"
     )
-    for name, (_, base) in commands("").items():
+    for name, (_, base) in timed("").items():
         times = seconds[name]
         ratio = statistics.median(a / b for a, b in zip(times, seconds[base], strict=True)) if base else 1.0
         print(
-            f"{name:42} median {statistics.median(times):5.2f}   min {min(times):5.2f}   max {max(times):5.2f}"
+            f"{name:62} median {statistics.median(times):5.2f}   min {min(times):5.2f}   max {max(times):5.2f}"
             + (f"   {ratio:.2f}x {base}" if base else "")
         )
 

@@ -9,11 +9,8 @@ from torch import nn
 
 @torch.no_grad()
 def share_buffers(model: nn.Module) -> None:
-    """Gives every rank rank 0's buffers, by one broadcast of their bytes. Every rank must get here.
-
-    Args:
-        model: bare, under DDP or sharded by FSDP2, which leaves buffers whole.
-    """
+    """Copy rank 0's buffers to every rank, in one broadcast of their bytes. Collective. The model may be bare, DDP or
+    FSDP2."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     buffers = [buffer for buffer in model.buffers() if buffer.numel()]

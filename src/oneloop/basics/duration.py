@@ -25,11 +25,7 @@ _FORM = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMB]?)\s*([a-z]*|%)\s*", re
 
 
 class Duration:
-    """A length of training as the user writes it; :meth:`steps` converts it, once, at the edge.
-
-    Raises:
-        ValueError: the text is not a duration, or is negative.
-    """
+    """A length of training as the user writes it. Raises ValueError if the text is not a duration."""
 
     def __init__(self, text: str | int | Duration) -> None:
         self.text: str = text.text if isinstance(text, Duration) else str(text).strip()
@@ -43,16 +39,8 @@ class Duration:
         self.unit = _UNITS[match[3]]
 
     def steps(self, scale: Scale, *, total: int | None = None, key: str = "duration") -> int:
-        """Whole steps, rounded up.
-
-        Args:
-            scale: how many samples and tokens one step holds, and one epoch.
-            total: steps of the whole run, for ``%``.
-            key: the recipe key, named in the message.
-
-        Raises:
-            ValueError: ``%`` without a total, or tokens where samples differ in length.
-        """
+        """Return whole steps, rounded up; ``total`` steps of the run resolve ``%``. Raises ValueError if that is
+        unknown, or for tokens if the samples differ in length."""
         return math.ceil(self._steps(scale, total, key))
 
     def _steps(self, scale: Scale, total: int | None, key: str) -> Fraction:
@@ -111,11 +99,7 @@ def is_time(step: int, every: int, total: int) -> bool:
 
 
 def span(text: str, key: str) -> tuple[int, int]:
-    """``"10-15"`` -> (10, 15); ``"10"`` -> (10, 10).
-
-    Raises:
-        ValueError: it is no span of steps.
-    """
+    """Parse ``"10-15"`` as (10, 15) and ``"10"`` as (10, 10). Raises ValueError for anything else."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:

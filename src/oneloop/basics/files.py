@@ -10,14 +10,11 @@ from pathlib import Path
 
 @contextmanager
 def replacing(file: Path, *, shared: bool = False) -> Iterator[Path]:
-    """A draft beside ``file``, which takes its place at the end; after an error ``file`` is as it was.
+    """Yield a draft that replaces ``file`` at the end; after an exception ``file`` is unchanged. With ``shared``,
+    several processes may write it at the same time.
 
     >>> with replacing(Path("summary.json")) as draft:
     ...     draft.write_text("{}")
-
-    Args:
-        file: to be written.
-        shared: other processes may write it at the same time; each then has a draft of its own.
     """
     draft = file.with_name(f".{file.name}.{os.getpid()}.draft" if shared else f".{file.name}.draft")
     try:

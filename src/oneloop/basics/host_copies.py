@@ -11,16 +11,10 @@ from torch.optim import Optimizer
 
 
 class HostCopies:
-    """Copies weights to pinned host memory on a stream of its own, and hands them to a thread.
+    """Copies weights to pinned host memory on a separate stream, and passes them to a thread.
 
-    The device continues during a copy; only the optimizer's next step waits for it.
-
-    Args:
-        weights: on the device, all on one.
-        optimizer: updates them.
-
-    Raises:
-        ValueError: no optimizer is given.
+    The device continues during a copy; only the optimizer's next step waits for it. Raises ValueError without an
+    optimizer.
     """
 
     def __init__(self, weights: list[Tensor], optimizer: Optimizer | None) -> None:

@@ -17,11 +17,8 @@ def place_of(name: str) -> tuple[str, str | None]:
 
 
 def fetched(name: str, file: str) -> Path | None:
-    """A file of what ``name`` leads to, fetched where that is a repository; None: it has none of that name.
-
-    Raises:
-        ValueError: there is no such repository, or it cannot be reached.
-    """
+    """Return the path of a file of a folder or hub repository, None if it has no such file. Raises ValueError if the
+    repository does not exist or cannot be reached."""
     where, revision = place_of(name)
     if not name.startswith(HUB):
         path = Path(where) / file

@@ -34,11 +34,8 @@ class Origin:
         self.__dict__["_first"] = self.seen()
 
     def unchanged(self) -> None:
-        """Looks whether what was read is still there; where it was only touched, or copied anew, it is.
-
-        Raises:
-            ValueError: it is not, or cannot be read: what stands on it would stand on something else.
-        """
+        """Raise ValueError if the content of the base model has changed since it was read (a new mtime is no
+        change)."""
         if (now := self.seen()) == self.__dict__["_first"]:
             return
         if self.look() != self.__dict__.get("content"):
@@ -72,12 +69,8 @@ class Origin:
         )
 
     def of_another(self, about: Mapping[str, Any], there: Mapping[str, Any] | None) -> str:
-        """What other weights stand on, where that is not this; empty where it is.
-
-        Args:
-            about: their adapter_config.json.
-            there: what the manifest beside them says of it, where there is one.
-        """
+        """Return the other base model that adapters were trained on, empty if it is this one; ``about`` is their
+        adapter_config.json, ``there`` the base model's entry in the manifest next to them."""
         if there:
             return self.difference({**there, "settings": {}})
         named = str(about.get("base_model_name_or_path") or "")

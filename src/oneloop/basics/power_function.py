@@ -6,11 +6,8 @@ from typing import Any
 
 
 def gamma(sigma_rel: float) -> float:
-    """Exponent of the power-function average with this relative standard deviation (Karras et al. 2024, algorithm 2).
-
-    Raises:
-        ValueError: no power function is that wide.
-    """
+    """Return the exponent of the power-function average of this relative standard deviation (Karras et al. 2024,
+    algorithm 2). Raises ValueError if none is that wide."""
     import numpy as np
 
     widest = 12**-0.5
@@ -21,15 +18,8 @@ def gamma(sigma_rel: float) -> float:
 
 
 def post_hoc(saved: list[tuple[float, float]], wanted: tuple[float, float]) -> list[float]:
-    """How to mix saved power-function averages into one that was not kept (Karras et al. 2024, algorithm 3).
-
-    Args:
-        saved: (what was seen, sigma_rel) of each.
-        wanted: the same of the average to make.
-
-    Returns:
-        A factor for each; the mix is the least-squares best.
-    """
+    """Return the least-squares factors that combine saved power-function averages into one that was not kept (Karras et
+    al. 2024, algorithm 3). An average is a pair: samples seen, sigma_rel."""
     import numpy as np
 
     def inner(t_a: Any, gamma_a: Any, t_b: Any, gamma_b: Any) -> Any:

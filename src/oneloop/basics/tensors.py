@@ -26,11 +26,8 @@ def dense(tensor: Tensor) -> bool:
 
 
 def first_element(tensor: Tensor) -> int:
-    """Where this rank's part of a tensor begins in the whole, counted in elements of the flat tensor.
-
-    Raises:
-        ValueError: it is sharded otherwise than by rows over one dimension of ranks.
-    """
+    """Return the index of the first element of this rank's shard in the flat tensor. Raises ValueError unless the
+    sharding is by rows over one mesh dimension."""
     if not isinstance(tensor, DTensor):
         return 0
     if len(tensor.placements) != 1 or not tensor.placements[0].is_shard(0):

@@ -12,12 +12,9 @@ FINAL = "final"
 
 
 def chosen_of(run: Path, asked: str | None, *, weights: str = "raw") -> Path:
-    """The folder with the weights that a user names: ``final``, or as :func:`checkpoint_of`. None: ``final/`` where the
-    run has ended, else the newest checkpoint (from which an average of any width, ``power:SIGMA``, is mixed).
-
-    Raises:
-        BadInput: there is none, or it is damaged.
-    """
+    """Return the folder with the weights that a user names: ``final``, or as :func:`checkpoint_of`. None: ``final/`` if
+    the run has ended, else the newest checkpoint (always for ``power:SIGMA``). Raises BadInput if it is missing or
+    damaged."""
     mixed = weights.startswith("power:")
     asked = asked or ("newest" if mixed else _default(run))
     if asked != FINAL:
@@ -45,11 +42,7 @@ def _default(run: Path) -> str:
 
 
 def checkpoint_of(run: Path, asked: str) -> Path:
-    """The checkpoint that a user names: newest, best, or a step.
-
-    Raises:
-        BadInput: there is none, or it is damaged.
-    """
+    """Return the checkpoint that a user names: newest, best, or a step. Raises BadInput if it is missing or damaged."""
     store = Store(run / "checkpoints")
     names = {step_of(path): path for path in store.sealed()}
     if not names:

@@ -32,16 +32,8 @@ def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def write_base(folder: Path, tensors: Mapping[str, Tensor], *, rank: int) -> tuple[dict[str, Any], str | None]:
-    """Writes frozen parameters to a folder, one after another. Every rank must get here; rank 0 writes.
-
-    Args:
-        folder: to write to; what was there is replaced.
-        tensors: by name, whole or sharded.
-        rank: this one.
-
-    Returns:
-        The file's size and checksum (on rank 0), and what went wrong.
-    """
+    """Write frozen parameters to a new folder, one after another. Collective; rank 0 writes. Return the size and
+    checksum of the file (on rank 0), and the error if any."""
     whole = [Piece(name, tensor, (0,) * tensor.ndim) for name, tensor in sorted(tensors.items())]
     whole.sort(key=lambda piece: -piece.tensor.element_size())
     text, size = header_of(whole)
@@ -72,11 +64,7 @@ def write_base(folder: Path, tensors: Mapping[str, Tensor], *, rank: int) -> tup
 
 
 def write_origin(folder: Path, origin: Origin) -> tuple[dict[str, Any], str | None]:
-    """Writes what frozen parameters were read from to a folder. For one process.
-
-    Returns:
-        As :func:`write_base`.
-    """
+    """Write where frozen parameters were read from; call it on one process. Returns as :func:`write_base`."""
     text = json.dumps({**origin.told, "names": sorted(origin.names)}, indent=1).encode()
     draft = folder.with_name(f".{folder.name}.draft")
     try:
@@ -116,15 +104,8 @@ def _in_place(draft: Path, folder: Path, entry: dict[str, Any], file: str) -> st
 
 
 class Base:
-    """The frozen parameters of one run's checkpoints.
-
-    Args:
-        store: of the checkpoints.
-        origin: what some were read from: these are named, and frozen ones beside them lie in every checkpoint.
-        rank: this one; rank 0 writes.
-        agree: gives every rank what all ranks have.
-        say: how a person is told of what is mended, on rank 0.
-    """
+    """The frozen parameters of a run's checkpoints. Those of ``origin`` are only named; ``agree`` gathers a value of
+    all ranks, and ``say`` reports repairs on rank 0."""
 
     def __init__(
         self,
@@ -154,12 +135,8 @@ class Base:
         return set(frozen_tensors(model))
 
     def kept(self, model: nn.Module) -> dict[str, Any]:
-        """What a manifest says of the frozen parameters, which are written now if they are not yet. Every rank must
-        get here.
-
-        Raises:
-            OSError: on all ranks: they could not be written.
-        """
+        """Return the manifest's entry of the frozen parameters, after writing them if they are missing. Collective.
+        Raises OSError on all ranks if they cannot be written."""
         names = self._names(model)
         if not names:
             return {}
@@ -183,12 +160,8 @@ class Base:
             raise ValueError(changed)
 
     def check(self, checkpoint: Path, model: nn.Module) -> None:
-        """Looks whether a checkpoint's frozen parameters are whole; else writes them again from the model as built,
-        where they come out the same to the bit. Every rank must get here.
-
-        Raises:
-            ValueError: they do not, or they were read from somewhere else.
-        """
+        """Verify a checkpoint's frozen parameters. If they are damaged, write them again from the newly built model,
+        provided that it is bit-identical. Collective. Raises ValueError if it is not, or has another base model."""
         told = base_of(checkpoint)
         named = told is not None and file_of(told[1]) == NAMED
         if named != (self._origin is not None):

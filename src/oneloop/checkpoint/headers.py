@@ -11,11 +11,7 @@ from typing import Any
 
 
 def header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file, without its data.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Return the header of a safetensors file, without reading its data. Raises ValueError if there is none."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > 1 << 28:
@@ -27,13 +23,7 @@ def header(file: Path) -> dict[str, Any]:
 
 
 def tensor_problems(folder: Path, files: Mapping[str, Any], tensors: Mapping[str, Any]) -> list[str]:
-    """Where the pieces in the files are not the tensors of the manifest: another type, rows missing or held twice.
-
-    Args:
-        folder: of the checkpoint.
-        files: their names.
-        tensors: type and global shape of each by name, as :meth:`oneloop.checkpoint.store.Store.seal` was told.
-    """
+    """List the tensors of a manifest (dtype and global shape by name) that the files do not hold exactly once."""
     wrong, rows = [], defaultdict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]](list)
     for name in (name for name in files if name.endswith(".safetensors")):
         try:

@@ -58,12 +58,8 @@ def unsavable(model: nn.Module) -> str:
 
 
 def model_tensors(model: nn.Module, *, frozen: bool | None = None) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, each under its first name; the tensors themselves, not copies.
-
-    Args:
-        model: as prepared, or bare.
-        frozen: only parameters that are not trained; False: all but these.
-    """
+    """Return parameters and persistent buffers by their first name, not copied; if ``frozen``, only frozen parameters,
+    else all others."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -111,14 +107,8 @@ def buffers_of(model: nn.Module) -> set[str]:
 def pieces(
     tensors: Mapping[str, Tensor], *, rank: int, ranks: int, of_rank_0: Collection[str] = frozenset()
 ) -> list[Piece]:
-    """What this rank writes: of a sharded tensor its own shard, of whole ones a fair share. No communication.
-
-    Args:
-        tensors: by their names in the checkpoint, in the same order on all ranks.
-        rank: this one.
-        ranks: of the run.
-        of_rank_0: names of those that may differ between ranks; rank 0's are kept.
-    """
+    """Return what this rank writes: its shard of sharded tensors, and a fair share of the others; those ``of_rank_0``
+    may differ between ranks, and rank 0's are saved. No communication. All ranks pass ``tensors`` in the same order."""
     mine: list[Piece] = []
     load = [0] * ranks
     for name, tensor in tensors.items():
@@ -175,20 +165,9 @@ def load_tensors(
     weights: str = "raw",
     cast: bool = False,
 ) -> None:
-    """Reads model and optimizer in place, each rank what it holds of them, whatever world wrote the files; what the
-    checkpoint only names is left as it is.
-
-    Args:
-        folder: the checkpoint.
-        model: as prepared, or bare.
-        optimizer: over its parameters; what it keeps and the checkpoint does not is dropped.
-        extra: more tensors by their names there; those that are not there are left alone.
-        weights: ``raw``, or the name of an average to be read in the place of the parameters.
-        cast: into the model's own types, where the checkpoint has others.
-
-    Raises:
-        ValueError: the checkpoint is of another model, or has no such average.
-    """
+    """Load model, optimizer and ``extra`` tensors in place from a checkpoint of any number of processes. ``weights`` is
+    ``raw`` or the name of an EMA to load instead; ``cast`` converts dtypes. Tensors that the checkpoint only names, and
+    extra ones that it does not hold, are left alone. Raises ValueError if the model does not match."""
     places, elsewhere = _places(folder)
     readers = [HuggingFaceStorageReader(str(place)) for place in places]
     held = [reader.read_metadata().state_dict_metadata for reader in readers]

@@ -25,17 +25,8 @@ _STILL = "still"
 
 
 class UnderWay:
-    """What one rank is saving.
-
-    Args:
-        store: of the run.
-        rank: of this process.
-        agree: every rank's value, on every rank; None where there is but one.
-        pin: the staged bytes lie in pinned memory.
-        max_failures: failing saves in a row that do not end the run.
-        patience: factor of the time that a save may take before it is gone on without it; 0: any.
-        say: how a person is told, on rank 0.
-    """
+    """The save in progress on one rank. ``agree`` gathers a value of all ranks (None: one process), ``max_failures``
+    bounds consecutive failures, and ``patience`` scales the time limit of a save (0: none)."""
 
     def __init__(
         self,
@@ -93,17 +84,9 @@ class UnderWay:
         return self._trouble
 
     def finish(self, *, or_go_on: bool = False) -> str | None:
-        """Waits for it. Every rank must get here.
-
-        Args:
-            or_go_on: leave one that takes too long under way, and say so by ``stuck``.
-
-        Returns:
-            What went wrong, alike on all ranks; None where the checkpoint is sealed, or none was under way.
-
-        Raises:
-            OSError: on all ranks: more than ``max_failures`` saves in a row have failed, or one takes too long.
-        """
+        """Wait for the save. Return the error, the same on all ranks; None if the checkpoint is complete or none was in
+        progress. With ``or_go_on``, leave a slow save running and set ``stuck``. Collective. Raises OSError on all
+        ranks after more than ``max_failures`` failures, or if the save takes too long."""
         if not self._pending and self._trouble is None and self._agree is None:
             self.stuck = False
             return None

@@ -61,12 +61,8 @@ class Gone(Exception):
 
 
 def write(request: SaveRequest, data: memoryview, called_off: Callable[[], bool] = lambda: False) -> None:
-    """Writes this rank's part; on rank 0 also seals the checkpoint and prunes older ones.
-
-    Raises:
-        OSError: the storage refused.
-        Gone: another rank's part failed.
-    """
+    """Write this rank's files; rank 0 then completes the checkpoint and deletes older ones. Raises OSError, or Gone if
+    another rank failed."""
     store = Store(Path(request.root))
     draft = store.draft(request.step, request.attempt)
     part = f"rank-{request.rank:05d}"
@@ -111,11 +107,7 @@ def _pieces(data: memoryview) -> list[Any]:
 
 
 def gathered(draft: Path, ranks: int, called_off: Callable[[], bool]) -> dict[str, Any]:
-    """Manifest entries of the other ranks' parts, once all are there.
-
-    Raises:
-        Gone: one of them failed, or the save was called off.
-    """
+    """Wait for the manifest entries of the other ranks. Raises Gone if one failed, or the save was cancelled."""
     entries: dict[str, Any] = {}
     while len(entries) < ranks - 1:
         for rank in range(1, ranks):

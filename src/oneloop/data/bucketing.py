@@ -19,20 +19,11 @@ from oneloop.data.order import Places, epoch_keys, permuted, positions_of
 class Bucketed:
     """Endless seeded order by similar length: position -> (epoch, index).
 
-    A pure function of the position, as :class:`oneloop.data.order.Order` is; what it computes for a window is kept for
-    the last two. An epoch may begin and end within a step: what it has of that step is a share too, only smaller.
+    A pure function of the position, as :class:`oneloop.data.order.Order`; the last two windows are kept. ``window``
+    steps of ``batch`` samples are sorted together: more pad less, fewer shuffle better. What remains of an epoch is
+    spread over its windows. A step in two epochs draws from both. Raises ValueError if an argument is not positive.
 
     >>> epochs, indices = Bucketed(lengths, seed=0, batch=32)[3_200:3_232]      # one step, by length
-
-    Args:
-        lengths: of each sample, in any unit.
-        seed: of the order.
-        batch: samples of a step.
-        window: steps that are sorted together; what is left over in an epoch is spread over its windows, so one has
-            as many or more, and less than twice as many. More pad less; fewer leave more of the shuffling.
-
-    Raises:
-        ValueError: there is no sample, or the batch or the window is less than 1.
     """
 
     def __init__(self, lengths: Sequence[int] | NDArray[np.int64], *, seed: int, batch: int, window: int = 50) -> None:

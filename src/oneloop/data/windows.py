@@ -27,18 +27,10 @@ _FEWEST_GROUPS = 8
 class Windows:
     """Endless seeded order over the samples of some groups: position -> (epoch, index).
 
-    Samples are numbered group by group. A pure function of the position, as :class:`oneloop.data.order.Order` is; what
-    it computes for an epoch (one number per group) is kept for the last two.
-
-    Args:
-        sizes: samples of each group.
-        seed: of the order.
-        open_groups: groups that one process may hold; all windows that are open at a time have about as many. Where
-            that is all groups, the order is a permutation of all samples.
-        batch: samples of a step.
-
-    Raises:
-        ValueError: there is no sample, or no group may be open.
+    Samples are numbered group by group. A pure function of the position, as :class:`oneloop.data.order.Order`; the last
+    two epochs are kept (one number per group). All open windows together hold about ``open_groups`` groups; if these
+    are all, the order is a permutation of all samples. ``batch`` is in samples. Raises ValueError without samples or
+    open groups.
     """
 
     def __init__(self, sizes: Sequence[int] | NDArray[np.int64], *, seed: int, open_groups: int, batch: int) -> None:

@@ -15,19 +15,11 @@ _STORED = {torch.uint8: 1, torch.bfloat16: 2, torch.float16: 2, torch.float32: 4
 
 
 def hold_frozen(model: nn.Module, dtype: str | None, *, sharded: bool, stored: str = "auto") -> list[str]:
-    """Turns frozen parameters, in place, into the types in which a run holds them.
+    """Convert frozen parameters in place to the dtypes in which a run holds them; return lines for the log.
 
-    Args:
-        model: not wrapped yet.
-        dtype: of frozen matrices; norms and biases stay, and so does what is in 4 bits. None: all stay.
-        sharded: whether FSDP2 shards the model.
-        stored: the type that holds matrices in 4 bits; auto: uint8, and where they are sharded that of products.
-
-    Returns:
-        What there is to tell a person.
-
-    Raises:
-        ValueError: nothing is frozen, products would take two types, or a type cannot be sharded.
+    ``dtype`` is for matrices, not norms and biases (None: unchanged). ``stored`` is the storage dtype of 4-bit
+    matrices; auto: uint8, or the compute dtype if ``sharded`` by FSDP2. Raises ValueError if nothing is frozen, compute
+    dtypes are mixed, or a dtype cannot be sharded.
     """
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")

@@ -9,13 +9,10 @@ from torch import nn
 
 
 def blocks(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
-    """The model's blocks, in its own order; none lies inside another.
+    """Return the model's outermost blocks, in order.
 
-    Found by class: those that are ``names``d; else those that a transformers model says are not to be split; else the
-    classes of which a ``ModuleList`` or ``Sequential`` holds several that have layers of their own.
-
-    Raises:
-        ValueError: a named class is not in the model.
+    Blocks are the classes in ``names``; else the ``_no_split_modules`` of transformers; else the classes of which a
+    ``ModuleList`` or ``Sequential`` holds several that have layers. Raises ValueError if a named class is missing.
     """
     classes = set(names)
     present = {type(module).__name__ for module in model.modules()}

@@ -31,16 +31,12 @@ _MODULI = (1_048_573, 1_048_571)
 
 
 class Checks:
-    """What is checked around each micro-batch of training.
+    """Checks around each micro-batch of training of a prepared ``model``.
 
-    Args:
-        model: as prepared: on one process, under DDP, or sharded by FSDP2.
-        parameters: whether a forward that changes a parameter is an error.
-        buffers: whether a forward that changes a buffer is an error.
-        report: gets the name of the first buffer or parameter that changes, if that is no error. None: not checked.
-        union: which of these flags are set on any rank (collective on the host), to search for parameters that no rank
-            used in a step: they get no gradient, as on one process. None: all ranks must use the same parameters.
-        state: what of a tensor is compared.
+    ``parameters`` and ``buffers``: raise if a forward changes one. ``report`` gets the first name if that is no error
+    (None: not checked). ``union`` combines flags over all ranks on the host, to find parameters that no rank used: they
+    get no gradient, as on one process (None: all ranks must use the same). ``state`` returns what of a tensor is
+    compared.
     """
 
     def __init__(
@@ -76,14 +72,8 @@ class Checks:
             self._before = self._now()
 
     def end(self, *, last: bool = True) -> None:
-        """After its backward: compare it.
-
-        Args:
-            last: of its step; the update may then change what it likes.
-
-        Raises:
-            Inexact: the forward changed what it must leave alone, or froze a parameter.
-        """
+        """Compare after the backward; after the ``last`` micro-batch the update may change anything. Raises Inexact if
+        the forward changed a tensor that it must not change, or froze a parameter."""
         if frozen := [name for name, parameter in self._trained if not parameter.requires_grad]:
             raise Inexact(froze(frozen[0]))
         if self._before is None:
@@ -118,12 +108,8 @@ class Checks:
 
 
 class Units:
-    """FSDP2's units (what it gathers at once): which ran in training, and which of their parameters were used.
-
-    Args:
-        model: as prepared.
-        state: what of a parameter is compared before and after its unit's forward. None: nothing.
-    """
+    """Which FSDP2 units (what it gathers at once) ran in training, and which of their parameters were used. ``state``
+    returns what of a parameter is compared before and after its unit's forward (None: nothing)."""
 
     def __init__(self, model: nn.Module, *, state: Callable[[Tensor], Any] | None = None) -> None:
         self._state = state

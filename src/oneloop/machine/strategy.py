@@ -21,13 +21,8 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str] = ()) -> nn.Module:
-    """The model on its device, wrapped for DDP or sharded for FSDP2. Build the optimizer afterwards.
-
-    Args:
-        model: on any device.
-        accelerator: as the launcher asked for it.
-        blocks: class names of its blocks: what FSDP2 gathers at once, where accelerate's config names none.
-    """
+    """Move the model to its device, and wrap it for DDP or shard it for FSDP2; build the optimizer afterwards. FSDP2
+    gathers the classes ``blocks`` at once if accelerate's config names none."""
     if not accelerator.is_fsdp2:
         # One process with a process group: accelerate would add DDP, and never skip its synchronisation.
         prepared = accelerator.prepare_model(model, evaluation_mode=accelerator.num_processes == 1)

@@ -16,11 +16,8 @@ from oneloop.show.worth import as_page, as_table, sentences
 
 
 def worth(words: Sequence[str]) -> int:
-    """``oneloop worth RECIPE …``: measures, shows a table, and writes worth.json and worth.html; returns the exit code.
-
-    Raises:
-        BadInput: the recipe, a name or a number is wrong, or the folder cannot be written.
-    """
+    """Run ``oneloop worth RECIPE …``: measure, print a table, write worth.json and worth.html; return the exit code.
+    Raises BadInput."""
     own, training = {"--only": "", "--rounds": "5", "--seconds": "1", "--to": ""}, []
     rest = list(words)
     while rest:

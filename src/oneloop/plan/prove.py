@@ -43,11 +43,8 @@ class _Failed(RuntimeError):
 
 
 def prove(words: Sequence[str], *, start: Start | None = None) -> int:
-    """``oneloop prove RECIPE --config_file FILE …``: print the verdict; return 0 (the same) or 1 (different, failed).
-
-    Raises:
-        BadInput: the recipe, an option or the layout is wrong.
-    """
+    """Run ``oneloop prove RECIPE --config_file FILE …``: print the verdict; return 0 (the same) or 1 (different,
+    failed). Raises BadInput."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config_file", default="")
     parser.add_argument("--processes", type=int)

@@ -72,16 +72,9 @@ def documented(target: Any) -> dict[str, str]:
 def without_effect(
     values: Mapping[str, Any], defaults: Mapping[str, Any], typed: Mapping[str, Any], own: Mapping[str, str]
 ) -> set[str]:
-    """Return the keys of a recipe file that lose their effect by what was typed, and give way to it.
-
-    Args:
-        values: of all keys, by their long names; likewise ``defaults``.
-        typed: the keys on the command line.
-        own: conditions of the task's arguments, as in :data:`NEEDS`.
-
-    Raises:
-        BadInput: another key has no effect, and another value than its default.
-    """
+    """Return the keys of a recipe file that lose their effect by what was ``typed``, and give way to it; ``own`` are
+    conditions of the task's arguments, as in :data:`NEEDS`. Raises BadInput if another key has no effect and is not at
+    its default."""
     needs = NEEDS | {f"task.{key}": re.sub(r"\w+(?=!?=)", r"task.\g<0>", needed) for key, needed in own.items()}
     ways = set()
     for key, conditions in needs.items():

@@ -38,11 +38,7 @@ _READ: dict[Path, tuple[int, int]] = {}
 
 
 def resolve(group: str, name: str) -> Callable[..., Any]:
-    """The class or function that ``name`` stands for: a short name of the group, or a dotted path.
-
-    Raises:
-        BadInput: there is no such thing.
-    """
+    """Return the class or function of a short name or dotted path. Raises BadInput if there is none."""
     known = CHOICES[group]
     place, attribute = _divided(group, name)
     try:
@@ -85,11 +81,7 @@ def _importing(place: str) -> Iterator[None]:
 
 
 def refuse_while_importing(what: str) -> None:
-    """Refuses what a script must not do while a class is taken from it.
-
-    Raises:
-        BadInput: it is being imported.
-    """
+    """Raise BadInput if a class is being imported from a script, which must not train meanwhile."""
     if _UNDER_WAY:
         raise BadInput(
             f"{what} while {_UNDER_WAY[-1]} is imported for a class in it; put the call under if __name__ =="
@@ -98,11 +90,8 @@ def refuse_while_importing(what: str) -> None:
 
 
 def _divided(group: str, name: str) -> tuple[str, str]:
-    """File or module of what ``name`` stands for, and its name in there.
-
-    Raises:
-        BadInput: it has no such form, or is of Python's standard library.
-    """
+    """Split a name into file or module, and the name in it. Raises BadInput for other forms and the standard
+    library."""
     known = CHOICES[group]
     if ":" in name or name.endswith(".py"):
         file, _, attribute = name.rpartition(":") if ":" in name else (name, "", "")
@@ -137,12 +126,8 @@ def source(group: str, name: str) -> Path | None:
 
 
 def path_of(chosen: Any) -> str:
-    """The name by which :func:`resolve` finds a class or function: ``file.py:Name`` where it is of the script that
-    runs, ``__main__.Name`` of a notebook, else ``module.Name``.
-
-    Raises:
-        BadInput: it has none.
-    """
+    """Return the name by which :func:`resolve` finds a class or function: ``file.py:Name`` if it is of the running
+    script, ``__main__.Name`` of a notebook, else ``module.Name``. Raises BadInput if there is none."""
     name, module = getattr(chosen, "__qualname__", ""), getattr(chosen, "__module__", "")
     if not module or not name.isidentifier():
         raise BadInput(
@@ -187,11 +172,8 @@ def from_there(name: str, recorded: Path) -> str:
 
 
 def module_of(file: Path) -> ModuleType:
-    """The module that a file holds, imported as by a script beside it.
-
-    Raises:
-        BadInput: there is no such file, or its name is that of another module.
-    """
+    """Import the module in a file, as a script next to it would. Raises BadInput if the file is missing or its name is
+    taken."""
     file = file.expanduser().resolve()
     if not file.is_file():
         raise BadInput(f"there is no file {file}")

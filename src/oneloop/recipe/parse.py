@@ -89,12 +89,8 @@ def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:
 
 
 def read(argv: Sequence[str]) -> Recipe:
-    """Reads the recipe that a command line names, with its overrides.
-
-    Raises:
-        BadInput: no such recipe or key, a value of the wrong type, a file that cannot be read.
-        SystemExit: after ``--help`` and ``--print_config``.
-    """
+    """Read the recipe and overrides of a command line. Raises BadInput; SystemExit after ``--help`` and
+    ``--print_config``."""
     source, typed, flags = _split(argv)
     if source is None and "help" in flags and "task.name" not in typed:
         return _made("recipe", {}, typed, flags)
@@ -126,12 +122,7 @@ def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any
 
 
 def read_again(recipe: Path, *, task: str) -> Recipe:
-    """The resolved recipe of a run, for what comes after training: optimizer and schedule, whose code may be anyone's,
-    are not looked at. The task is found by the name that is given.
-
-    Raises:
-        BadInput: it cannot be read, or is no recipe.
-    """
+    """Read the resolved recipe of a run, with this task, without its optimizer and schedule. Raises BadInput."""
     name, written = load(str(recipe))
     kept = {key: value for key, value in written.items() if not key.startswith(("optimizer.", "schedule."))}
     return _made(name, kept | {"task.name": task}, {}, set())
@@ -169,11 +160,7 @@ def _parsed(made: ArgumentParser, given: Mapping[str, Any]) -> tuple[Namespace, 
 
 
 def task_name(recipe: Path) -> str:
-    """The task that a resolved recipe names; nothing of it is imported.
-
-    Raises:
-        BadInput: it cannot be read, or is no recipe.
-    """
+    """Return the task's name in a resolved recipe, without importing it. Raises BadInput."""
     _, written = load(str(recipe))
     name = written.get("task.name", TaskConfig().name)
     if not isinstance(name, str):

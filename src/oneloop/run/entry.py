@@ -69,11 +69,7 @@ def main(train: Train, argv: Sequence[str]) -> NoReturn:
 
 
 def begun(recipe: Recipe, *, command: Sequence[str]) -> Run:
-    """The processes of a recipe's run, as the launcher asks for them.
-
-    Raises:
-        BadInput: what it asks for cannot be done.
-    """
+    """Start the processes of a recipe's run, as the launcher configured them. Raises BadInput."""
     check_trackers(recipe.track)
     run = start(
         sync_each_batch=recipe.machine.sync_each_batch,
@@ -89,21 +85,9 @@ def begun(recipe: Recipe, *, command: Sequence[str]) -> Run:
 
 
 def conduct(train: Train, recipe: Recipe, run: Run, *, tell: bool = False) -> Ended:
-    """Trains a recipe on the processes of a run, and writes down how it ended.
-
-    Args:
-        train: the loop.
-        recipe: as read.
-        run: its processes.
-        tell: print the traceback of an error.
-
-    Returns:
-        The summary, and what ended the run, where that is an error. A run that had finished before gives its summary.
-
-    Raises:
-        BadInput: what was asked cannot be done; nothing was written.
-        Exception: what went wrong before there was a run.
-    """
+    """Train a recipe with the loop ``train`` on the processes of a run; return the summary (of a finished run, the
+    earlier one) and the exception that ended the run, if any. ``tell``: print its traceback. Raises BadInput before
+    anything is written."""
     job: Job | None = None
     fault: BaseException | None = None
     folder = Folder(recipe.folder, say=run.display.say)
@@ -199,11 +183,7 @@ def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) ->
 
 
 def _prepared(recipe: Recipe, run: Run, folder: Folder, *, tell: bool) -> Job | None:
-    """The job, checked; None where the folder holds it, finished.
-
-    Raises:
-        BadInput: on every rank; nothing was written.
-    """
+    """Return the checked job, or None if the run in the folder is finished. Raises BadInput on every rank."""
     with run.setting_up():
         finished = (
             folder.inspect(recipe.resolved, resume=recipe.run.resume, accept_changes=recipe.run.accept_changes)

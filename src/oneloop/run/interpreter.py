@@ -26,14 +26,11 @@ _PRECISIONS = ("no", "bf16", "fp16", "fp8")
 
 @contextmanager
 def borrowed(mixed_precision: str | None = None) -> Iterator[None]:
-    """In here there is no Accelerator yet, and accelerate is set to this precision (None: to the launcher's).
+    """Run without an Accelerator from before, with accelerate set to this precision (None: the launcher's).
 
-    Afterwards accelerate's shared state, the environment, torch's switches and the random generators are as they were.
-    One process makes no process group. That of several stays until they end: torch cannot make a second one out of the
-    launcher's address, and the next run takes the first.
-
-    Raises:
-        BadInput: there is no such precision.
+    Afterwards accelerate's shared state, the environment, torch's switches and the random generators are restored. One
+    process makes no process group. Several keep theirs: torch cannot create a second one at the launcher's address.
+    Raises BadInput for an unknown precision.
     """
     states = (PartialState, AcceleratorState, GradientState)
     before = [dict(state._shared_state) for state in states]

@@ -67,12 +67,8 @@ def _begin(parent: int) -> None:
 
 
 class _Launched:
-    """accelerate's process, and those that it has started, which get the signals that this one gets.
-
-    Args:
-        process: of accelerate.
-        folder: where the others leave their numbers, and the exit code.
-    """
+    """accelerate's process and its descendants, which get the signals of this one; ``folder`` holds their process
+    ids."""
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
         self._process, self._folder = process, folder
@@ -127,11 +123,7 @@ class _Launched:
 
 
 def launch_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """accelerate's options, and from the recipe on the trainer's: accelerate's own parser says where they part.
-
-    Raises:
-        BadInput: what accelerate would answer with a traceback.
-    """
+    """Split accelerate's options from the trainer's with accelerate's own parser. Raises BadInput."""
     from accelerate.commands.launch import launch_command_parser
     from accelerate.utils import is_fp8_available
 

@@ -70,11 +70,8 @@ def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:
 
 
 def _trusted(name: str, run: Path) -> str:
-    """The run's task, if its file is below the current folder and did not come with the run folder.
-
-    Raises:
-        BadInput: it is somewhere else: the user must say whose code to run.
-    """
+    """Return the run's task if its file is below the current directory and not in the run folder, else raise BadInput:
+    the user must say whose code to run."""
     if name in CHOICES["task"]:
         return name
     here, there = Path.cwd().resolve(), run.resolve()

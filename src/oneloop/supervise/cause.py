@@ -37,13 +37,8 @@ class Cause:
 
 
 def of_a_death(rank: int, code: int, *, told: str | None) -> str:
-    """What is said of a process that has ended without a word.
-
-    Args:
-        rank: of it.
-        code: its exit code, negative for a signal.
-        told: by what it was told to stop before, if it was.
-    """
+    """Describe the end of a process without an error message: its exit code (negative: a signal), and the signal
+    ``told`` before."""
     before = f", after it was told to stop by {told}" if told else ""
     if code >= 0:
         return f"rank {rank} ended with exit code {code} and without a word{before}: {_EXITED}"

@@ -63,13 +63,8 @@ class Peer:
 
 
 class Peers:
-    """The others: of rank 0 all of them, of another rank that of rank 0.
-
-    Args:
-        rank: of this one.
-        ranks: how many there are.
-        selector: gets the sockets that are to be read.
-    """
+    """Connections to the other supervisors: of rank 0 to all, of another rank to rank 0. ``selector`` gets the
+    sockets."""
 
     def __init__(self, rank: int, ranks: int, selector: selectors.BaseSelector) -> None:
         self.rank, self.ranks, self._selector = rank, ranks, selector

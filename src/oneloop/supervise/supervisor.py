@@ -39,14 +39,8 @@ _OTHERS = 1.0
 
 
 class Supervisor:
-    """What watches one training process, and on rank 0 the run.
-
-    Args:
-        child: the training process.
-        peers: the watching processes of the other ranks.
-        selector: of all that is read.
-        started_by: the launcher's process, where there is one.
-    """
+    """Watches one training process, and on rank 0 the run. ``started_by`` is the launcher's process id, if there is
+    one."""
 
     def __init__(
         self, child: Trainee, peers: Peers, selector: selectors.BaseSelector, *, started_by: int | None

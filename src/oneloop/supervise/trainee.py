@@ -18,14 +18,8 @@ _OF_A_BEAT = {field.name for field in fields(Standing)} - {"rank", "silent", "st
 
 
 class Trainee:
-    """One training process.
-
-    Args:
-        pid: its number.
-        reports: what it tells, a line of JSON each.
-        stacks: where its stacks come on SIGUSR2.
-        rank: of the run.
-    """
+    """One training process: its reports (lines of JSON) and its stacks (after SIGUSR2) arrive at these file
+    descriptors."""
 
     def __init__(self, pid: int, reports: int, stacks: int, rank: int) -> None:
         self.pid, self.reports, self._stacks, self.rank = pid, reports, stacks, rank
@@ -98,12 +92,8 @@ class Trainee:
             os.kill(self.pid, number)
 
     def stacks(self, *, wake: bool = False, seconds: float = 1.5) -> str:
-        """The Python stacks of its threads, and of the processes that load data for it.
-
-        Args:
-            wake: also if it is stopped; afterwards it is stopped, so that it does not train on until it is killed.
-            seconds: how long it is waited for them.
-        """
+        """Return the Python stacks of its threads and data workers. ``wake`` continues a stopped process for it, then
+        stops it, so that it does not train on until it is killed."""
         texts = []
         for pid in [self.pid, *_children(self.pid)] if self.alive() else []:
             if not _catches(pid, signal.SIGUSR2):

@@ -15,12 +15,7 @@ _HINT = "; if it only takes its time: --machine.patience 3"
 
 
 class Watch:
-    """What is known of all ranks.
-
-    Args:
-        ranks: how many there are.
-        say: tells a person.
-    """
+    """The state of all ranks, as far as it is known."""
 
     def __init__(self, ranks: int, *, say: Callable[[str], None]) -> None:
         self.ranks, self._say = ranks, say
@@ -46,11 +41,8 @@ class Watch:
         self._named = []
 
     def look(self, ask_for_stacks: Callable[[bool], None]) -> Cause | None:
-        """The cause of an end, where one has come; says before that who stands still.
-
-        Args:
-            ask_for_stacks: brings them all, with True also of those that are stopped.
-        """
+        """Return why the run must end, or None; print before that which rank hangs. ``ask_for_stacks`` collects all
+        stacks, with True also of stopped processes."""
         known = self._known()
         late = culprits(known)
         if not late:

@@ -23,12 +23,7 @@ _MOST = 100_000
 
 
 def columns_of(sources: Sequence[Source], key: str) -> Iterator[tuple[Source, str, Any, str]]:
-    """Each source and part that has the column: (source, part, rows, name of the column).
-
-    Args:
-        sources: opened.
-        key: the task's own name of the column.
-    """
+    """Yield each source and split that has the column of this key: (source, split, rows, name of the column)."""
     for source in sources:
         if column := source.columns[key]:
             for part, rows in [*source.parts.items()]:
@@ -44,15 +39,7 @@ def refused(source: Source, key: str, kind: Any, wanted: str) -> ValueError:
 
 
 def check_texts(sources: Sequence[Source], key: str) -> None:
-    """Refuses a column that holds anything but text.
-
-    Args:
-        sources: opened.
-        key: the task's own name of the column.
-
-    Raises:
-        ValueError: names the place, the column and what it holds; or a row without a text.
-    """
+    """Raise ValueError if the column of this key holds anything but text, or a row has none."""
     for source, _, rows, column in columns_of(sources, key):
         if not is_text(rows.types[column]):
             raise refused(source, key, rows.types[column], "text is needed")
@@ -68,16 +55,7 @@ def check_words(sources: Sequence[Source], key: str) -> None:
 
 
 def check_as_long(sources: Sequence[Source], one: str, other: str) -> None:
-    """Refuses rows whose lists in two columns are not of one length.
-
-    Args:
-        sources: opened.
-        one: the task's own name of a column.
-        other: of the other.
-
-    Raises:
-        ValueError: names the row.
-    """
+    """Raise ValueError if the lists of two columns (by key) differ in length in a row."""
     from pyarrow import compute
 
     for source in sources:
@@ -141,11 +119,7 @@ def is_image(kind: Any) -> bool:
 
 
 def decoded(value: Any, *, limit: int) -> Any:
-    """A stored image as an RGB image of PIL.
-
-    Raises:
-        ValueError: it is none, or not whole, or has more pixels than the limit.
-    """
+    """Decode a stored image to RGB. Raises ValueError if it is damaged, or has more pixels than the limit."""
     from PIL import Image
 
     data, path = (value.get("bytes"), value.get("path")) if isinstance(value, Mapping) else (value, None)
@@ -167,17 +141,8 @@ def decoded(value: Any, *, limit: int) -> Any:
 
 
 def values_of(rows: Any, column: str, *, distinct: bool = True, numbers: bool = False) -> Sequence[Any]:
-    """The distinct values of a column (of lists: in them), kept by the rows' content.
-
-    Args:
-        rows: to look through.
-        column: its name.
-        distinct: they are wanted; an empty text is then no value. Else only whether each row has one is looked at.
-        numbers: each must be a finite number, or a text that is one.
-
-    Raises:
-        ValueError: a row holds none, an empty list or no number, or too many are distinct.
-    """
+    """Return the distinct values of a column (of lists: in them), cached by the rows' content. Without ``distinct``,
+    only check that each row has one; with ``numbers``, each must be a finite number or its text. Raises ValueError."""
     with alone(f"values/{key_of(_LOOKED, rows.fingerprint(), column, distinct, numbers)}.json") as kept:
         if not kept.exists():
             values = _looked_through(rows, column, distinct=distinct, numbers=numbers)

@@ -29,11 +29,7 @@ def stdlib() -> list[Document]:
 
 
 def documents(files: Iterable[Path], root: Path) -> list[Document]:
-    """A document of each file of text, named as seen from the root.
-
-    Raises:
-        ValueError: what is no text.
-    """
+    """Return a document for each text file, named relative to the root. Raises ValueError for other files."""
     made = []
     for file in files:
         try:

@@ -25,19 +25,9 @@ _WEIGHTS = "model.safetensors"
 def image_model(
     name: str, classes: Sequence[str], *, pretrained: Pretrained = None, trust_remote_code: bool = False
 ) -> tuple[nn.Module, list[str]]:
-    """A model of so many classes, and what a person should know of it.
-
-    Args:
-        name: ``timm:NAME``; ``hf:ID[@REVISION]`` or a folder that transformers saved; one of torchvision's; or
-            ``module.Class``, which is called with ``num_classes``.
-        classes: their names. Where the weights are of others, the last layer is new.
-        pretrained: a .safetensors file or a folder with one; true: the weights that belong to the name; false: none.
-            None: those of a folder or of ``hf:``, else none.
-        trust_remote_code: run code that lies beside the weights of a folder or of ``hf:``.
-
-    Raises:
-        ValueError: there is no such model, or the weights are of another one or no safetensors.
-    """
+    """Build a model of these classes; return it and a line for the log. See ImageClassification for ``name``,
+    ``pretrained`` and ``trust_remote_code``. If the weights are of other classes, the last layer is new. Raises
+    ValueError."""
     if is_transformers(name):
         if isinstance(pretrained, str):
             raise ValueError(f"task.model {name!r} has weights of its own; leave task.pretrained {pretrained!r} out")
@@ -57,11 +47,8 @@ def image_model(
 
 
 def statistics(name: str) -> tuple[Sequence[float], Sequence[float]]:
-    """Mean and standard deviation of the pixels (0 to 1) that a model wants, by channel; 0.5 where it does not say.
-
-    Raises:
-        ValueError: there is no such model.
-    """
+    """Return the mean and standard deviation of the pixels (0 to 1) that a model expects, by channel; default 0.5.
+    Raises ValueError for an unknown model."""
     about: Mapping[str, Any] = {}
     if is_transformers(name):
         file = _file(name, "preprocessor_config.json", needed=False)
@@ -131,17 +118,8 @@ def _own(path: str, classes: int) -> nn.Module:
 def fitted(
     model: nn.Module, weights: Mapping[str, Tensor], classes: int, *, source: str = "task.pretrained"
 ) -> list[str]:
-    """Loads weights, all but the last layer where they are of other classes; what a person should know of it.
-
-    Args:
-        model: to load into.
-        weights: by the model's own names.
-        classes: outputs of the last layer.
-        source: for messages.
-
-    Raises:
-        ValueError: they are of another model.
-    """
+    """Load weights, without the last layer if their classes differ; return a line for the log. Raises ValueError if
+    they are of another model."""
     own = model.state_dict()
     other = {name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape}
     missing = own.keys() - weights.keys() - _tied(model, weights)

@@ -17,21 +17,9 @@ Numbers = Mapping[str, Callable[[Any], int]]
 
 
 def classes_of(sources: Sequence[Source], key: str, *, lists: bool = False) -> tuple[list[str], Numbers]:
-    """The classes of a column of labels: text, whole numbers, yes or no, or ``ClassLabel`` of ``datasets``.
-
-    A test part without any label, as contests have it, is left out.
-
-    Args:
-        sources: opened.
-        key: the task's own name of the column.
-        lists: whether a row has a list of labels.
-
-    Returns:
-        Their names, and what gives the number of a label.
-
-    Raises:
-        ValueError: a row without a label, a label that is never trained on, or a column of something else.
-    """
+    """Return the class names of a label column (text, whole numbers, yes/no, or ``ClassLabel``), and what maps a label
+    to its number. ``lists``: a row has several. A test split without labels is removed. Raises ValueError for a missing
+    label, one that is not in the training split, or another type."""
     trained: set[str] = set()
     seen: dict[tuple[str, str], set[str]] = {}
     kinds: dict[str, Any] = {}
@@ -75,11 +63,8 @@ def are_shares(sources: Sequence[Source], key: str) -> bool:
 
 
 def shares_of(sources: Sequence[Source], key: str) -> list[str]:
-    """The classes of labels that are the shares of each class, by number.
-
-    Raises:
-        ValueError: a row whose shares are not as many as the others', below 0, or do not sum to 1.
-    """
+    """Return the classes of labels that are shares of each class. Raises ValueError if the shares of a row differ in
+    number, are negative, or do not sum to 1."""
     import numpy as np
 
     classes = 0
@@ -113,17 +98,8 @@ def counts_of(sources: Sequence[Source], key: str, numbers: Numbers, classes: in
 
 
 def numbers_of(source: Source, key: str, classes: Sequence[str], *, lists: bool = False) -> Callable[[Any], int]:
-    """What gives the number of a label among classes that are known already.
-
-    Args:
-        source: opened.
-        key: the task's own name of the column.
-        classes: their names.
-        lists: whether a row has a list of labels.
-
-    Raises:
-        ValueError: a row without a label, or with one that was never trained on.
-    """
+    """Return what maps a label to its number among known ``classes``. Raises ValueError for a missing or unknown
+    label."""
     for _, _, rows, column in columns_of([source], key):
         kind = inside(rows.types[column]) if lists else rows.types[column]
         if not _is_label(kind):
@@ -138,12 +114,7 @@ def _number(kind: Any, number: Mapping[str, int]) -> Callable[[Any], int]:
 
 
 def likeliest(logits: Tensor, classes: Sequence[str]) -> dict[str, list[Any]]:
-    """The class of each sample, and how sure the model is of it (softmax).
-
-    Args:
-        logits: (samples, classes).
-        classes: their names.
-    """
+    """Return the class of each sample and its probability; logits have shape (samples, classes)."""
     confidence, found = logits.float().softmax(-1).max(-1)
     return {"prediction": [classes[number] for number in found.tolist()], "confidence": confidence.tolist()}
 

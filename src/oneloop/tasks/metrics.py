@@ -148,11 +148,8 @@ class TextSums:
 
 
 class _Collection:
-    """A torchmetrics.MetricCollection as :class:`Metrics`; it sums over the ranks by itself.
-
-    Raises:
-        ValueError: a metric computes several values without names.
-    """
+    """A torchmetrics.MetricCollection as :class:`Metrics`; it reduces over the ranks itself. Raises ValueError if a
+    metric computes several unnamed values."""
 
     def __init__(self, collection: Any) -> None:
         self._collection = collection

@@ -49,14 +49,8 @@ class Augmentation:
 def prepared(
     size: int | None, mean: Sequence[float], std: Sequence[float], how: Augmentation | None = None
 ) -> Callable[[Any], Tensor]:
-    """What makes a model's input of an image of PIL, or of pixels that are brought around 0 already.
-
-    Args:
-        size: pixels of a side; None: as it is.
-        mean: of the pixels (0 to 1), subtracted, by channel; with one channel the image becomes grey.
-        std: that they are divided by.
-        how: of training images.
-    """
+    """Return what turns a PIL image, or centred pixels, into the model's input of ``size`` pixels a side (None:
+    unchanged). One channel of ``mean`` makes it grey; ``how`` augments training images."""
     how = how or Augmentation()
     if len(mean) != len(std) or len(mean) not in (1, 3):
         raise ValueError(f"task.mean {list(mean)} and task.std {list(std)} are not of 3 channels each, or of one")
@@ -115,28 +109,18 @@ def shifted(image: Tensor, most: int) -> Tensor:
 
 
 class Images(Mapped):
-    """Images as a model sees them, with their labels.
-
-    Args:
-        part: map-style, of images and labels.
-        make: what :func:`prepared` returned.
-    """
+    """Images prepared by ``make`` (of :func:`prepared`), with their labels."""
 
     def __init__(self, part: Any, make: Callable[[Any], Tensor]) -> None:
         super().__init__(part, lambda sample: (make(sample[0]), sample[1]))
 
 
 class Blended(Mapped):
-    """Each image mixed with another one of the set: mixup (Zhang et al. 2018) or cutmix (Yun et al. 2019).
+    """Each image mixed with another one of the set: mixup (Zhang et al. 2018) or cutmix (Yun et al. 2019), by Beta
+    distributions with these parameters (0: off; both: one of them for each sample, at even odds).
 
-    The partner is drawn from all of the set; of one that is read in windows, from the same row group. The label becomes
-    the shares of the classes, (classes,).
-
-    Args:
-        images: with labels.
-        classes: how many.
-        mixup: parameter of the Beta distribution of the first image's share (0: no mixup).
-        cutmix: the same, of the share of its area. With both, each sample is mixed by one of them, at even odds.
+    The partner is drawn from the whole set, or from the same row group if it is read in windows. The label becomes the
+    shares of the classes, shape (classes,).
     """
 
     def __init__(self, images: Any, classes: int, *, mixup: float, cutmix: float) -> None:

@@ -26,11 +26,8 @@ class Reader(Protocol):
         """A text or a pair of them, cut to the longest length."""
 
     def encode_words(self, words: Sequence[str]) -> tuple[Any, list[int], int]:
-        """Words, where each one that is not cut begins, and the length of it all.
-
-        Raises:
-            ValueError: nothing of a word is left, so that no place is its own.
-        """
+        """Return the words, where each one that is not cut begins, and the total length. Raises ValueError if nothing
+        of a word is left."""
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         """One batch, padded to its longest sample."""
@@ -49,16 +46,8 @@ class Reader(Protocol):
 
 
 def reader(name: str, shape: dict[str, Any], **options: Any) -> Reader:
-    """The reader of a model's name: ``bytes``, a folder of transformers, or ``hf:ID[@REVISION]``.
-
-    Args:
-        name: of the model.
-        shape: layers, heads, width, length (of the longest text) and dropout of an encoder from scratch.
-        options: of :class:`TokenReader`.
-
-    Raises:
-        ValueError: there is no such model.
-    """
+    """Return the reader of a model's name: ``bytes`` (an encoder of this ``shape``), a folder of transformers, or
+    ``hf:ID[@REVISION]`` (with options of :class:`TokenReader`). Raises ValueError if there is no such model."""
     if name == "bytes":
         return ByteReader(shape)
     if not is_transformers(name):
@@ -103,17 +92,8 @@ class ByteReader:
 
 
 class TokenReader:
-    """Tokens of a model that transformers knows.
-
-    Args:
-        name: a folder, or ``hf:ID[@REVISION]``.
-        length: tokens of the longest text.
-        pretrained: with its weights.
-        trust_remote_code: run code that lies beside them.
-
-    Raises:
-        ValueError: it has no tokenizer, or none of the fast ones, which tell which token is of which word.
-    """
+    """Reads tokens of a transformers model. Raises ValueError unless it has a fast tokenizer, which maps tokens to
+    words."""
 
     def __init__(self, name: str, *, length: int, pretrained: bool = True, trust_remote_code: bool = False) -> None:
         self.name, self.length, self.notes = name, length, list[str]()

@@ -15,13 +15,7 @@ _EXACT = {"dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat"}
 
 
 class Together:
-    """Summed as they come.
-
-    Args:
-        sources: how many there are, each with sums of its own.
-        device: of the evaluation.
-        metrics: a task's; they sum by themselves.
-    """
+    """Sums per source, added as they arrive."""
 
     def __init__(self, sources: int, device: torch.device, metrics: Any = None) -> None:
         self._metrics = metrics
@@ -50,14 +44,11 @@ class Together:
 
 
 class Apart:
-    """Losses, weights and floating sums of metrics, one for each micro-batch.
+    """Losses, weights and floating-point metric sums, one for each micro-batch, so that no order of ranks matters.
 
-    Args:
-        sources: how many there are, each with sums of its own.
-        device: of the evaluation.
-        metrics: a task's; its floating sums are emptied after each micro-batch (those of whole numbers are exact). What
-            a torchmetrics metric is given whose states are no sums, extremes or lists is kept, and given to it in the
-            end, of all ranks in one order.
+    Floating sums of the metrics are reset after each micro-batch (whole numbers are exact). Inputs of torchmetrics
+    metrics whose states are no sums, extremes or lists are kept, and passed to them at the end, all ranks' in one
+    order.
     """
 
     def __init__(self, sources: int, device: torch.device, metrics: Any = None) -> None:
@@ -88,13 +79,8 @@ class Apart:
             state.zero_()
 
     def summed(self, accelerator: Any, *, each: int) -> tuple[list[float], list[float]]:
-        """Loss and weight of each source over all ranks. The metrics get their sums, on the main process alone: what
-        adds the others' adds nothing. Every rank must get here.
-
-        Args:
-            accelerator: its ranks have evaluated.
-            each: micro-batches of a rank at most.
-        """
+        """Return loss and weight of each source over all ranks (``each``: micro-batches of a rank at most). The metrics
+        get their sums on rank 0 only. Collective."""
         wide, device = torch.float64, self._device
         mine = torch.zeros(each, 3, dtype=wide, device=device)
         mine[:, 0] = -1.0

@@ -28,19 +28,9 @@ def auto_model(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, list[str]]:
-    """A model of transformers, and what a person should know of it.
-
-    Args:
-        kind: the Auto class (``AutoModelForSequenceClassification``).
-        name: a folder, or ``hf:ID[@REVISION]``.
-        classes: names of its outputs; None: it has none (a language model).
-        pretrained: with its weights; else only its shape is taken.
-        trust_remote_code: run code that lies beside the weights.
-        options: more for ``from_pretrained``; without them the weights are in float32.
-
-    Raises:
-        ValueError: it cannot be loaded, has no safetensors, or more than its head is missing.
-    """
+    """Load a transformers model by its Auto class ``kind``; return it and a line for the log. ``classes`` names its
+    outputs (None: a language model); without ``options`` the weights are float32. Raises ValueError if it has no
+    safetensors or lacks more than its head."""
     import transformers
     from transformers.utils import logging
 
@@ -95,15 +85,7 @@ def _stat(file: Path) -> os.stat_result | None:
 
 
 def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer that lies with a model.
-
-    Args:
-        name: a folder, or ``hf:ID[@REVISION]``.
-        trust_remote_code: run code that lies beside it.
-
-    Raises:
-        ValueError: there is none, or it is none of the fast ones.
-    """
+    """Return the tokenizer next to a model. Raises ValueError unless it is a fast one."""
     from transformers import AutoTokenizer
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # which would warn of every worker

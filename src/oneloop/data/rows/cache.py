@@ -31,13 +31,8 @@ def cache_folder() -> Path:
 
 @contextmanager
 def alone(name: str) -> Iterator[Path]:
-    """A place in the cache that this process has for itself until the end; all others that want it wait at its lock.
-
-    They do not wait in a collective, which would end a long preparation by its time limit.
-
-    Raises:
-        ValueError: the cache cannot be written.
-    """
+    """Yield a path in the cache, locked: other processes wait at the lock, not in a collective with a time limit.
+    Raises ValueError if the cache cannot be written."""
     place = cache_folder() / name
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -70,13 +65,11 @@ def below(file: Path, root: Path) -> str:
 
 
 def content_of(files: Sequence[Path], root: Path) -> dict[str, Any]:
-    """What lies in these files: ``{"files": {name relative to root: [bytes, xxh3-64]}}``, of very many a digest.
+    """Return the content of files: ``{"files": {name relative to root: [bytes, xxh3-64]}}``, or a digest of very many.
 
     Checksums are cached by path, size, mtime, ctime and inode, so that a file is read again if one of them differs: a
-    copy that keeps size and mtime (``rsync -t``, a restored backup) is noticed.
-
-    Raises:
-        ValueError: a file cannot be read.
+    copy that keeps size and mtime (``rsync -t``, a restored backup) is noticed. Raises ValueError if a file cannot be
+    read.
     """
     with alone(f"checksums/{xxh3_64_hexdigest(str(root.absolute()).encode())}.json") as kept:
         known = _known(kept)

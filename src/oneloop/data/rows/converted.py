@@ -28,14 +28,9 @@ _STARTED = time.time()
 
 
 def converted(there: Found, part: str, files: Sequence[Path], content: Mapping[str, Any]) -> Any:
-    """The files as a ``datasets.Dataset``. A copy or a touch makes nothing anew. Once per host and start, the table's
-    own checksum is verified; a damaged table is made again.
-
-    Every value of csv is text, as it stands there: ``007`` stays what it is, and an empty field is an empty text.
-
-    Raises:
-        ValueError: a file cannot be read.
-    """
+    """Convert files once to a ``datasets.Dataset`` in the cache, by content. Its checksum is verified once per host and
+    start; a damaged table is rebuilt. csv values stay texts: ``007`` stays ``007``, an empty field is an empty text.
+    Raises ValueError if a file cannot be read."""
     import pyarrow
     from datasets import Dataset
 
@@ -163,11 +158,8 @@ def _json(files: Sequence[Path]) -> Iterator[Any]:
 
 
 def _parsed(files: Sequence[Path]) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
-    """Up to a thousand rows of a file at a time.
-
-    Raises:
-        ValueError: names the file and the line that is not JSON.
-    """
+    """Yield up to a thousand parsed rows of a file at a time. Raises ValueError with the file and line that is not
+    JSON."""
     for file in files:
         rows = list[dict[str, Any]]()
         for number, row in _objects(file):

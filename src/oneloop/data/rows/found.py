@@ -60,16 +60,8 @@ class Found:
 
 
 def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: bool = False) -> Found:
-    """What lies at a path: a file, or a folder with files of one kind. Links are followed.
-
-    Args:
-        where: the path.
-        kinds: what is looked for.
-        whole: all files are one part, whatever they are called.
-
-    Raises:
-        ValueError: nothing there, files of several kinds, what cannot be read, or parts of which only some are named.
-    """
+    """Return the files of one of ``kinds`` at a path, by split (``whole``: as one). Links are followed. Raises
+    ValueError for missing, mixed or unreadable files, and if only some belong to a split."""
     root, wanted = Path(where).expanduser(), set(kinds)
     there = [root] if root.is_file() else sorted(_files(root)) if root.exists() else []
     files = [file for file in there if KINDS.get(file.suffix.lower()) in wanted]
@@ -114,11 +106,8 @@ def _refuse(error: OSError) -> None:
 
 
 def parted(files: Iterable[Path], root: Path, kind: str) -> dict[str, list[Path]]:
-    """Files by the part that their names tell: ``train-00001.jsonl``, ``valid/a.txt``; all under ``""`` where none is.
-
-    Raises:
-        ValueError: only some are named, or nothing is to be trained on.
-    """
+    """Group files by the split in their names (``train-00001.jsonl``, ``valid/a.txt``); all under ``""`` if none has
+    one. Raises ValueError if only some have one, or none is for training."""
     tell = {"text": _of_text, "image": _of_image}.get(kind, _of_rows)
     described = {folder for folder in {f.parent for f in files} if any((folder / name).is_file() for name in METADATA)}
     flat = kind == "image" and all(file == root or file.parent.name.lower() in PARTS for file in files)

@@ -21,17 +21,8 @@ _DRAWS = 1_000_000
 
 
 def divided(parts: Mapping[str, Rows], share: float) -> dict[str, Rows]:
-    """Train, validation and test: as they are there; what is missing is held out of the training rows.
-
-    Rows of the same content are in the same part; which one depends on nothing else.
-
-    Args:
-        parts: by name; all rows under ``""`` where no part is named.
-        share: of the rows for validation, and as many for test.
-
-    Raises:
-        ValueError: there is too little to hold some out.
-    """
+    """Return train, validation and test rows: given splits stay, missing ones are held out of the training rows
+    (``share`` for each). Rows of equal content are in the same split. Raises ValueError if there are too few rows."""
     if "validation" in parts:
         return dict(parts)
     rows = parts.get("train", parts.get(""))

@@ -12,13 +12,11 @@ IMAGE, LABEL, FILE = "image", "label", "file_name"
 
 
 def image_rows(there: Found, part: str) -> Any:
-    """The part's images as a ``datasets.Dataset`` of ``image`` and ``label``, the name of the folder that a file is in.
+    """Return the images as a ``datasets.Dataset`` of ``image`` and ``label``, the name of its folder.
 
-    Where a ``metadata.csv`` (.jsonl, .parquet) lies beside images or in a folder above, its columns are taken instead
-    of the label: each row has a ``file_name`` relative to it, as ``datasets`` has it.
-
-    Raises:
-        ValueError: a metadata file cannot be read, or says nothing of an image.
+    If a ``metadata.csv`` (.jsonl, .parquet) is next to them or in a folder above, its columns replace the label: each
+    row has a relative ``file_name``, as in ``datasets``. Raises ValueError if a metadata file is unreadable or lacks an
+    image.
     """
     from datasets import Dataset, Image
 

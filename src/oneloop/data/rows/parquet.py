@@ -28,18 +28,9 @@ _OPEN_FILES = 16
 
 
 class Parquet:
-    """Rows of row groups, in the order of :class:`oneloop.data.windows.Windows`.
-
-    Args:
-        files: of one schema.
-        root: what the user named; names are relative to it.
-        columns: those that are read.
-        window: megabytes of rows that a process may hold.
-        content: what the files are, for :meth:`fingerprint`.
-
-    Raises:
-        ValueError: a file cannot be read or has no such column, or a group needs more memory than the window.
-    """
+    """Rows of parquet row groups, in the order of :class:`oneloop.data.windows.Windows`; a process holds ``window``
+    megabytes. ``content`` is the fingerprint. Raises ValueError if a file or column is missing, or a group exceeds the
+    window."""
 
     def __init__(
         self, files: Sequence[Path], root: Path, columns: Sequence[str], *, window: int, content: Mapping[str, Any]
@@ -281,11 +272,7 @@ def _bytes(about: Any) -> int:
 
 
 def parquets(there: Found, columns: Sequence[str], *, window: int) -> dict[str, Parquet]:
-    """The files' rows by part.
-
-    Raises:
-        ValueError: see :class:`Parquet`.
-    """
+    """Return the files' rows by split; raises as :class:`Parquet`."""
     return {
         part: Parquet(
             files, there.root, columns, window=window, content={**content_of(files, there.root), "part": part}

@@ -40,18 +40,9 @@ class Ragged:
 def ragged(
     rows: Rows, make: Callable[[Row], NDArray[np.int32]], *, made_by: Any, what: str, skip: bool = False
 ) -> Ragged:
-    """What a function makes of each row, kept by the rows' content and ``made_by``.
-
-    Args:
-        rows: where from.
-        make: an array of a row.
-        made_by: tells this function from others, as JSON.
-        what: is under way, for a bar.
-        skip: leave out rows for which `make` raises ValueError.
-
-    Raises:
-        ValueError: names the row that nothing can be made of; with `skip`, the first one if there are no others.
-    """
+    """Return the arrays that ``make`` returns for each row, cached by the rows' content and ``made_by`` (JSON).
+    ``what`` names the progress bar. If ``make`` raises ValueError, the row is named in a ValueError, or omitted
+    (``skip``, unless all are)."""
     with alone(f"made/{key_of(rows.fingerprint(), made_by, *['skip'] * skip)}") as place:
         if not (place / "ends.npy").exists():
             draft = place.with_suffix(f".{os.getpid()}.draft")

@@ -12,14 +12,8 @@ from oneloop.data.rows.found import found
 
 
 def rewrite(old: Path, new: Path, *, rows: int) -> int:
-    """Writes each file of ``old`` anew under ``new``, in groups of so many rows; a batch at a time is in memory.
-
-    Returns:
-        How many files.
-
-    Raises:
-        ValueError: there are no parquet files, or ``new`` holds something.
-    """
+    """Rewrite the parquet files of ``old`` under ``new`` with so many rows per group, a batch at a time; return the
+    number of files. Raises ValueError if there are none, or ``new`` is not empty."""
     from pyarrow import parquet
 
     there = found(old, kinds=["parquet"])

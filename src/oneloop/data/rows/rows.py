@@ -35,24 +35,13 @@ class Rows(Protocol):
         """A column as arrow arrays, in the order of the rows."""
 
     def chosen(self, indices: NDArray[np.int64], *, but: bool = False, place: Path | None = None) -> Rows:
-        """Some of the rows.
-
-        Args:
-            indices: which, rising.
-            but: all others.
-            place: a file that may hold the numbers of the rows instead of memory.
-        """
+        """Return the rows of ascending ``indices``, or (``but``) all others; ``place`` may store the indices on
+        disk."""
 
 
 class Mapped:
-    """What a function makes of each row; in the rows' own order, where they have one.
-
-    Args:
-        rows: or any map-style set.
-        make: the sample of a row.
-
-    A row that cannot be made a sample of raises a ValueError that names its file and number.
-    """
+    """Samples that ``make`` returns for each row, in the rows' own order. A ValueError names the row's file and
+    number."""
 
     def __init__(self, rows: Any, make: Callable[[Any], Any]) -> None:
         self.rows, self.make = rows, make

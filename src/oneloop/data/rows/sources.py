@@ -34,15 +34,8 @@ class Source:
 
 
 def named_sources(data: Data, columns: Mapping[str, str]) -> list[Source]:
-    """The places that ``task.data`` names, not opened yet.
-
-    Args:
-        data: as in the recipe.
-        columns: the task's keys of columns, and the names that they have unless a place says otherwise.
-
-    Raises:
-        ValueError: it says something else.
-    """
+    """Return the sources that ``task.data`` names, not opened; ``columns`` are the default column names by key. Raises
+    ValueError for anything else."""
     if isinstance(data, str):
         return [Source(data, columns)]
     if not data:
@@ -76,18 +69,8 @@ def opened(
     kinds: Sequence[str] = KINDS_OF_ROWS,
     check: Callable[[Sequence[Source]], None] | None = None,
 ) -> Source:
-    """The source with its rows, of its columns alone.
-
-    Args:
-        source: as named.
-        held_out: share of the rows for validation, and as much for test, where it has no such part.
-        window: megabytes of parquet rows that a process may hold.
-        kinds: of files that are looked for.
-        check: raises where the rows are not what the task needs, before some are held out.
-
-    Raises:
-        ValueError: what is wrong with it.
-    """
+    """Open a source: the rows of its columns, by split (``held_out``: share of missing splits). ``check`` may reject
+    the rows before that. ``window`` is in megabytes. Raises ValueError."""
     checked(held_out, window)
     parts = _named(source, window, kinds)
     for part, rows in parts.items():
@@ -101,16 +84,8 @@ def opened(
 
 
 def first_columns(source: Source, choices: Sequence[Mapping[str, str]], open_: Callable[[Source], Source]) -> Source:
-    """The source opened with the first of several choices of columns that it has.
-
-    Args:
-        source: as named.
-        choices: the task's keys of columns, and their names there ("": none), one after another.
-        open_: :func:`opened` or :func:`whole`, with what else they need.
-
-    Raises:
-        ValueError: it has none of them, and what it has; or what else is wrong with it.
-    """
+    """Open a source (with ``open_``) with the first of several ``choices`` of columns that it has ("": no such column).
+    Raises ValueError with the columns that it has."""
     missing = list[str]()
     for columns in choices:
         source.columns = columns
@@ -163,17 +138,8 @@ def _rows_of(source: Source, window: int, kinds: Sequence[str], *, whole: bool) 
 
 
 def whole(source: Source, *, window: int, kinds: Sequence[str] = KINDS_OF_ROWS) -> Source:
-    """The source with all its rows as one part, in the order of its files; of the hub its test part, else its
-    validation part, where it has one.
-
-    Args:
-        source: as named.
-        window: megabytes of parquet rows that a process may hold.
-        kinds: of files that are looked for.
-
-    Raises:
-        ValueError: what is wrong with it.
-    """
+    """Open a source as one set, in file order; of the hub its test split, else its validation split, if it has one.
+    Raises ValueError."""
     parts = _named(source, window, kinds, whole=True)
     rows = next(parts[name] for name in ("", "test", "validation", "train") if name in parts)
     if not len(rows):
@@ -188,11 +154,7 @@ def notes_of(sources: Sequence[Source]) -> list[str]:
 
 
 def checked(held_out: float, window: int) -> None:
-    """Refuses shares and windows that are none.
-
-    Raises:
-        ValueError: says so.
-    """
+    """Raise ValueError if the share or the window (megabytes) is out of range."""
     if not 0 < held_out < 0.5:
         raise ValueError(f"task.held_out {held_out} must lie between 0 and 0.5; 0.05 is usual")
     if window < 1:
@@ -200,24 +162,14 @@ def checked(held_out: float, window: int) -> None:
 
 
 def sets_of(sources: Sequence[Source], make: Callable[[Source], Callable[[Row], Any]]) -> dict[str, Any]:
-    """The data sets by part: samples of the rows, of several sources mixed.
-
-    Args:
-        sources: opened.
-        make: what makes a sample of a row of that source.
-    """
+    """Return the data sets by split: the samples that ``make(source)`` makes of each row, several sources mixed."""
     return combined(
         sources, [{part: Mapped(rows, make(source)) for part, rows in source.parts.items()} for source in sources]
     )
 
 
 def combined(sources: Sequence[Source], each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The data sets by part, of several sources mixed.
-
-    Args:
-        sources: their names and weights.
-        each: data sets by part, of each source.
-    """
+    """Return the data sets by split, mixed by the sources' weights; ``each`` holds the data sets of each source."""
     if len(sources) == 1:
         return dict(each[0])
     made = {}

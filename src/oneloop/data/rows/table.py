@@ -21,13 +21,7 @@ _BATCH = 1000
 
 
 class Table:
-    """Rows of a ``datasets.Dataset``.
-
-    Args:
-        dataset: the rows; only the columns that are wanted.
-        content: what they are, for :meth:`fingerprint`.
-        name: for messages.
-    """
+    """Rows of a ``datasets.Dataset``; ``content`` is the fingerprint."""
 
     def __init__(self, dataset: Any, content: Mapping[str, Any], name: str) -> None:
         self.dataset, self.content, self.name = dataset, content, name
@@ -64,11 +58,8 @@ class Table:
 
 
 def tables(there: Found, columns: Sequence[str]) -> dict[str, Table]:
-    """The files' rows by part; json lines and csv are converted once, and kept in the cache.
-
-    Raises:
-        ValueError: a file cannot be read, or has no such column.
-    """
+    """Return the files' rows by split; json lines and csv are converted once, in the cache. Raises ValueError if a file
+    or column is missing."""
     return {part: _table(there, part, files, columns) for part, files in there.parts.items()}
 
 
@@ -96,11 +87,7 @@ def _mapped(files: Sequence[Path]) -> Any:
 
 
 def with_columns(dataset: Any, columns: Sequence[str], name: str) -> Any:
-    """The data set with these columns alone; images and sounds are left as they are stored.
-
-    Raises:
-        ValueError: it has no such column.
-    """
+    """Return the data set with only these columns, images and sounds as stored. Raises ValueError if one is missing."""
     from datasets import Audio, Image
 
     for column in columns:
@@ -145,11 +132,8 @@ def quiet() -> Iterator[None]:
 
 
 def hub(name: str, columns: Sequence[str]) -> dict[str, Table]:
-    """A set of the hub by its own parts: ``NAME[:CONFIG][@REVISION]``.
-
-    Raises:
-        ValueError: it cannot be had, has no part to train on, or no such column.
-    """
+    """Open a data set of the hub by its own splits: ``NAME[:CONFIG][@REVISION]``. Raises ValueError if it, its training
+    split or a column is missing."""
     from datasets import load_dataset_builder
 
     if not name.strip(":@ "):

@@ -24,19 +24,8 @@ _OWN_NAME = re.compile(rf"(\.lora_\w+)\.{_NAME}(?=\.|$)")
 
 
 def put_on(model: nn.Module, wanted: Adapters, *, seen: object = None) -> tuple[Origin, str]:
-    """Puts adapters on a model, in place: in float32, whatever the model is in, which is frozen.
-
-    Args:
-        model: as loaded.
-        wanted: what it gets.
-        seen: :func:`oneloop.tasks.transformers_models.seen` of the model's place, from before it was loaded.
-
-    Returns:
-        What the model was read from, and a line for a person.
-
-    Raises:
-        ValueError: the targets match no layer, or ones that can have no adapter; or the adapters given are of others.
-    """
+    """Add adapters in float32 to a model in place, and freeze it; ``seen`` is the state of the model's files before
+    they were loaded. Return its origin and a line for the log. Raises ValueError if targets match no suitable layer."""
     import_quietly()
     try:
         from peft import LoraConfig, inject_adapter_in_model

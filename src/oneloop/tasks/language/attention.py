@@ -114,11 +114,7 @@ def _attend(
 
 
 def _window(module: nn.Module, length: int, sliding: int | None) -> int | None:
-    """How many positions each one sees in this layer, where that is less than all.
-
-    Raises:
-        ValueError: its layer sees less than all in another way.
-    """
+    """Return the sliding-window size of a layer, None for full attention. Raises ValueError for other patterns."""
     config: Any = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds and isinstance(layer, int) and layer < len(kinds) else "full_attention"
@@ -193,12 +189,8 @@ def _logits(model: nn.Module, tokens: Tensor, **given: Any) -> Tensor:
 
 
 def _try(model: nn.Module, own: Tensor, *, packed: bool) -> None:
-    """Two documents in one row: neither may know of the other.
-
-    Raises:
-        ValueError: the logits are not those of the model's ``own`` attention; or the second document's depend on the
-            first, or are others than alone.
-    """
+    """Run two documents in one row. Raises ValueError if the logits are not those of the model's ``own`` attention, or
+    those of the second document depend on the first."""
     name, tokens = type(model).__name__, _tokens(model)
     first, whole, here = tokens.shape[1] // 2, tokens.shape[1], tokens.device
     second = tokens[:, first:]

@@ -163,11 +163,7 @@ class Chat:
     def _behind(
         self, text: str, said: list[tuple[int, int]], messages: Sequence[Any], tools: Any, given: int
     ) -> list[tuple[int, int]]:
-        """Of the marked places those behind a prompt of so many messages.
-
-        Raises:
-            ValueError: there are fewer than the assistant's turns before or behind its end.
-        """
+        """Return the marked positions after a prompt of so many messages. Raises ValueError if there are too few."""
         begin = len(commonprefix([text, self.render(messages[:given], tools)]))  # noqa: RUF071 letter by letter
         kept = [(start, stop) for start, stop in said if start >= begin]
         turns = [message["role"] == "assistant" for message in messages]
@@ -178,11 +174,7 @@ class Chat:
         return kept
 
     def _check_marks(self) -> None:
-        """Refuses marks that are not where the assistant speaks.
-
-        Raises:
-            ValueError: says so.
-        """
+        """Raise ValueError if the marks are not where the assistant speaks."""
         try:
             text, said = self._rendered(_PROBE, None, marks=True)
         except ValueError:
@@ -202,11 +194,8 @@ class Chat:
         return True
 
     def _end(self, tokens: Sequence[int], first: int, last: int) -> int:
-        """Where a turn ends: behind the token that tells the model to stop; a line break after it is nobody's.
-
-        Raises:
-            ValueError: there is no such token.
-        """
+        """Return the end of a turn: after its stop token, before a line break. Raises ValueError if there is no such
+        token."""
         whole = self.tokenizer.decode(tokens[first:last])
         ends = [at for at in range(first, last) if tokens[at] in self.special]
         end = ends[-1] + 1 if ends else first

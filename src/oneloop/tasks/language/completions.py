@@ -15,13 +15,8 @@ _LOOKED_AT = 100
 
 
 def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]:
-    """Tokens of a text and how it goes on; the first as their complements. The last one is the tokenizer's end token.
-
-    A token of both, where the tokenizer makes one, is trained.
-
-    Raises:
-        ValueError: the tokenizer has no end token.
-    """
+    """Return the tokens of a prompt (as complements) and of its completion, with the end token. A token of both is
+    trained. Raises ValueError if the tokenizer has no end token."""
     end = end_of(tokenizer)
     tokens, places = _without_ends(tokenizer, prompt + completion)
     found, border = np.array([*tokens, end], dtype=np.int32), first_behind(places, len(prompt))
@@ -31,11 +26,7 @@ def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]
 
 
 def end_of(tokenizer: Any) -> int:
-    """The tokenizer's end token.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Return the tokenizer's end token. Raises ValueError if it has none."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             "the tokenizer has no end token, so the model would not learn to stop; set eos_token in the"
@@ -79,13 +70,8 @@ def upto(places: NDArray[np.int64], letter: int) -> int:
 
 
 def ends_in(texts: Ragged, special: Collection[int], tokenizer: Any) -> set[int]:
-    """The tokens that end what is trained of the first texts, turn by turn; and the tokenizer's end token.
-
-    Args:
-        texts: tokens; complements are not trained.
-        special: tokens that may end a turn; a line break may stand behind them.
-        tokenizer: of transformers.
-    """
+    """Return the tokens that end the trained turns of the first texts (one of ``special``, before a line break), and
+    the tokenizer's end token. Complements are not trained."""
     ends, inside = {tokenizer.eos_token_id} - {None}, False
     for token in reversed(texts.values[: texts.ends[min(_LOOKED_AT, len(texts.ends)) - 1]].tolist()):
         if token in special and not inside:

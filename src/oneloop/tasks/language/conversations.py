@@ -24,17 +24,8 @@ _SAID = ("content", "tool_calls", "reasoning_content", "thinking", "reasoning")
 
 
 def encoded(row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | None) -> NDArray[np.int32]:
-    """Tokens of a row; those that are not trained as their complements.
-
-    Args:
-        row: with its columns' values.
-        columns: the task's keys, and the names that they have in the row ("": it has none).
-        tokenizer: of prompts and completions that are texts.
-        chat: of conversations.
-
-    Raises:
-        ValueError: what is wrong with it.
-    """
+    """Return the tokens of a row, untrained ones as complements. ``columns`` are the names in the row by key ("":
+    none). Raises ValueError."""
     tools = _tools(row[columns["tools"]]) if columns["tools"] else None
     if columns["messages"]:
         return _chat(chat).encode(conversation(row[columns["messages"]]), tools)
@@ -53,18 +44,8 @@ def encoded(row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | N
 
 
 def asked(row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | None) -> NDArray[np.int32]:
-    """Tokens of what is to be answered: all complements, and one that nobody reads; where the row tells the answer to
-    its last question, as :func:`encoded` has it, that answer alone is a target.
-
-    Args:
-        row: with its columns' values.
-        columns: as of :func:`encoded`; there need be no completion.
-        tokenizer: of prompts that are texts.
-        chat: of conversations.
-
-    Raises:
-        ValueError: what is wrong with it.
-    """
+    """Return the tokens of a question as complements, and one unused token; if the row contains the answer, as in
+    :func:`encoded`, only that is a target. Raises ValueError."""
     tools = _tools(row[columns["tools"]]) if columns["tools"] else None
     given = row[columns["messages"] or columns["prompt"]]
     if columns["completion"] and row[columns["completion"]]:
@@ -93,11 +74,8 @@ def is_text(value: Any) -> bool:
 
 
 def conversation(value: Any) -> list[dict[str, Any]]:
-    """The messages of a conversation.
-
-    Raises:
-        ValueError: what is wrong, and in which message (counted from 0, as rows are).
-    """
+    """Return the messages of a conversation. Raises ValueError with the number of the bad message (counted from 0, as
+    rows are)."""
     found = read(value) if isinstance(value, str) else value
     if not isinstance(found, Sequence) or not len(found):
         raise ValueError(f"a list of messages is needed, and there is {_briefly(value)}")

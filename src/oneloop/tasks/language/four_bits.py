@@ -12,11 +12,8 @@ FourBits = Literal["nf4", "fp4"]
 
 
 def in_four_bits(kind: FourBits, *, double_quant: bool) -> dict[str, Any]:
-    """How transformers is to load a model whose linear layers, but the output layer, are to be in 4 bits.
-
-    Raises:
-        ValueError: bitsandbytes is not installed.
-    """
+    """Return the options with which transformers loads linear layers, except the output layer, in 4 bits. Raises
+    ValueError without bitsandbytes."""
     if not import_quietly():
         raise ValueError(
             f"task.lora.quantize {kind} needs bitsandbytes, which is not installed (pip install 'oneloop[lora]')"

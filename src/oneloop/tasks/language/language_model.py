@@ -32,17 +32,8 @@ MANY_LOGITS = 1 << 27
 class LanguageModel(Task):
     """Text, predicted token by token; the weight of a sample is its number of target tokens.
 
-    Batches are those of :func:`oneloop.tasks.language.samples.collated`.
-
-    Args:
-        fused_loss: output layer and cross-entropy in one: true, false, or auto, where it pays.
-        packed: several documents stand in a sample, and none sees another.
-        router_loss: refuse or none.
-        model: a folder that transformers saved, or hf:ID[@REVISION], with a model or with adapters; None: the task
-            makes its own.
-        lora: of the adapters that it gets.
-        pretrained: whether that model comes with its weights.
-        trust_remote_code: whether code that comes with it is run.
+    Batches are those of :func:`oneloop.tasks.language.samples.collated`; arguments as of
+    :class:`oneloop.tasks.causal_lm.CausalLM`. ``packed``: a sample holds several documents, and none sees another.
     """
 
     unit = "tokens"
@@ -173,11 +164,8 @@ class LanguageModel(Task):
         raise NotImplementedError
 
     def merge(self, model: nn.Module) -> nn.Module:
-        """The model without adapters, which are added to its weights; in place.
-
-        Raises:
-            ValueError: it has none.
-        """
+        """Add the adapters to the model's weights, in place, and return it without them. Raises ValueError if it has
+        none."""
         if self.origin is None:
             raise ValueError("--merged: the run trained no adapters; its weights are whole as they are")
         self.origin = None

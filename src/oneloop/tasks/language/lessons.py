@@ -60,11 +60,7 @@ LESSONS = {"train": 4000, "validation": 200, "test": 200}
 
 
 class Lessons:
-    """Rows of one to three questions and answers.
-
-    Args:
-        part: train, validation or test.
-    """
+    """Rows of one to three questions and answers; ``part`` is train, validation or test."""
 
     def __init__(self, part: str) -> None:
         draw = random.Random(17)

@@ -39,14 +39,8 @@ SCRATCH = dict.fromkeys(("architecture", "layers", "heads", "width"), "model=nul
 
 
 def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> nn.Module:
-    """A GPT-2 or Llama (its MLP 8/3 as wide, in steps of 32), its weights drawn.
-
-    Args:
-        shape: of it.
-        entries: of the vocabulary.
-        begin: the token that begins a text, for who loads the model.
-        end: the one that ends it.
-    """
+    """Build a GPT-2 or Llama (its MLP 8/3 as wide, in steps of 32) with random weights; ``begin`` and ``end`` are token
+    ids."""
     import transformers
 
     common = {"vocab_size": entries, "use_cache": False, "bos_token_id": begin, "eos_token_id": end}
@@ -70,19 +64,9 @@ def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> 
 def known(
     name: str, *, entries: int, length: int, key: str, lora: LoRA | None = None, **weights: bool
 ) -> tuple[nn.Module, list[str]]:
-    """A model that transformers knows, and what a person should know of it.
-
-    Args:
-        name: a folder, or ``hf:ID[@REVISION]``.
-        entries: of its tokenizer.
-        length: of the samples.
-        key: the task's key of that length.
-        lora: of adapters that it is to get; it is then in its own type, or in 4 bits.
-        weights: ``pretrained``, ``trust_remote_code``.
-
-    Raises:
-        ValueError: it cannot be loaded, or does not fit samples or tokenizer.
-    """
+    """Load a model of transformers; return it and a line for the log. ``entries`` is the size of its tokenizer,
+    ``length`` that of the samples (by ``key``); with ``lora`` it keeps its dtype, or has 4 bits. Raises ValueError if
+    it does not fit."""
     options: dict[str, Any] = {} if lora is None else {"dtype": "auto"}
     refuse_quantized(name, lora)
     if lora is not None and lora.quantize is not None:
@@ -102,11 +86,8 @@ def known(
 
 
 def refuse_quantized(name: str, lora: LoRA | None) -> None:
-    """Refuses a model that was saved quantized, where it is not to be trained on as it is.
-
-    Raises:
-        ValueError: it is to be trained itself, or quantized anew, or by another library than bitsandbytes' 4 bits.
-    """
+    """Raise ValueError if a quantized model would be trained itself or quantized again, or is not of bitsandbytes' 4
+    bits."""
     file = fetched(name, "config.json")
     about = json.loads(file.read_text()).get("quantization_config") if file else None
     if not about:
@@ -124,11 +105,8 @@ def refuse_quantized(name: str, lora: LoRA | None) -> None:
 
 
 def made_ready(model: nn.Module, *, packed: bool, router_loss: str) -> bool:
-    """Gives the model attention within documents, where it can have it; whether it has.
-
-    Raises:
-        ValueError: it cannot, and samples are to be ``packed``; or its routers want a loss of their own.
-    """
+    """Give the model attention within documents if possible; return whether it has that. Raises ValueError if it has
+    not and samples are ``packed``, or if its routers have an auxiliary loss."""
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     coefficient = getattr(config, "router_aux_loss_coef", None)
     if coefficient and router_loss == "refuse":

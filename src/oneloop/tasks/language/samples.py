@@ -66,17 +66,8 @@ class Spans:
 
 
 def spans(texts: Ragged, length: int, overlong: Overlong) -> Spans:
-    """Samples of texts.
-
-    Args:
-        texts: their tokens; complements are no targets.
-        length: tokens that a model reads at most; one more is a target.
-        overlong: what becomes of longer ones: only their beginning is kept, or they become several samples (the last
-            token of one is the first of the next), or they are left out.
-
-    Raises:
-        ValueError: nothing is left.
-    """
+    """Return the samples of texts (tokens; complements are no targets) of ``length`` inputs. Of longer texts only the
+    beginning is kept, or they are split (with one shared token), or dropped. Raises ValueError if nothing is left."""
     stops = np.asarray(texts.ends, dtype=np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), stops])[:-1]
     of = np.arange(len(stops))
@@ -129,12 +120,7 @@ def _targets(values: NDArray[np.int32], starts: NDArray[np.int64], stops: NDArra
 
 
 class Padded:
-    """A sample is one span, as tokens and complements; in training those of a step are of similar length.
-
-    Args:
-        spans: the samples.
-        content: what the texts are, for :meth:`fingerprint`.
-    """
+    """Samples of one span each, as tokens and complements; in training those of a step have similar length."""
 
     def __init__(self, spans: Spans, content: dict[str, Any] | None) -> None:
         self.spans, self.content = spans, content
@@ -167,13 +153,8 @@ class Padded:
 
 
 class Asked(Padded):
-    """What is to be answered, a text each, in their order. Of a longer one the end of its prompt is kept alone.
-
-    Args:
-        texts: their tokens; targets are the answer, where it is known, and the last token is read by nobody.
-        length: tokens that a model reads at most.
-        content: what the texts are, for :meth:`fingerprint`.
-    """
+    """Prompts, one text each, in order; of one longer than ``length`` only the end is kept. Targets are the known
+    answer; the last token is never read."""
 
     def __init__(self, texts: Ragged, length: int, content: dict[str, Any] | None) -> None:
         stops = np.asarray(texts.ends, dtype=np.int64)
@@ -195,12 +176,7 @@ class Asked(Padded):
 
 
 class Packed:
-    """A sample is a row of several spans, as many as it takes: bins by best fit decreasing, made once.
-
-    Args:
-        spans: the documents.
-        content: what the texts are, for :meth:`fingerprint`.
-    """
+    """Samples of several spans each: bins by best fit decreasing, packed once."""
 
     def __init__(self, spans: Spans, content: dict[str, Any] | None) -> None:
         self.spans, self.content = spans, content
@@ -238,18 +214,9 @@ class Packed:
 
 
 def collated(samples: Sequence[Any], *, width: int = 0, most: int = 1) -> dict[str, Tensor]:
-    """One batch.
-
-    Args:
-        samples: spans, or rows of spans.
-        width: of the batch (0: that of its longest row).
-        most: spans of a row at most.
-
-    Returns:
-        ``input`` and ``target``, (samples, width); the share of ``padding``; of spans their ``length``; of rows of
-        spans ``position`` in the document, number of the ``document``, and ``cuts``, int32, where documents begin in
-        all rows one after another. Padding is a document of its own.
-    """
+    """Return one batch: ``input`` and ``target`` of shape (samples, ``width``; 0: the longest), the share of
+    ``padding``; of spans their ``length``; of rows of at most ``most`` spans the ``position`` in the ``document``, its
+    number, and ``cuts``, int32: where documents begin in all rows concatenated. Padding is a document of its own."""
     rows = [sample if isinstance(sample, list) else [sample] for sample in samples]
     width = width or max(sum(len(one) - 1 for one in row) for row in rows)
     given = np.zeros((len(rows), width), dtype=np.int64)

@@ -71,16 +71,8 @@ class InRows:
 
 
 def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
-    """The texts of a place by part: train, validation and, where there is enough, test.
-
-    Args:
-        source: not opened; its column is ``column``.
-        share: of the rows for validation, and as much for test, where there are no such parts.
-        window: megabytes of parquet rows that a process may hold.
-
-    Raises:
-        ValueError: what is wrong with it.
-    """
+    """Return the texts of an unopened source by split; missing splits get a ``share`` of the rows. ``window`` is in
+    megabytes. Raises ValueError."""
     checked(share, window)
     where, column = source.where, source.columns["column"]
     if where == "stdlib":
@@ -100,15 +92,7 @@ def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
 
 
 def all_texts(source: Source, *, window: int) -> Texts:
-    """All texts of a place, in the order of its files.
-
-    Args:
-        source: not opened; its column is ``column``.
-        window: megabytes of parquet rows that a process may hold.
-
-    Raises:
-        ValueError: what is wrong with it.
-    """
+    """Return all texts of an unopened source, in file order. Raises ValueError."""
     if source.where == "stdlib":
         return InMemory(stdlib())
     there = None if source.where.startswith("hf:") else _found(source.where, whole=True)

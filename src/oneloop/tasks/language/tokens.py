@@ -50,14 +50,8 @@ class BPE:
     separator = 0
 
     def __init__(self, texts: Iterable[str], vocab: int, *, kept: Any = None) -> None:
-        """Args:
-        texts: to train it on.
-        vocab: entries.
-        kept: what tells these texts from others, as JSON: it is then trained once, and kept. None: it is trained anew.
-
-        Raises:
-            ValueError: ``vocab`` is smaller than the bytes.
-        """
+        """Train on texts; with ``kept``, JSON that identifies the texts, only once, in the cache. Raises ValueError if
+        ``vocab`` is smaller than the bytes."""
         from tokenizers import Tokenizer
 
         if vocab < 257:
@@ -102,15 +96,8 @@ def tokenizer_key(model: Any) -> str:
 
 
 class Vocabulary:
-    """A tokenizer of transformers, with its own special tokens; each text ends with its end token.
-
-    Args:
-        model: the tokenizer.
-        name: what it is of, for messages.
-
-    Raises:
-        ValueError: it has no end token.
-    """
+    """A tokenizer of transformers with its own special tokens; each text ends with its end token. Raises ValueError
+    without one."""
 
     def __init__(self, model: Any, name: str) -> None:
         self.model = model
@@ -136,15 +123,8 @@ class Vocabulary:
 
 
 def chat_tokenizer(texts: Iterable[str], vocab: int) -> Any:
-    """A tokenizer of transformers from scratch: a byte-level BPE trained on texts, with ChatML as its chat template.
-
-    Args:
-        texts: to train it on.
-        vocab: entries.
-
-    Raises:
-        ValueError: ``vocab`` is smaller than the bytes and the special tokens.
-    """
+    """Train a byte-level BPE on texts, as a tokenizer of transformers with ChatML as its chat template. Raises
+    ValueError if ``vocab`` is smaller than the bytes and the special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -170,15 +150,8 @@ def chat_tokenizer(texts: Iterable[str], vocab: int) -> Any:
 
 
 class Blocks:
-    """Samples of ``block + 1`` tokens cut from all texts one after another; they overlap by one, so that every token
-    but the first is a target once.
-
-    Args:
-        texts: tokens of each text.
-        block: tokens of a sample, beside the first.
-        whole: leave out a shorter one at the end of all.
-        content: what the texts are, for :meth:`fingerprint`.
-    """
+    """Samples of ``block + 1`` tokens cut from all texts concatenated; they overlap by one, so that every token but the
+    first is a target once. ``whole`` drops a shorter last one."""
 
     def __init__(self, texts: Ragged, block: int, *, whole: bool, content: dict[str, Any] | None) -> None:
         self.tokens, self.block, self.content = texts.values, block, content
