@@ -78,7 +78,6 @@ def _check(command: str, given: dict[str, Any]) -> None:
 
 
 def _sets(of: Trained, data: str | None, *, labelled: bool) -> dict[str, Any]:
-    """The sets that are meant, by name."""
     if data is None:
         own = of.task.eval_sets()
         sets = own if labelled else {name: own[name] for name in list(own)[:1]}
@@ -98,7 +97,6 @@ def _sets(of: Trained, data: str | None, *, labelled: bool) -> dict[str, Any]:
 
 
 def _prepared(of: Trained, run: Run) -> nn.Module:
-    """The model on its processes: whole on each, or sharded."""
     if run.sharded:
         return run.prepare(of.model, blocks=of.built.blocks)
     prepared: nn.Module = run.accelerator.prepare_model(of.model, evaluation_mode=True)
@@ -108,7 +106,6 @@ def _prepared(of: Trained, run: Run) -> nn.Module:
 def _evaluated(
     of: Trained, model: nn.Module, sets: dict[str, Any], run: Run, options: dict[str, Any], *, as_json: bool
 ) -> str:
-    """The figures, for a person or as JSON."""
     found = evaluate_all(of.task, model, sets, accelerator=run.accelerator, **options)
     assert found is not None
     figures = {"weights": of.about, **found["raw"]}
@@ -123,7 +120,6 @@ def _evaluated(
 def _predicted(
     of: Trained, model: nn.Module, sets: dict[str, Any], run: Run, options: dict[str, Any], to: Path, *, raw: bool
 ) -> str:
-    """Writes the file; what it holds."""
     ((_, dataset),) = sets.items()
     said = predictions(of.task, model, dataset, accelerator=run.accelerator, raw=raw, **options)
     try:

@@ -134,7 +134,6 @@ def new(words: Sequence[str]) -> int:
 
 
 def _installed(file: Path) -> bool:
-    """Whether a module of that name is installed, which the file would hide."""
     found = find_spec(file.stem)
     return found is not None and bool(found.origin) and "site-packages" in str(found.origin)
 

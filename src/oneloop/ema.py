@@ -201,7 +201,6 @@ def _law(half_life: float | None, decay: float | None, power: float | None, ramp
 
 
 def _room(parameter: Tensor, dtype: torch.dtype, device: str | None) -> Tensor:
-    """An empty tensor, sharded as the parameter is."""
     if device is None or device == parameter.device.type:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     here = torch.empty(local(parameter).shape, dtype=dtype, device=device, pin_memory=device == "cpu")

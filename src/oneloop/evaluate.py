@@ -105,7 +105,6 @@ def evaluate(
 
 
 def _losses(sources: Sequence[str], totals: Sequence[float], weights: Sequence[float]) -> dict[str, float]:
-    """The loss of all, and where they are of several sources, of each."""
     figures = {"loss": math.fsum(totals) / math.fsum(weights)}
     if len(totals) > 1:
         figures |= {
@@ -137,7 +136,6 @@ def _weighed(
 def _computed(
     task: Objective, metrics: Metrics, accelerator: Accelerator, examples: Examples | None
 ) -> dict[str, float]:
-    """The metrics' figures, over all ranks; a confusion matrix goes to the examples."""
     for mine in metrics.sums():
         mine.copy_(accelerator.reduce(mine, "sum"))
     values = metrics.compute()
@@ -149,7 +147,6 @@ def _computed(
 def _chosen(
     keyed: Keyed, collate: Weighed, device: torch.device, indices: list[int]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """These samples, and the batch of them on the device."""
     samples = [keyed[0, index] for index in indices]
     return [sample for _, sample in samples], next(transferred(iter([collate(samples)[0]]), device))
 

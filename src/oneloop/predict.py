@@ -85,7 +85,6 @@ def predictions(
 
 
 def _columns(task: Any, said: Any, samples: int) -> Columns:
-    """What ``predicted`` returned, tensors and arrays as lists."""
     member = f"{named(task)}.predicted"
     if not isinstance(said, Mapping):
         raise ValueError(f"{member} returned a {type(said).__name__}; a dict of columns is needed")
@@ -98,7 +97,6 @@ def _columns(task: Any, said: Any, samples: int) -> Columns:
 
 
 def _outputs(outputs: Mapping[str, Tensor], samples: int) -> Columns:
-    """The outputs that have an entry for each sample."""
     own = {name: tensor for name, tensor in outputs.items() if tensor.ndim and len(tensor) == samples}
     if not own:
         raise ValueError("the task's loss() returns no outputs with an entry for each sample; give it predicted()")
@@ -146,7 +144,6 @@ def write(file: Path, said: Iterable[Columns], *, accelerator: Accelerator) -> i
 
 
 def _write_part(part: Path, said: Iterable[Columns], *, flat: bool) -> None:
-    """This rank's rows, a line of JSON for each (NaN as Python writes it)."""
     with part.open("w", encoding="utf-8") as stream:
         for columns in said:
             for row in zip(*columns.values(), strict=True):
@@ -158,7 +155,6 @@ def _write_part(part: Path, said: Iterable[Columns], *, flat: bool) -> None:
 
 
 def _told(value: Any) -> Any:
-    """An entry that JSON does not know."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise ValueError(f"a column of predicted() holds a {type(value).__name__}; give text, numbers or lists of them")

@@ -160,7 +160,6 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The elements of all tensors, many at once."""
     waiting: list[Tensor] = []
     held = 0
     for tensor in tensors:

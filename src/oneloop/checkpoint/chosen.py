@@ -31,7 +31,6 @@ def chosen_of(run: Path, asked: str | None, *, weights: str = "raw") -> Path:
 
 
 def _default(run: Path) -> str:
-    """``final``, or ``newest`` where the run has gone on since, or has no ``final/``."""
     sealed = Store(run / "checkpoints").sealed()
     try:
         about = read_manifest(run / FINAL)["about"]

@@ -82,7 +82,6 @@ def _put(stream: Any, state: Any, data: Any) -> None:
 
 
 def _sealed(stream: Any, draft: Path, folder: Path, entry: dict[str, Any]) -> str | None:
-    """Puts the draft in place, flushed; what went wrong."""
     try:
         stream.flush()
         os.fsync(stream.fileno())
@@ -129,7 +128,6 @@ class Base:
         }
 
     def _names(self, model: nn.Module) -> set[str]:
-        """Of the parameters that no checkpoint holds."""
         if self._origin is not None:
             return {f"model.{name}" for name in self._origin.names}
         return set(frozen_tensors(model))

@@ -130,7 +130,6 @@ def load_weights(
 
 
 def _file_of(source: str, weights: str, origin: Origin | None) -> Path:
-    """The file with the weights that ``source`` and ``weights`` name."""
     hub = source.startswith(HUB)
     own, other = ("model", _ADAPTERS) if origin is None else (origin.file, "model")
     if Path(source).suffix == ".safetensors" and not hub:
@@ -153,7 +152,6 @@ def _file_of(source: str, weights: str, origin: Origin | None) -> Path:
 
 
 def _config_beside(weights: Path, source: str) -> dict[str, Any]:
-    """What adapters say of themselves."""
     if source.startswith(HUB):
         for name in (_CONFIG, MANIFEST):  # which are put beside them
             fetched(source, name)
@@ -162,13 +160,11 @@ def _config_beside(weights: Path, source: str) -> dict[str, Any]:
 
 
 def _refuse_other_settings(about: Mapping[str, Any], source: str, origin: Origin) -> None:
-    """Refuses adapters whose values would mean something else here."""
     if other := origin.other_settings(about):
         raise ValueError(f"init.from {source!r}: its adapters are scaled otherwise ({other}); set task.lora.* so")
 
 
 def _refuse_other_origin(folder: Path, source: str, origin: Origin, about: Mapping[str, Any]) -> None:
-    """Refuses adapters that were made for another model."""
     try:
         there = read_manifest(folder)["about"].get("base")
     except ValueError:

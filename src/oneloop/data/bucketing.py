@@ -36,7 +36,6 @@ class Bucketed:
         self._windows: dict[tuple[int, int], tuple[int, NDArray[np.int64]]] = {}
 
     def __getitem__(self, window: slice) -> Places:
-        """Epochs and sample indices of the positions ``start:stop``, each of shape (stop - start,)."""
         return self.at(positions_of(window))
 
     def at(self, positions: NDArray[np.int64]) -> Places:
@@ -61,7 +60,6 @@ class Bucketed:
         return phase, steps, np.maximum(steps // self.window, 1)
 
     def _window(self, epoch: int, number: int) -> tuple[int, NDArray[np.int64]]:
-        """The place in the epoch where a window begins, and its samples."""
         found = self._windows.get((epoch, number))
         if found is None:
             found = self._laid_out(epoch, number)

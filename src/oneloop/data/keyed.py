@@ -115,7 +115,6 @@ class Keyed(Dataset[Any]):
         return samples if torch.equal(torch.default_generator.get_state(), before) else None
 
     def _tried(self, places: Sequence[Place]) -> bool:
-        """Whether these samples are the same at once as one by one."""
         single = [self[place][1] for place in places]
         self._seed_torch(places[0])
         return _equal(single, list(self.dataset.__getitems__([index for _, index in places])))

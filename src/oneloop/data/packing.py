@@ -103,12 +103,10 @@ class _Rooms:
         """a bit for each room that some bin has: a whole number finds the next one faster than a tree"""
 
     def least(self, length: int) -> int | None:
-        """The least room that takes this length."""
         above = self._there >> length
         return length + (above & -above).bit_length() - 1 if above else None
 
     def take(self, room: int, most: int) -> list[int]:
-        """So many bins of this room, or all of them."""
         bins = self._bins[room]
         taken, self._bins[room] = bins[:most], bins[most:]
         if not self._bins[room]:
@@ -116,7 +114,6 @@ class _Rooms:
         return taken
 
     def put(self, room: int, bins: list[int]) -> None:
-        """These bins have this room now."""
         if bins and room:
             self._bins.setdefault(room, []).extend(bins)
             self._there |= 1 << room

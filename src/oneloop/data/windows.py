@@ -48,7 +48,6 @@ class Windows:
         self._layouts: dict[int, _Layout] = {}
 
     def __getitem__(self, window: slice) -> Places:
-        """Epochs and sample indices of the positions ``start:stop``, each of shape (stop - start,)."""
         return self.at(positions_of(window))
 
     def at(self, positions: NDArray[np.int64]) -> Places:

@@ -68,7 +68,6 @@ class Advice:
         return diagnosis(shares, **self._about)
 
     def __call__(self, shares: Callable[[], Mapping[str, float]]) -> list[str]:
-        """What is to be said now, if anything."""
         self._after -= 1
         now = time.monotonic()
         if self._after >= 0 or now - self._looked < self._interval:

@@ -197,7 +197,6 @@ class Meter:
 
 
 def _in_order(values: list[float]) -> float:
-    """Their sum, added from the left: the built-in ``sum`` compensates since Python 3.12, and would add otherwise."""
     total = 0.0
     for value in values:
         total += value

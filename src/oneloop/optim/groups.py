@@ -57,7 +57,6 @@ def chosen(model: nn.Module, rules: Settings) -> tuple[dict[str, dict[str, Any]]
 
 
 def _some(names: Iterable[str]) -> str:
-    """Parameters by their modules, a few of them."""
     tops = list(dict.fromkeys(".".join(name.split(".")[:2]) for name in names))
     return ", ".join(tops[:12]) + (", …" if len(tops) > 12 else "")
 

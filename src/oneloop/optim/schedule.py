@@ -67,7 +67,6 @@ class LearningRate:
     options: Mapping[str, Any]
 
     def __call__(self, step: int, *, reductions: int = 0) -> float:
-        """Linear warm-up to the peak, then the schedule."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         state = {"reductions": reductions} if self.follows_evaluation else {}

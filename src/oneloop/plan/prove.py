@@ -97,7 +97,6 @@ class _Proof:
         self.about = {"recipe": self.recipe.name, "layout": layout, "steps": own.steps, "notes": self.notes}
 
     def found(self) -> dict[str, Any]:
-        """Run, compare, and return what was found."""
         machine, keys = self.recipe.machine, {"machine.matmul": "highest"}
         if self.recipe.batch.grain:
             layout, reference = self._run("layout", self.layout, {}), self._run("reference", self.single, {})
@@ -114,7 +113,6 @@ class _Proof:
         return found
 
     def _compared(self, keys: Mapping[str, Any], dtype: str, again: str = "") -> dict[str, Any]:
-        """The layout against one process; the control is one process with the micro-batch of the layout."""
         size, each = self.split.size, self.split.each
         if self.recipe.batch.micro != each and each % 2 == 0:
             each //= 2  # so that the layout accumulates gradients, too
@@ -133,7 +131,6 @@ class _Proof:
         return found
 
     def _run(self, name: str, options: Sequence[str], keys: Mapping[str, Any]) -> Path:
-        """Train, and return the run's folder."""
         folder = self.scratch / f"{name}-{keys.get('machine.dtype', '')}"
         print(f"oneloop prove: {name} …", file=sys.stderr, flush=True)
         words = [*options, *self.training, *typed({**_KEYS, **keys, "run.dir": str(folder)})]
@@ -214,7 +211,6 @@ def _verdict(parted: Parting | None, same: str) -> dict[str, Any]:
 
 
 def _lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """The verdict for the terminal."""
     verdict, layout = found["verdict"], found["layout"]
     numbers = f"{found['steps']} steps in {found.get('dtype')}"
     if "weights" in found:

@@ -98,7 +98,6 @@ def _sized(runner: Runner, seconds: float, batch: int) -> tuple[int, Machine]:
 
 
 def _chosen(recipe: Recipe, machine: Machine, named: Sequence[Technique]) -> tuple[list[_Tried], dict[str, str]]:
-    """What can be tried; and of what was named and cannot, why."""
     tried: list[_Tried] = []
     refused: dict[str, str] = {}
     for technique in named or TECHNIQUES:
@@ -111,7 +110,6 @@ def _chosen(recipe: Recipe, machine: Machine, named: Sequence[Technique]) -> tup
 
 
 def _compared(runner: Runner, base: Keys, tried: Sequence[_Tried]) -> tuple[dict[str, str], dict[str, str]]:
-    """Whether each changes the weights after the same few steps; and what is wrong with those that do not run."""
     plain = runner(base, steps=_SAME_STEPS, warm=0, weights=True)
     if plain.fault or plain.weights is None:
         raise BadInput(f"the recipe does not train without any technique: {plain.fault}")
@@ -169,7 +167,6 @@ def _row(one: _Tried, runs: Mapping[str, list[Measured]], same: str) -> dict[str
 
 
 def _ratios(runs: Sequence[Measured], others: Sequence[Measured]) -> dict[str, float]:
-    """Of their rates, round by round; a round in which one failed is left out."""
     pairs = zip(runs, others, strict=True)
     return _figure([a.rate / b.rate for a, b in pairs if not a.fault and not b.fault])
 

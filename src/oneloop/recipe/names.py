@@ -154,7 +154,6 @@ def same_thing(old: str, new: str) -> bool:
 
 
 def _last_two(name: str) -> list[str]:
-    """Module and name."""
     file, _, attribute = name.rpartition(":")
     return [Path(file).stem, attribute] if file else name.split(".")[-2:]
 
@@ -216,13 +215,11 @@ def _look_here() -> None:
 
 
 def _has(module: ModuleType) -> str:
-    """The classes and functions that a module defines itself."""
     own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
     return f"; it has {', '.join(own[:8])}" if own else ""
 
 
 def _task_like(chosen: Any) -> str:
-    """Why it is no task, as far as its class tells; some members may be set by ``__init__``."""
     members = ("model", "train_set", "eval_sets", "collate", "weight", "loss")
     if not isinstance(chosen, type):
         return f"is a {type(chosen).__name__}, not a class"
@@ -231,7 +228,6 @@ def _task_like(chosen: Any) -> str:
 
 
 def _optimizer_like(chosen: Any) -> str:
-    """Why it makes no optimizer."""
     if isinstance(chosen, type):
         parents = [f"{parent.__module__}.{parent.__name__}" for parent in chosen.__mro__]
         return "" if "torch.optim.optimizer.Optimizer" in parents else "is a class that is no torch.optim.Optimizer"
@@ -243,7 +239,6 @@ def _optimizer_like(chosen: Any) -> str:
 
 
 def _schedule_like(chosen: Any) -> str:
-    """Why it is no schedule."""
     takes = _parameters(chosen)
     if takes is None:
         return f"is a {type(chosen).__name__}, not a function"

@@ -223,7 +223,6 @@ def _refuse_unknown(given: Mapping[str, Any], made: ArgumentParser) -> None:
 
 
 def _argument(key: str, value: Any, made: ArgumentParser) -> str:
-    """One ``--key=value`` for the parser."""
     kind = _types(made)[key]
     if value is None and key not in _nullable(made):
         if kind is not bool:

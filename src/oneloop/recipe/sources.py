@@ -122,7 +122,6 @@ def typed(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Classes by their path, durations and paths as text."""
     if isinstance(value, type) or callable(value):
         return path_of(value)
     if isinstance(value, Duration | Path):

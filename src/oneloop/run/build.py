@@ -75,7 +75,6 @@ def build_job(
 
 
 def _optimizer(recipe: Recipe, built: BuiltModel, model: nn.Module) -> Optimizer:
-    """The recipe's optimizer over the prepared model."""
     chosen = recipe.optimizer
     try:
         return build(
@@ -168,7 +167,6 @@ def peak(optimizer: OptimizerConfig, batch: int) -> float:
 
 
 def _emas(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:
-    """Arguments of each EMA, named after its kind if there are several."""
     ema = recipe.ema
     kinds: list[dict[str, Any]] = [
         {"half_life": half_life.samples(scale, total=total, key="ema.half_life"), "name": f"ema-{half_life.text}"}

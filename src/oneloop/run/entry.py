@@ -162,7 +162,6 @@ def _exits_are_errors() -> Iterator[None]:
 
 
 def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) -> None:
-    """What is left of a run: summary, page, and the last lines; nothing, where it did not begin."""
     if not folder.begun:
         folder.abandon()
         return

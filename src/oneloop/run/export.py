@@ -152,12 +152,10 @@ def _as_saved(model: nn.Module, checkpoint: Path) -> None:
 
 
 def _types_of(file: Path) -> dict[str, str]:
-    """Of the tensors in a safetensors file, by its own names of types."""
     return {name: about["dtype"] for name, about in header(file).items() if name != "__metadata__"}
 
 
 def _in_types(model: nn.Module, saved: Mapping[str, str], origin: Origin | None = None) -> None:
-    """Turns floating tensors into these types, in place."""
     if origin is not None:
         saved = {name: saved.get(origin.outside(name), "") for name in model.state_dict() if name not in origin.names}
     kinds = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -168,7 +166,6 @@ def _in_types(model: nn.Module, saved: Mapping[str, str], origin: Origin | None 
 
 @torch.no_grad()
 def _mix(checkpoint: Path, model: nn.Module, wanted: str) -> None:
-    """Post-hoc EMA (Karras et al. 2024): the mix of all saved averages up to this checkpoint."""
     try:
         sigma_rel = float(wanted.removeprefix("power:"))
         gamma(sigma_rel)

@@ -116,7 +116,6 @@ class Folder:
             return None
 
     def _recipe(self) -> dict[str, Any] | None:
-        """The recipe of the run that is here: of recipe.yaml, or of the newest good checkpoint."""
 
         def parsed(text: str) -> dict[str, Any]:
             content = yaml.safe_load(text)
@@ -129,7 +128,6 @@ class Folder:
         return self._saved_recipe()
 
     def _saved_recipe(self) -> dict[str, Any] | None:
-        """The recipe in the newest good checkpoint."""
         for path, wrong in self._store.newest_good():
             if not wrong:
                 recipe = json.loads((path / "state.json").read_text()).get("identity", {}).get("recipe")
@@ -196,7 +194,6 @@ class Folder:
                 folder.rmdir()  # where nothing else is in it
 
     def _refuse_too_little(self, need: int) -> None:
-        """Refuses a disk that the run would fill."""
         there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
         free = shutil.disk_usage(there).free
         if free < need:
@@ -207,7 +204,6 @@ class Folder:
             )
 
     def _remove(self, name: str) -> None:
-        """A file, or whatever else stands under its name."""
         path = self.path / name
         if path.is_dir() and not path.is_symlink():
             path.rename(path.with_name(f"bad-{name}-{time.time_ns()}"))
@@ -241,7 +237,6 @@ def _summary(text: str) -> dict[str, Any]:
 
 
 def _look_for(resume: str) -> None:
-    """Refuses a ``run.resume`` that is no checkpoint."""
     path = Path(resume).expanduser()
     if (path / "checkpoints").is_dir():
         names = ", ".join(one.name for one in Store(path / "checkpoints").sealed())

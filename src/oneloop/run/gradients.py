@@ -127,7 +127,6 @@ class Gradients:
 
 
 def _checks(job: Job, run: Run, model: nn.Module, seen: Rehearsal) -> Checks:
-    """The checks of every step."""
     asked = job.recipe.machine.find_unused_parameters
     able = search_unused(model)
     if asked and not able:

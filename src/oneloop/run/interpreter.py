@@ -70,7 +70,6 @@ def _precision(asked: str | None) -> str:
 
 @contextmanager
 def _switches() -> Iterator[None]:
-    """torch's, as they were."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     products, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
@@ -87,7 +86,6 @@ def _switches() -> Iterator[None]:
 
 @contextmanager
 def _random() -> Iterator[None]:
-    """The random generators of Python, numpy and torch, as they were."""
     python, arrays = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:

@@ -78,7 +78,6 @@ def build_model(recipe: Recipe, task: Task, split: Split, *, sharded: bool, devi
 
 
 def _made(recipe: Recipe, task: Task, *, sharded: bool) -> tuple[Any, list[str]]:
-    """What the task calls its model, and what there is to say of the host's memory."""
 
     def make() -> Any:
         torch.manual_seed(key(recipe.seed))
@@ -134,7 +133,6 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _refuse_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
-    """Refuses models that cannot be trained, or not be saved."""
     parameters = dict(model.named_parameters())
     if lazy := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
         raise ValueError(
@@ -184,7 +182,6 @@ def _unshardable(parameter: nn.Parameter) -> str:
 
 
 def _lay_out(model: nn.Module, recipe: Recipe, names: list[str], *, sharded: bool, device: str) -> list[str]:
-    """Memory layout, recompute and compile, in place; what there is to tell a person."""
     machine, notes = recipe.machine, []
     kind, share = parsed(machine.recompute)
     if machine.offload and device == "cpu":
@@ -215,7 +212,6 @@ def _lay_out(model: nn.Module, recipe: Recipe, names: list[str], *, sharded: boo
 
 
 def _refuse_inexact(recipe: Recipe, model: nn.Module, split: Split) -> None:
-    """Refuses what would not be exact with this model and this split."""
     if split.grain and any(parameter.is_complex() for parameter in model.parameters() if parameter.requires_grad):
         raise ValueError(
             f"batch.grain {split.grain} asks for the same bits on any number of processes, and sums of complex"

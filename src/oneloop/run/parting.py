@@ -67,7 +67,6 @@ def parting(one: Path, other: Path) -> tuple[Parting | None, list[str]]:
 
 
 def _log(folder: Path) -> dict[int, Mapping[str, Any]]:
-    """The lines with hashes by step; of a step that was made again after a rewind the last."""
     try:
         text = (folder / "metrics.jsonl").read_text(errors="replace")
     except OSError as error:

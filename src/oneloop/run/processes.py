@@ -130,7 +130,6 @@ def start(
 
 
 def _sharding(state: PartialState, precision: str, *, exact: bool) -> FullyShardedDataParallelPlugin:
-    """FSDP2, on a CPU too."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if state.distributed_type == DistributedType.NO:
@@ -143,7 +142,6 @@ def _sharding(state: PartialState, precision: str, *, exact: bool) -> FullyShard
 
 
 def _refuse_strategy(*, sharding: bool) -> None:
-    """Refuses what accelerate was set to that is not one process, DDP or FSDP2."""
     for name in ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "FSDP_MIN_NUM_PARAMS", *_AXES):
         if not os.environ.get(name, "0").isdigit():
             raise BadInput(f"{name} must be a whole number, got {os.environ[name]!r}; correct accelerate's config file")
@@ -167,7 +165,6 @@ def _refuse_strategy(*, sharding: bool) -> None:
 
 
 def _refuse_inexact(precision: str, device: torch.device | None) -> None:
-    """Refuses what ``batch.grain`` does not go with."""
     asked = "batch.grain asks for the same bits on any number of processes, and"
     if int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1)) > 1:
         raise BadInput(

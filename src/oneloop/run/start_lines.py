@@ -81,7 +81,6 @@ def start_lines(
 
 
 def _promise(job: Job, run: Run, model: nn.Module, seen: Rehearsal) -> str:
-    """How exact this run is, by what its model and its loss do."""
     if job.exact:
         leaves, about = job.split.size // job.split.each, computed_by(job.recipe, run.device)
         return (

@@ -113,7 +113,6 @@ class State(RunState):
         return book
 
     def _hold(self, job: Job, run: Run, folder: Folder) -> None:
-        """Take the folder for this run, on rank 0."""
         save = job.recipe.save
         once, each = self.size(job.optimizer_share, getattr(job.task, "origin", None))  # collective under FSDP2
         with run.setting_up():

@@ -91,7 +91,6 @@ def _trusted(name: str, run: Path) -> str:
 
 
 def _recorded(run: Path) -> dict[str, Any]:
-    """What environment.json says."""
     try:
         about = json.loads((run / "environment.json").read_text())
     except (OSError, ValueError):
@@ -147,7 +146,6 @@ def trained(
 
 
 def _stands_on_another(chosen: Path) -> bool:
-    """Whether a checkpoint, or ``final/``, only names its frozen parameters."""
     return "base" in read_manifest(chosen)["about"] if chosen.name == FINAL else origin_of(chosen) is not None
 
 

@@ -171,13 +171,11 @@ def _refuse_notebook(recipe: Recipe) -> None:
 
 
 def _everyone(run: Run, answered: bool, failed: bool) -> tuple[bool, bool]:
-    """Whether all ranks have an answer, and whether any has failed."""
     missing, bad = run.largest(float(not answered), float(failed))
     return not missing, bool(bad)
 
 
 def _port(run: Run) -> str:
-    """A free port of rank 0's machine, the same on all ranks."""
     port = None
     if run.main:
         with socket.socket() as probe:

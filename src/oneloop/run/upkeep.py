@@ -65,7 +65,6 @@ class Upkeep:
         return "eval" not in due or self.validate()
 
     def _log(self, lr: float, total: float) -> None:
-        """Write the metrics since the last log (host sync)."""
         job, state, gradients = self._job, self._state, self._gradients
         epoch = state.count.samples / len(job.train_set)
         figures = {"train/lr": lr, **state.meter.read(), "train/epoch": epoch}

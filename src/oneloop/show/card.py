@@ -99,7 +99,6 @@ def _results(figures: Mapping[str, float]) -> str:
 
 
 def _content(record: Record, base: str | None, about: Mapping[str, Any]) -> str:
-    """What tells data and base from any other."""
     rows = []
     for part, told in record.environment.get("data", {}).items():
         if isinstance(told, Mapping):
@@ -122,7 +121,6 @@ def _short(value: Any) -> str:
 
 
 def _curves(record: Record) -> str:
-    """Losses over the steps, in letters."""
     charts = []
     for figure in ("train/loss", "eval/loss"):
         for weights, curve in record.curves.get(figure, {}).items():

@@ -80,7 +80,6 @@ class Examples:
                 self._show(task, model, indices[start : start + micro], known, load)
 
     def _gathered(self, accelerator: Accelerator) -> dict[int, float]:
-        """The worst of all ranks, with their losses, the worst first."""
         losses = torch.full((self._most,), -torch.inf, device=accelerator.device)
         indices = torch.zeros(self._most, dtype=torch.int64, device=accelerator.device)
         if self._losses is not None and self._indices is not None:

@@ -75,7 +75,6 @@ class Lines:
             self._file = None
 
     def _opened(self) -> IO[bytes]:
-        """The file, to be read and written without a buffer."""
         if self._file is None:
             self._aside()
             self._file = self.path.open("r+b" if self.path.exists() else "w+b", buffering=0)

@@ -54,7 +54,6 @@ def beside(images: Sequence[Tensor]) -> Tensor:
 
 
 def _rgb(image: Tensor) -> Tensor:
-    """(3, height, width) from 0 to 1."""
     if image.ndim == 2 and not image.is_floating_point():
         classes = image.long().cpu() - min(0, int(image.min()))
         colours = [(0.0, 0.0, 0.0)] + [colorsys.hsv_to_rgb(0.618 * n % 1, 0.7, 0.95) for n in range(int(classes.max()))]

@@ -86,7 +86,6 @@ class Tracking:
                         self._draw(tracker.tracker, graph)
 
     def _started(self, name: str, project: str, first: int) -> Any:
-        """One of accelerate's trackers. Not by ``init_trackers``: there one that fails keeps the next from starting."""
         kind = LOGGER_TYPE_TO_CLASS[name]
         where = [self._accelerator.logging_dir] if kind.requires_logging_directory else []
         # TensorBoard hides what an earlier start wrote from this step on.
@@ -127,7 +126,6 @@ class Tracking:
                 self._lines.back_to(state, kept=b'"event"')
 
     def _go_on(self, resumed: Mapping[str, Any]) -> None:
-        """Looks at what an earlier start has left."""
         self._lines.back_to(resumed, kept=b'"event": "resume"')
         examples = self._folder / "examples.json"
         try:
@@ -202,7 +200,6 @@ class Tracking:
 
 
 def _read(place: Path) -> dict[str, Any]:
-    """What a file of JSON holds; nothing where it cannot be read."""
     try:
         return dict(json.loads(place.read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -210,7 +207,6 @@ def _read(place: Path) -> dict[str, Any]:
 
 
 def _give(tracker: Any, step: int, examples: Examples) -> None:
-    """Pictures to trackers that take pictures, texts to those that take texts or tables."""
     if hasattr(tracker, "log_images"):
         layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
         for name, picture in _pictures(examples).items():
@@ -232,7 +228,6 @@ def _pictures(examples: Examples) -> dict[str, NDArray[np.uint8]]:
 
 
 def _texts(examples: Examples) -> dict[str, str]:
-    """Texts by name, in Markdown; code blocks keep their lines."""
     texts = {}
     for sample in examples.samples:
         name = f"{'worst' if sample['worst'] else 'fixed'}/{sample['index']}"

@@ -69,7 +69,6 @@ def _spread(figure: Mapping[str, float]) -> str:
 
 
 def _number(value: float) -> float | None:
-    """As JSON can hold it: no bar where nothing was measured."""
     return None if math.isnan(value) else value
 
 

@@ -51,7 +51,6 @@ def stance() -> Stance:
 
 
 def _waits(file: str) -> bool:
-    """Whether code in this file waits for others when it does not get on."""
     if any(part in file for part in _OF_OTHERS):
         return True
     return file.startswith(_OURS) and not file.removeprefix(_OURS).lstrip("/").startswith(_DOING)

@@ -223,7 +223,6 @@ class Supervisor:
         self._leave(STOPPED)
 
     def _died(self) -> None:
-        """The training process has gone: as it has told, or by itself."""
         code = self.child.status
         assert code is not None
         if self._announced is not None:
@@ -259,7 +258,6 @@ class Supervisor:
         self._looked = time.monotonic()
 
     def _wreck(self) -> NoReturn:
-        """Ends all, and says why: the last word of the run."""
         cause = next((one for one in self._causes if not one.follows), self._causes[0])
         alone = self.peers.rank == 0 or not self.peers.together
         self.peers.tell(end=ERROR)

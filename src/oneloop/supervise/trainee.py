@@ -71,7 +71,6 @@ class Trainee:
             self._beat["since"] = 0.0
 
     def _stopped(self) -> tuple[bool, bool]:
-        """Whether it is stopped, and whether a debugger has it."""
         try:
             lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         except OSError:

@@ -51,7 +51,6 @@ def leave_stacks(folder: Path, stacks: Mapping[int, str]) -> None:
 
 
 def _within(seconds: float, write: Callable[[], None]) -> bool:
-    """Whether it could be written in this time."""
     done = threading.Event()
 
     def tried() -> None:

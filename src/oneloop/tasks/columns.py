@@ -188,7 +188,6 @@ def _looked_through(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
 
 
 def _no_number(values: Any) -> int | None:
-    """Where the first stands that is none."""
     for at, value in enumerate(values.to_pylist()):
         try:
             finite = math.isfinite(float(value))

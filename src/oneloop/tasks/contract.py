@@ -258,7 +258,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """What a value is, in words."""
     if isinstance(value, Tensor):
         shape = "0-dim" if not value.ndim else f"of shape {tuple(value.shape)}"
         return f"a tensor {shape}, {str(value.dtype).removeprefix('torch.')}"

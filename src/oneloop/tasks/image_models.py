@@ -184,7 +184,6 @@ def _weights_of(name: str, model: nn.Module, pretrained: bool | str | None) -> d
 
 
 def _file(name: str, file: str, *, needed: bool = True) -> Path | None:
-    """A file of a folder, or of a hub repository."""
     try:
         found = fetched(name, file)
     except ValueError:

@@ -178,7 +178,6 @@ class _Collection:
 
 
 def _figures_of(name: str, metric: Any) -> Sequence[str]:
-    """A metric's name, or those that it gives its several figures."""
     empty = _of_nothing(metric)
     if isinstance(empty, Tensor) and empty.numel() != 1:
         raise ValueError(

@@ -86,7 +86,6 @@ _made: dict[Any, Callable[[Any], Tensor]] = {}
 def _pixels(
     size: int | None, mean: Sequence[float], std: Sequence[float], how: Augmentation
 ) -> Callable[[Any], Tensor]:
-    """torchvision's transforms of the pixels themselves."""
     if made := _made.get((size, mean, std, how)):
         return made
     from torchvision.transforms import v2

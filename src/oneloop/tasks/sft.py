@@ -143,7 +143,6 @@ class SFT(LanguageModel):
         return [first_columns(one, self._choices(one.columns), open_) for one in named]
 
     def _chat_of(self) -> Chat:
-        """The chat template; made where it is needed."""
         if self._chat is None:
             self._chat = Chat(self.tokenizer, self._template, day=self._day)
             self._of_data.append(self._chat.note)
@@ -151,7 +150,6 @@ class SFT(LanguageModel):
 
     @staticmethod
     def _choices(columns: Mapping[str, str], *, labelled: bool = True) -> list[dict[str, str]]:
-        """What a place's columns may be, the first that is there."""
         none = dict.fromkeys(columns, "")
         kinds = [("messages", "tools"), ("messages",), ("prompt", "completion", "tools"), ("prompt", "completion")]
         kinds += [] if labelled else [("prompt", "tools"), ("prompt",)]
@@ -187,7 +185,6 @@ class SFT(LanguageModel):
         return Packed(made, content) if self.packed and part == "train" else Padded(made, content)
 
     def _marked(self, sample: NDArray[np.int32]) -> str:
-        """A sample, what is trained in it marked."""
         pieces, before = list[str](), False
         tokens = sample.tolist()
         for token in [*tokens, None]:

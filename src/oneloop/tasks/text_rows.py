@@ -72,7 +72,6 @@ class TextRows(Task):
         self.notes = self._of_data = notes_of(sources)
 
     def _samples(self, sources: Sequence[Source], *, labelled: bool = True) -> dict[str, Any]:
-        """Check the rows, and return their samples by part. Without labels every target is 0."""
         self._check(sources)
         numbers = self._numbers(sources) if labelled else {source.name: int for source in sources}
         return sets_of(sources, lambda source: self._sample(source, numbers[source.name]))

@@ -152,7 +152,6 @@ class _Kept:
         self.calls.append(_moved((given, named), torch.device("cpu")))
 
     def give(self, device: torch.device) -> None:
-        """Every rank must get here."""
         from accelerate.utils import gather_object
 
         self._metric.distributed_available_fn = lambda: False  # it has all

@@ -218,7 +218,6 @@ def _by_datasets(there: Found, files: Sequence[Path], draft: Path) -> None:
 
 
 def _reason(error: BaseException, root: Path) -> str:
-    """The innermost cause: what the reader found wrong."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{root} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}"

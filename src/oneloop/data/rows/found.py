@@ -86,7 +86,6 @@ def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: boo
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """All files below a folder but hidden ones."""
     seen = set()
     for folder, inside, names in os.walk(root, followlinks=True, onerror=_refuse):
         if (real := os.path.realpath(folder)) in seen:

@@ -35,7 +35,6 @@ def metadata_of(there: Found) -> list[Path]:
 
 
 def _metadata_files(there: Found) -> dict[Path, Path]:
-    """By the folder that they are in."""
     folders = {there.root, *(folder for file in there.files for folder in file.relative_to(there.root).parents)}
     places = sorted({there.root / folder for folder in folders} if there.root.is_dir() else ())
     return {folder: folder / name for folder in places for name in METADATA if (folder / name).is_file()}
@@ -58,7 +57,6 @@ def _described(metadata: Path) -> Mapping[Path, dict[str, Any]]:
 
 
 def _about(file: Path, described: Mapping[Path, Mapping[Path, dict[str, Any]]]) -> dict[str, Any]:
-    """What the nearest metadata file says of an image."""
     for folder in file.parents:
         if file in described.get(folder, {}):
             return described[folder][file]

@@ -161,7 +161,6 @@ class Parquet:
         return range(int(self._firsts[group]), self._length if last else int(self._firsts[group + 1]))
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Group and row in it."""
         if not 0 <= index < self._length:
             raise IndexError(index)
         group = int(np.searchsorted(self._firsts, index, side="right")) - 1
@@ -249,7 +248,6 @@ class Parquet:
 
 
 def _types(schema: Any, columns: Sequence[str], file: Path) -> dict[str, Any]:
-    """What the columns hold, as ``datasets`` has it."""
     import pyarrow
     from datasets import Features
 

@@ -181,7 +181,6 @@ def _about(run: Record, *, several: bool) -> str:
 
 
 def _command(environment: Mapping[str, Any]) -> str:
-    """What to type to repeat the run, on as many processes."""
     words = [str(word) for word in _list(environment.get("command"))[1:]]
     if "--run.dir" in words[:-1]:  # a finished run's folder would not take another
         at = words.index("--run.dir") + 1
@@ -204,7 +203,6 @@ def _list(value: Any) -> list[Any]:
 
 
 def _region(name: str, table: str) -> str:
-    """A table that scrolls by itself, also with the keyboard."""
     return f'<div class="wide" role="region" aria-label="{_safe(name)}" tabindex="0">{table}</div>'
 
 

@@ -117,7 +117,6 @@ def _written(sample: Mapping[str, Any]) -> str:
 
 
 def _earlier(given: Any) -> str:
-    """What the model wrote there before."""
     lines = "".join(f"<li>step {_safe(step)}: <code>{_safe(text)}</code></li>" for step, text in _pairs(given))
     return f"<details><summary>As training went on</summary><ul>{lines}</ul></details>" if lines else ""
 

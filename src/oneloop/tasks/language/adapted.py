@@ -73,7 +73,6 @@ def put_on(model: nn.Module, wanted: Adapters, *, seen: object = None) -> tuple[
 
 
 def _frozen(model: nn.Module) -> frozenset[str]:
-    """Names of the model's own parameters, and of what belongs to those in 4 bits."""
     own = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return frozenset(model.state_dict().keys() - own - {name for name, _ in model.named_buffers()})
 
@@ -86,7 +85,6 @@ def _in_bits(settings: LoRA) -> str:
 
 
 def _linear(model: nn.Module) -> list[str]:
-    """Names of the linear layers, the output layer and embeddings left out."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     kinds = ("Conv1D", "Linear4bit")
     return [
@@ -101,7 +99,6 @@ def _matches(name: str, end: str) -> bool:
 
 
 def _targets(model: nn.Module, targets: str | Sequence[str]) -> list[str]:
-    """The layers that get adapters."""
     linear = _linear(model)
     if isinstance(targets, str):
         return linear

@@ -214,5 +214,4 @@ def _try(model: nn.Module, own: Tensor, *, packed: bool) -> None:
 
 
 def _near(one: Tensor, other: Tensor, tolerance: float = 1e-4) -> bool:
-    """But for rounding: little where the shapes are the same, and only experts sort the tokens otherwise."""
     return bool((one - other).abs().max() <= tolerance * other.abs().max())

@@ -174,7 +174,6 @@ class Chat:
         return kept
 
     def _check_marks(self) -> None:
-        """Raise ValueError if the marks are not where the assistant speaks."""
         try:
             text, said = self._rendered(_PROBE, None, marks=True)
         except ValueError:

@@ -108,7 +108,6 @@ def _message(given: Any, number: int, *, exact: bool) -> dict[str, Any]:
 
 
 def _text(content: Any, number: int) -> str:
-    """A content as text; of several parts they follow one another."""
     if isinstance(content, str):
         return content
     for part in content if isinstance(content, list) else [content]:

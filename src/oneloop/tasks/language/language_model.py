@@ -95,7 +95,6 @@ class LanguageModel(Task):
         return (batch["target"] != IGNORE).sum()
 
     def _given(self, batch: dict[str, Tensor]) -> dict[str, Any]:
-        """What the model reads."""
         given: dict[str, Any] = {"input_ids": batch["input"], "use_cache": False}
         if "document" in batch:
             mask = borders(batch["document"], batch["cuts"])

@@ -134,7 +134,6 @@ _USUAL |= {"megatron_core": ("megatron.core",), "qalora_group_size": (16,)}
 
 
 def _read(folder: Path, model: str) -> tuple[str, LoRA]:
-    """The model that adapters are of, and what they are."""
     from safetensors import SafetensorError, safe_open
 
     try:

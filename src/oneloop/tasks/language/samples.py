@@ -92,7 +92,6 @@ def spans(texts: Ragged, length: int, overlong: Overlong) -> Spans:
 
 
 def _nothing(texts: Ragged, made: Spans, overlong: Overlong) -> str:
-    """What is wrong, and what to do, where no sample is left."""
     trained = np.flatnonzero(np.asarray(texts.values) >= 0)
     if not len(trained):
         return f"none of {made.whole:,} texts holds a token to be trained: no assistant speaks, nothing is completed"
@@ -109,7 +108,6 @@ def _nothing(texts: Ragged, made: Spans, overlong: Overlong) -> str:
 
 
 def _targets(values: NDArray[np.int32], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many targets each span has; its first token is none."""
     found = np.zeros(len(starts), dtype=np.int64)
     some = np.flatnonzero(stops - starts > 1)
     if len(some):
