@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -50,26 +49,32 @@ def commands(folder: str) -> dict[str, tuple[list[str], str]]:
             [*train, "digits", "--debug.dry_run", "--run.dir", f"{folder}/run", "--run.resume", "auto"],
             "these and one AdamW",
         ),
+        "a run of digits, 50 steps": (
+            [*train, "digits", "--duration", "50", "--run.dir", f"{folder}/trained", "--track", "[]"],
+            "these and one AdamW",
+        ),
     }
 
 
 def against(other: Path, folder: str) -> dict[str, tuple[list[str], str]]:
     """Commands of this checkout, each next to the same command of the other checkout and, as a control, repeated."""
-    whole = {name: command for name, (command, _) in commands(folder).items() if "train" in name or "dry" in name}
     there = ["env", f"PYTHONPATH={other.resolve() / 'src'}"]
     made: dict[str, tuple[list[str], str]] = {}
-    for name, command in whole.items():
-        made[f"{name}, the other"] = ([*there, *command], "")
-        made[name] = (command, f"{name}, the other")
-        made[f"{name}, the other again (control)"] = ([*there, *command], f"{name}, the other")
+    for turn, (suffix, prefix) in enumerate(
+        {", the other": there, "": [], ", the other again (control)": there}.items()
+    ):
+        for name, (command, _) in commands(f"{folder}/{turn}").items():
+            if "train" in name or "run" in name:
+                made[name + suffix] = ([*prefix, *command], f"{name}, the other" if turn else "")
     return made
 
 
-def cpu_seconds(command: list[str], folder: str) -> float:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder, check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+def cost(command: list[str], folder: str) -> tuple[float, float]:
+    """CPU seconds (user and system) and the most memory (MB) of a process with its children."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder) as process:
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    return used.ru_utime + used.ru_stime, used.ru_maxrss / 1e3
 
 
 def main() -> None:
@@ -80,12 +85,14 @@ def main() -> None:
     timed = partial(against, given.against) if given.against else commands
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     seconds: dict[str, list[float]] = {}
+    memory: dict[str, list[float]] = {}
     for turn in range(given.rounds + 1):
         with tempfile.TemporaryDirectory() as folder:
             for name, (command, _) in timed(folder).items():
-                took = cpu_seconds(command, folder)
+                took, held = cost(command, folder)
                 if turn:
                     seconds.setdefault(name, []).append(took)
+                    memory.setdefault(name, []).append(held)
     import torch
 
     print(f"# {date.today()}  {' '.join(['python', Path(sys.argv[0]).as_posix(), *sys.argv[1:]])}")
@@ -98,7 +105,7 @@ def main() -> None:
         ratio = statistics.median(a / b for a, b in zip(times, seconds[base], strict=True)) if base else 1.0
         print(
             f"{name:62} median {statistics.median(times):5.2f}   min {min(times):5.2f}   max {max(times):5.2f}"
-            + (f"   {ratio:.2f}x {base}" if base else "")
+            f"   {statistics.median(memory[name]):6.0f} MB" + (f"   {ratio:.2f}x {base}" if base else "")
         )
 
 
