@@ -29,7 +29,7 @@ import torch.multiprocessing as processes
 from torch import Tensor, nn
 
 from oneloop.basics.exact_sums import tree_sum
-from oneloop.basics.reseed import reseed
+from oneloop.basics.seeds import reseed
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.machine.reduction import Tree
 from oneloop.measure.fingerprint import fingerprint

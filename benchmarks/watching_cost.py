@@ -35,8 +35,8 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import nn
 
-from oneloop.machine.garbage import scheduled_garbage
-from oneloop.measure.diagnosis import Advice
+from oneloop.machine.switches import scheduled_garbage
+from oneloop.measure.clock import Advice
 from oneloop.measure.meter import Meter
 from oneloop.recipe.bookkeeping import LogConfig
 from oneloop.show import tracking as tracking_module

@@ -65,7 +65,7 @@ def rank_of(
     parent: int, rank: int, ranks: int, port: int, words: list[str], environment: dict[str, str], output: Path
 ) -> None:
     """One trainer; never returns."""
-    from oneloop.basics.orphans import die_with
+    from oneloop.basics.launcher import die_with
 
     die_with(parent)
     os.environ.update(environment)

@@ -212,9 +212,8 @@ def test_policy_and_guard_skip_in_a_plain_loop():
 def test_replica_check_garbage_and_switches_in_a_plain_loop():
     import gc
 
-    from oneloop.machine.garbage import scheduled_garbage
     from oneloop.machine.replicas import check_replicas
-    from oneloop.machine.switches import channels_last, float32_products
+    from oneloop.machine.switches import channels_last, float32_products, scheduled_garbage
 
     accelerator = Accelerator()
     float32_products("highest")
@@ -273,7 +272,7 @@ def test_a_loss_without_logits_in_a_plain_script():
 
 
 def test_meter_clock_and_profiling_in_a_plain_loop(tmp_path):
-    from oneloop.measure.diagnosis import diagnosis
+    from oneloop.measure.clock import diagnosis
     from oneloop.measure.meter import Meter
     from oneloop.measure.profiling import Profiling
 
@@ -299,7 +298,7 @@ def test_meter_clock_and_profiling_in_a_plain_loop(tmp_path):
 
 def test_contract_lines_and_sums_in_a_plain_script(tmp_path):
     from oneloop.basics.errors import BadInput
-    from oneloop.measure.sums import Sums
+    from oneloop.measure.meter import Sums
     from oneloop.show.lines import Lines
     from oneloop.tasks.contract import Contract
 

@@ -21,7 +21,7 @@ from oneloop.recipe.kinds import documented, wanted
 from oneloop.run.model import in_dtype
 from oneloop.show.runs import Curve, Follower, read_record
 from oneloop.tasks.causal_lm import CausalLM
-from oneloop.tasks.corpora import documents
+from oneloop.tasks.language.texts import documents
 from silent_cases import ALL, BASE
 from test_nothing_silent import here
 from tiny import Ragged

@@ -84,9 +84,9 @@ def test_imports_go_one_way():
     ("file", "line"),
     [
         ("optim/clip.py", "from oneloop.checkpoint.store import Keep"),  # a leaf another leaf
-        ("machine/garbage.py", "from oneloop.recipe.schema import Recipe"),  # a leaf the recipe
+        ("machine/switches.py", "from oneloop.recipe.schema import Recipe"),  # a leaf the recipe
         ("basics/files.py", "from oneloop import ema"),  # the bottom anything
-        ("run/book.py", "import oneloop.train"),  # the loop is imported by the command line only
+        ("run/counters.py", "import oneloop.train"),  # the loop is imported by the command line only
         ("ema.py", "def late():\n    from oneloop.show.runs import Record"),  # inside a function too
     ],
 )
@@ -195,7 +195,7 @@ PATHS = {  # of a thing through the files: in each, the words that lead to the n
     "a batch from disk to update": (
         6,
         [
-            ("tasks/packaged_images.py", "def __getitem__"),
+            ("tasks/pixels.py", "def __getitem__"),
             ("data/keyed.py", "class Batches"),
             ("data/groups.py", "Batches(samples, collate)", "\ndef groups("),
             ("run/steps.py", "return groups(", "class Steps"),

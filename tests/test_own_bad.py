@@ -12,9 +12,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from oneloop.data.rows.held_out import divided
 from oneloop.data.rows.ragged import ragged
 from oneloop.data.rows.rewrite import main as rewrite
+from oneloop.data.rows.rows import divided
 from oneloop.data.rows.sources import named_sources, opened
 from own_files import bulk, images, rows, write
 from worlds import run, train

@@ -177,7 +177,7 @@ def test_what_new_refuses(written, monkeypatch, capsys, words):
 
 
 def test_the_config_files_are_written_out(tmp_path, monkeypatch, capsys):
-    from oneloop.machine.configs import config_file, config_files
+    from oneloop.run.launch import config_file, config_files
 
     monkeypatch.chdir(tmp_path)
     assert cli.main(["new", "--configs"]) == 0 and cli.main(["new", "--configs", "mine"]) == 0

@@ -8,9 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from oneloop.data.bucketing import Bucketed
 from oneloop.data.order import Order
-from oneloop.data.packing import Bins, packed
+from oneloop.data.packing import Bins, Bucketed, packed
 from oneloop.data.split import Split
 
 

@@ -59,7 +59,7 @@ SGD = [
 
 @pytest.fixture
 def corpus(tmp_path):
-    from oneloop.tasks.corpora import stdlib
+    from oneloop.tasks.language.texts import stdlib
 
     (tmp_path / "corpus").mkdir()
     for number, document in enumerate(stdlib()[:120]):

@@ -167,7 +167,7 @@ def float_norm(words: list[str]) -> None:
 
 def seeded_by_rank(words: list[str]) -> None:
     """Dropout is a function of the rank and its micro-batch."""
-    from oneloop.basics.reseed import reseed
+    from oneloop.basics.seeds import reseed
     from oneloop.run.gradients import Gradients
 
     def by_rank(own: Gradients) -> None:

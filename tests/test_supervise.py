@@ -6,8 +6,7 @@ import pytest
 
 from oneloop.basics import beats
 from oneloop.basics.beats import ENDING, EVALUATION, SAVING, SET_UP, TRAINING, Beats
-from oneloop.supervise.cause import of_a_death
-from oneloop.supervise.judge import Standing, culprits, sentence
+from oneloop.supervise.watch import Standing, culprits, of_a_death, sentence
 
 
 def standing(rank: int, **about) -> Standing:

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from oneloop.measure.diagnosis import diagnosis
+from oneloop.measure.clock import diagnosis
 from oneloop.measure.meter import Meter
-from oneloop.measure.throughput import measured_peak, training_flops
+from oneloop.measure.throughput import measured_peak, training_flops, utilisation
 from oneloop.measure.update_ratio import UpdateRatio
-from oneloop.measure.utilisation import utilisation
 from oneloop.run.processes import start
 from oneloop.tasks.causal_lm import CausalLM
 from tiny import Ragged, Sequences

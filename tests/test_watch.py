@@ -14,7 +14,7 @@ from rich.console import Console
 
 from oneloop.basics.progress import tracked
 from oneloop.cli import main
-from oneloop.measure.diagnosis import Advice
+from oneloop.measure.clock import Advice
 from oneloop.show.display import Display
 from oneloop.show.live import view, watch
 from oneloop.show.runs import Follower

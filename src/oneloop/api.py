@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from oneloop.basics.errors import BadInput
-from oneloop.basics.orphans import die_with_launcher
+from oneloop.basics.launcher import die_with_launcher
 from oneloop.recipe.names import refuse_while_importing
 from oneloop.recipe.parse import recipe as recipe_of
 from oneloop.recipe.schema import Recipe

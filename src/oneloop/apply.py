@@ -11,15 +11,15 @@ from torch import nn
 
 from oneloop.basics import errors
 from oneloop.basics.errors import BadInput
-from oneloop.basics.orphans import die_with_launcher
-from oneloop.basics.plain_json import dumps
+from oneloop.basics.files import dumps
+from oneloop.basics.launcher import die_with_launcher
 from oneloop.basics.words import parsed
 from oneloop.evaluate import evaluate_all
 from oneloop.machine.switches import float32_products
 from oneloop.predict import ENDINGS, predictions, write
 from oneloop.run.early import is_main, refuse
-from oneloop.run.ending import leave
 from oneloop.run.processes import Run, start
+from oneloop.run.stopping import leave
 from oneloop.run.trained import Trained, recipe_of, trained
 from oneloop.tasks.base import check_sets
 

@@ -14,15 +14,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from oneloop.basics.errors import BAD_INPUT, ERROR, BadInput
-from oneloop.basics.text import printable
+from oneloop.basics.files import printable
 from oneloop.basics.words import parsed
-from oneloop.checkpoint.base import base_problems
 from oneloop.checkpoint.chosen import chosen_of
+from oneloop.checkpoint.frozen import base_problems
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
-from oneloop.machine.configs import config_files
+from oneloop.run.launch import config_files
 
-AFTER = ("evaluate", "predict")
-"""commands that run on many processes too, through launch"""
+AFTER = ("evaluate", "predict")  # commands that run on many processes too, through launch
 _USAGE = """usage: oneloop new FILE.py | --configs [DIR]
        oneloop launch [accelerate launch's options] RECIPE [--key value …]
        oneloop verify RUN [--same RUN]
@@ -222,7 +221,7 @@ def after(command: str, words: Sequence[str]) -> int:
 
 def worth(words: Sequence[str]) -> int:
     """Measures what techniques are worth."""
-    from oneloop.plan.command import worth as command
+    from oneloop.plan.worth import worth as command
 
     return command(words)
 

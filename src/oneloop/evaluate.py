@@ -15,10 +15,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from oneloop.basics.beats import BEATS, METRICS
-from oneloop.basics.buffers import share_buffers
 from oneloop.basics.progress import tracked
-from oneloop.basics.reseed import reseed
-from oneloop.basics.sharding import reshard
+from oneloop.basics.seeds import reseed
+from oneloop.basics.tensors import reshard, share_buffers
 from oneloop.data.groups import Batch, Weighed, loader, transferred
 from oneloop.data.keyed import Keyed, Place
 from oneloop.ema import EMA

@@ -19,10 +19,9 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from oneloop.basics.buffers import share_buffers
-from oneloop.basics.files import replacing
-from oneloop.basics.plain_json import dumps
+from oneloop.basics.files import dumps, replacing
 from oneloop.basics.progress import tracked
+from oneloop.basics.tensors import share_buffers
 from oneloop.data.groups import Weighed, loader, transferred
 from oneloop.data.keyed import Keyed
 from oneloop.evaluate import evaluating, share_of
@@ -30,8 +29,7 @@ from oneloop.tasks.base import Objective
 from oneloop.tasks.contract import named
 
 Columns = dict[str, list[Any]]
-_GROUP = 10_000
-"""rows of a row group"""
+_GROUP = 10_000  # rows of a row group
 
 
 def predictions(

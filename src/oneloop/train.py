@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from oneloop.ema import EMA
-from oneloop.machine.garbage import scheduled_garbage
+from oneloop.machine.switches import scheduled_garbage
 from oneloop.optim.build import set_lr
 from oneloop.optim.clip import clear_gradients, clip_
 from oneloop.optim.guard import Guard, contagious

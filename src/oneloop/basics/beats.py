@@ -17,28 +17,21 @@ EPOCH, METRICS = "training (new epoch)", "evaluation (metrics)"
 
 _FIRST = {SET_UP: 1800.0, ENDING: 1800.0, **dict.fromkeys((TRAINING, EPOCH, EVALUATION, METRICS, SAVING), 600.0)}
 """seconds without a sign of life, as long as nothing is known of what is usual (a first step compiles)"""
-_LEARNS = (TRAINING, EPOCH, EVALUATION)
-"""phases that consist of similar steps"""
-_WARM = 2
-"""steps of a phase that tell nothing of those that follow"""
+_LEARNS = (TRAINING, EPOCH, EVALUATION)  # phases that consist of similar steps
+_WARM = 2  # steps of a phase that tell nothing of those that follow
 _ENOUGH = 3
-_AT_LEAST = 9.0
-"""seconds that are waited beyond what was to be expected"""
+_AT_LEAST = 9.0  # seconds that are waited beyond what was to be expected
 
 
 class Beats:
     """The last sign of life of a process, and how long it usually takes from one to the next."""
 
     def __init__(self) -> None:
-        self.now_in = SET_UP
-        """the phase"""
-        self.count = 0
-        """signs of life so far"""
-        self.unit = ""
-        """number and name of the FSDP2 unit that ran last in this step"""
+        self.now_in = SET_UP  # the phase
+        self.count = 0  # signs of life so far
+        self.unit = ""  # number and name of the FSDP2 unit that ran last in this step
         self.last = monotonic()
-        self.changed: Callable[[], None] = lambda: None
-        """called at the beginning of every phase"""
+        self.changed: Callable[[], None] = lambda: None  # called at the beginning of every phase
         self._known: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=200))
         self._seen: defaultdict[str, int] = defaultdict(int)
         self._current = self._known[SET_UP]
@@ -91,5 +84,4 @@ class Beats:
         return usual[1] + patience * max(3 * usual[0], _AT_LEAST)
 
 
-BEATS = Beats()
-"""of this process"""
+BEATS = Beats()  # of this process

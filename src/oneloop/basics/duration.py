@@ -85,12 +85,9 @@ class Duration:
 class Scale:
     """What one step and one epoch hold."""
 
-    batch: int
-    """samples of one step, over all processes"""
-    epoch: int
-    """samples of one epoch"""
-    sample_tokens: float | None = None
-    """tokens of one sample, where all have the same number"""
+    batch: int  # samples of one step, over all processes
+    epoch: int  # samples of one epoch
+    sample_tokens: float | None = None  # tokens of one sample, where all have the same number
 
 
 def is_time(step: int, every: int, total: int) -> bool:

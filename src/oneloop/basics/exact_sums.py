@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_HALF = 15
-"""bits of a digit of a value whose square has digits of 30"""
+_HALF = 15  # bits of a digit of a value whose square has digits of 30
 _DIGITS = 3
 NOTHING = -60
 """number of the first digit where all is zero; below that of any value"""

@@ -1,11 +1,17 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, JSON that any reader accepts, and text for a terminal."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_64_hexdigest
 
 
 @contextmanager
@@ -28,3 +34,65 @@ def replacing(file: Path, *, shared: bool = False) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
         raise
     draft.replace(file)
+
+
+_plain = json.JSONEncoder(allow_nan=False).encode  # kept: json.dumps makes one at every call
+
+
+def dumps(content: Any, **how: Any) -> str:
+    """As :func:`json.dumps`; ``float`` reads what is written for NaN and Inf."""
+    try:
+        return json.dumps(content, allow_nan=False, **how) if how else _plain(content)
+    except ValueError:
+        return json.dumps(_finite(content), **how)
+
+
+def vouched(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The content with a checksum of itself, for a file that is read again: see :func:`intact`."""
+    return {**content, "checksum": _checksum(content)}
+
+
+def intact(content: Mapping[str, Any]) -> bool:
+    """Whether what :func:`vouched` was given is unchanged; without a checksum it is not."""
+    rest = {name: value for name, value in content.items() if name != "checksum"}
+    return bool(content.get("checksum") == _checksum(rest))
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return xxh3_64_hexdigest(dumps(json.loads(dumps(content)), sort_keys=True).encode())
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, float) and not math.isfinite(content):
+        return str(content)
+    if isinstance(content, Mapping):
+        return {name: _finite(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return content
+
+
+def printable(text: object) -> str:
+    """The text with control characters written out (``\\x1b``), so that it moves no cursor; line ends stay."""
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(
+        one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in shown
+    )
+
+
+def one_line(error: object) -> str:
+    """A message of several lines on one."""
+    return re.sub(r"\s*\n\s*", " ", str(error)).strip()
+
+
+def flattened(groups: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"seed": 0, "batch": {"size": 64}}`` as ``{"seed": 0, "batch.size": 64}``; one level, no further."""
+    flat: dict[str, Any] = {}
+    for group, value in groups.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{group}.{key}": inside for key, inside in value.items()}
+        else:
+            flat[str(group)] = value
+    return flat

@@ -1,4 +1,4 @@
-"""Where a model's frozen parameters were read from: a checkpoint names that, instead of holding them."""
+"""Base models: files of the Hugging Face hub or a folder, which a checkpoint names instead of holding them."""
 
 from __future__ import annotations
 
@@ -8,27 +8,55 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from oneloop.basics.hub import HUB
+HUB = "hf:"  # begins the name of a repository: ``hf:ID[@REVISION]``
+
+
+def place_of(name: str) -> tuple[str, str | None]:
+    """Folder or repository, and revision."""
+    if not name.startswith(HUB):
+        return str(Path(name).expanduser()), None
+    where, _, revision = name.removeprefix(HUB).partition("@")
+    return where, revision or None
+
+
+def fetched(name: str, file: str) -> Path | None:
+    """Return the path of a file of a folder or hub repository, None if it has no such file. Raises ValueError if the
+    repository does not exist or cannot be reached."""
+    where, revision = place_of(name)
+    if not name.startswith(HUB):
+        path = Path(where) / file
+        return path if path.is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(where, file, revision=revision))
+    except LocalEntryNotFoundError as error:
+        raise ValueError(f"{name!r} cannot be fetched: {_first(error)}") from error
+    except EntryNotFoundError:
+        return None
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ValueError(f"{name!r} cannot be fetched: {_first(error)}") from error
+
+
+def _first(error: Exception) -> str:
+    """What went wrong, without what a library advises."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or type(error).__name__
 
 
 @dataclass(frozen=True)
 class Origin:
     """A model of somebody's, on which a few parameters of a run's own stand."""
 
-    place: str
-    """for a person: a folder, or hf:ID"""
-    names: frozenset[str]
-    """what of the model's state was read from there"""
+    place: str  # for a person: a folder, or hf:ID
+    names: frozenset[str]  # what of the model's state was read from there
     look: Callable[[], dict[str, Any]]
     """tells what lies there from anything else: checksums of its files, or the hub's commit"""
-    file: str
-    """of the other weights, where they are taken elsewhere"""
-    outside: Callable[[str], str]
-    """the name in there of a tensor of the model"""
-    settings: Mapping[str, Any]
-    """what the other weights mean nothing without, by its names in adapter_config.json"""
-    seen: Callable[[], object] = lambda: None
-    """a quick look at what lies there, which changes where it is changed"""
+    file: str  # of the other weights, where they are taken elsewhere
+    outside: Callable[[str], str]  # the name in there of a tensor of the model
+    settings: Mapping[str, Any]  # what the other weights mean nothing without, by its names in adapter_config.json
+    seen: Callable[[], object] = lambda: None  # a quick look at what lies there, which changes where it is changed
 
     def __post_init__(self) -> None:
         self.__dict__["_first"] = self.seen()

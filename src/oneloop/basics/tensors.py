@@ -1,17 +1,33 @@
-"""What a tensor is called, and which part of it a rank holds, under every strategy."""
+"""Names and shards of tensors under DDP and FSDP2, and buffers that all ranks share."""
 
 from __future__ import annotations
 
 import math
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from oneloop.basics.names import bare_name
+_INSERTED = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name without what DDP, torch.compile and recompute put into it."""
+    name = name.removeprefix("module.")
+    for inserted in _INSERTED:
+        name = name.replace(inserted, "")
+    return name
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern takes the parameter of this name."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -55,3 +71,26 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
         for key, value in sorted(optimizer.state.get(parameter, {}).items())
         if isinstance(value, Tensor)
     }
+
+
+def reshard(model: nn.Module) -> None:
+    """Gives back what FSDP2 has gathered: a forward without a backward leaves the root whole. On all ranks alike."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def share_buffers(model: nn.Module) -> None:
+    """Copy rank 0's buffers to every rank, in one broadcast of their bytes. Collective. The model may be bare, DDP or
+    FSDP2."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    buffers = [buffer for buffer in model.buffers() if buffer.numel()]
+    if not buffers:
+        return
+    flat = [buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers]
+    joined = torch.cat(flat)
+    dist.broadcast(joined, src=0)
+    for buffer, got in zip(buffers, joined.split([len(own) for own in flat]), strict=True):
+        buffer.copy_(got.clone().view(buffer.dtype).view(buffer.shape))  # a copy is aligned for every type

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from oneloop.basics.errors import BadInput
-from oneloop.checkpoint.base import base_problems
+from oneloop.checkpoint.frozen import base_problems
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files, read_manifest, step_of
 
 FINAL = "final"

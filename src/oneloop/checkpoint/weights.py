@@ -16,14 +16,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from oneloop.basics.files import replacing
-from oneloop.basics.hub import HUB, fetched
-from oneloop.basics.names import matches
-from oneloop.basics.origin import Origin
+from oneloop.basics.origin import HUB, Origin, fetched
+from oneloop.basics.tensors import matches
 from oneloop.checkpoint.state import model_tensors
 from oneloop.checkpoint.store import MANIFEST, read_manifest
 
-_ADAPTERS = "adapter_model"
-"""peft's name of a file with adapters"""
+_ADAPTERS = "adapter_model"  # peft's name of a file with adapters
 _CONFIG = "adapter_config.json"
 
 
@@ -95,7 +93,7 @@ def load_weights(
         model: to load into.
         source: where from.
         weights: ``raw``, or the name of an average (``ema``).
-        leave_out: patterns of names that stay as they are, as of :func:`oneloop.basics.names.matches`.
+        leave_out: patterns of names that stay as they are, as of :func:`oneloop.basics.tensors.matches`.
         origin: of the model's frozen parameters, which stay as they are too.
 
     Returns:

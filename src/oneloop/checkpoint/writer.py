@@ -22,8 +22,7 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from oneloop.basics.orphans import die_with
-from oneloop.basics.stop_signals import on_stops
+from oneloop.basics.launcher import die_with, on_stops
 from oneloop.checkpoint.store import Keep, Store, flush, write_file
 
 _CHUNK = 1 << 22
@@ -33,27 +32,19 @@ _CHUNK = 1 << 22
 class SaveRequest:
     """What to write: all that a writer needs to know."""
 
-    root: str
-    """the run's checkpoints folder"""
+    root: str  # the run's checkpoints folder
     step: int
-    attempt: int
-    """how many saves were begun before; no two drafts share a name"""
+    attempt: int  # how many saves were begun before; no two drafts share a name
     rank: int
     ranks: int
-    header: str
-    """the safetensors header: name, type, shape and place of every tensor, as JSON"""
-    size: int
-    """bytes of tensor data"""
-    state: dict[str, Any] = field(default_factory=dict)
-    """what is no tensor; rank 0 writes it"""
-    about: dict[str, Any] = field(default_factory=dict)
-    """for the manifest"""
-    keep: dict[str, Any] = field(default_factory=dict)
-    """fields of :class:`Keep`"""
+    header: str  # the safetensors header: name, type, shape and place of every tensor, as JSON
+    size: int  # bytes of tensor data
+    state: dict[str, Any] = field(default_factory=dict)  # what is no tensor; rank 0 writes it
+    about: dict[str, Any] = field(default_factory=dict)  # for the manifest
+    keep: dict[str, Any] = field(default_factory=dict)  # fields of :class:`Keep`
     tensors: dict[str, Any] = field(default_factory=dict)
     """type and global shape of all tensors by name, for the manifest"""
-    flush: list[str] = field(default_factory=list)
-    """files beside it that have to be on disk before it is sealed"""
+    flush: list[str] = field(default_factory=list)  # files beside it that have to be on disk before it is sealed
 
 
 class Gone(Exception):

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from oneloop.basics.orphans import die_with
-from oneloop.basics.stop_signals import on_stops
+from oneloop.basics.launcher import die_with, on_stops
 from oneloop.data.keyed import Batches, Keyed, Place
 from oneloop.data.order import Ordered
 from oneloop.data.split import Split

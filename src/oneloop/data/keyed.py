@@ -38,10 +38,8 @@ class Keyed(Dataset[Any]):
 
     def __init__(self, dataset: Any, *, seed: int, name: str = "") -> None:
         self.dataset, self.seed, self.name = dataset, seed, name
-        self._at: Place | None = None
-        """the sample that is being loaded"""
-        self._draws = False
-        """whether it was seen to draw from Python's or numpy's generator"""
+        self._at: Place | None = None  # the sample that is being loaded
+        self._draws = False  # whether it was seen to draw from Python's or numpy's generator
         self._together: bool | None = None if hasattr(dataset, "__getitems__") else False
         """whether many are loaded at once; None: not tried yet"""
         self._epoch, self._prefix = -1, 0

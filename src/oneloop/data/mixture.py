@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from oneloop.data.order import Ordered, Places, order_of, positions_of
 
-_LONGEST = 100_000
-"""positions after which the row of sets repeats, at most"""
+_LONGEST = 100_000  # positions after which the row of sets repeats, at most
 
 
 class Mixture:

@@ -17,8 +17,7 @@ Places = tuple[NDArray[np.int64], NDArray[np.int64]]
 """epochs and sample indices"""
 
 _ROUNDS = 8
-_FEWEST_BITS = 6
-"""on fewer, neighbours come out related"""
+_FEWEST_BITS = 6  # on fewer, neighbours come out related
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:

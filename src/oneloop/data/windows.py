@@ -20,8 +20,7 @@ from oneloop.basics.seeds import GOLDEN
 from oneloop.data.order import Places, epoch_keys, permuted, positions_of
 
 _MOST_LANES = 64
-_FEWEST_GROUPS = 8
-"""of a window, where there are several lanes"""
+_FEWEST_GROUPS = 8  # of a window, where there are several lanes
 
 
 class Windows:
@@ -41,10 +40,8 @@ class Windows:
         self._firsts = np.cumsum(self.sizes) - self.sizes
         one = open_groups >= len(self.sizes)
         self.lanes = 1 if one else lanes(open_groups, batch)
-        self.window = len(self.sizes) if one else open_groups // self.lanes
-        """groups of a window"""
-        self.run = batch // self.lanes
-        """samples that come from one lane, one after another"""
+        self.window = len(self.sizes) if one else open_groups // self.lanes  # groups of a window
+        self.run = batch // self.lanes  # samples that come from one lane, one after another
         self._layouts: dict[int, _Layout] = {}
 
     def __getitem__(self, window: slice) -> Places:
@@ -110,14 +107,10 @@ class _Layout:
     """One epoch: the groups in their order, cut into lanes and windows."""
 
     groups: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    """of each group, in the row of all groups"""
-    starts: NDArray[np.int64]
-    """of each lane, in that row"""
-    missing: NDArray[np.int64]
-    """samples of the first round that each lane gave to the epoch before"""
-    edges: NDArray[np.int64]
-    """where the windows begin, and the end"""
+    ends: NDArray[np.int64]  # of each group, in the row of all groups
+    starts: NDArray[np.int64]  # of each lane, in that row
+    missing: NDArray[np.int64]  # samples of the first round that each lane gave to the epoch before
+    edges: NDArray[np.int64]  # where the windows begin, and the end
     phase: int
     key: np.uint64
 

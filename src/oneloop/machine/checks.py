@@ -22,12 +22,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from oneloop.basics.beats import BEATS
 from oneloop.basics.errors import Inexact
-from oneloop.basics.names import bare_name
-from oneloop.basics.tensors import as_real
+from oneloop.basics.tensors import as_real, bare_name
 
 SEARCH = "--machine.find_unused_parameters true"
-_MODULI = (1_048_573, 1_048_571)
-"""of two hashes, whose squares are exact in float64 when 4,096 ranks add them"""
+_MODULI = (1_048_573, 1_048_571)  # of two hashes, whose squares are exact in float64 when 4,096 ranks add them
 
 
 class Checks:
@@ -113,17 +111,13 @@ class Units:
 
     def __init__(self, model: nn.Module, *, state: Callable[[Tensor], Any] | None = None) -> None:
         self._state = state
-        self.parameters: list[nn.Parameter] = []
-        """the trained ones, sharded"""
-        self.used: list[bool] = []
-        """which of them took part in the loss since the last :meth:`hashes`, on this rank"""
-        self.calls: list[str] = []
-        """the units that ran since then"""
+        self.parameters: list[nn.Parameter] = []  # the trained ones, sharded
+        self.used: list[bool] = []  # which of them took part in the loss since the last :meth:`hashes`, on this rank
+        self.calls: list[str] = []  # the units that ran since then
         self.last: tuple[list[str], list[str]] = [], []
         """what the last :meth:`hashes` were made of: units, and unused parameters"""
         self._names: list[str] = []
-        self.closing = ExitStack()
-        """takes the hooks away"""
+        self.closing = ExitStack()  # takes the hooks away
         names = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
         units: list[tuple[str, Any]] = [(n, one) for n, one in model.named_modules() if isinstance(one, FSDPModule)]
         for name, module in units:

@@ -17,8 +17,7 @@ import torch
 from filelock import FileLock
 from torch import nn
 
-_ALIGNED = 64
-"""bytes"""
+_ALIGNED = 64  # bytes
 
 
 def local_processes() -> int:

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
+from oneloop.basics.launcher import die_with
 from oneloop.basics.memory import peak_memory
-from oneloop.basics.orphans import die_with
 
 Steps = Callable[[int], object]
 """makes whole training steps with this micro-batch"""

@@ -24,8 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.nn.parallel import DistributedDataParallel
 
 from oneloop.basics.exact_sums import tree_sum
-from oneloop.basics.names import bare_name
-from oneloop.basics.tensors import dense, local
+from oneloop.basics.tensors import bare_name, dense, local
 from oneloop.machine.checks import Checks, unreduced
 
 
@@ -104,8 +103,7 @@ class Tree(Reduction):
         super().__init__(model, accumulate=accumulate, checks=checks)
         self._parameters, self._place = parameters, {id(p): place for place, p in enumerate(parameters)}
         self._ranks = ranks
-        self._sums: list[tuple[int, list[Tensor | None]]] = []
-        """of 2^level leaves each, the largest first"""
+        self._sums: list[tuple[int, list[Tensor | None]]] = []  # of 2^level leaves each, the largest first
         self._under_way: list[tuple[Any, Tensor, Tensor, torch.futures.Future[Tensor]]] = []
         self._searching = bool(getattr(model, "find_unused_parameters", False))
         for module in model.modules():

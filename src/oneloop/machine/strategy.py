@@ -14,10 +14,9 @@ from accelerate.utils.modeling import get_mixed_precision_context_manager
 from torch import nn
 
 from oneloop.basics.errors import BadInput
-from oneloop.machine.randomness import has_batch_statistics
+from oneloop.machine.blocks import has_batch_statistics
 
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""accelerate's names of half precision"""
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # accelerate's names of half precision
 
 
 def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str] = ()) -> nn.Module:

@@ -1,7 +1,10 @@
-"""The small switches of a machine that articles list, each set once, before the model runs."""
+"""Settings of torch and Python for a run: precision of matrix products, memory format, garbage collection."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -58,3 +61,22 @@ def release_cache() -> None:
     """Gives the device's cached memory back; pays before work of other shapes (evaluation), never in the loop."""
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
+
+
+@contextmanager
+def scheduled_garbage(on: bool = True) -> Iterator[Callable[[], object]]:
+    """In here nothing is collected but by calling what is yielded; afterwards all is as before.
+
+    What exists at the start (modules, the model) is set aside for good: it is never looked through again.
+    """
+    before = gc.isenabled()
+    if on:
+        gc.freeze()
+        gc.disable()
+    try:
+        yield gc.collect if on else (lambda: None)
+    finally:
+        if on:
+            gc.unfreeze()
+            if before:
+                gc.enable()

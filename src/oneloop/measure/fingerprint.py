@@ -24,8 +24,7 @@ from oneloop.basics.seeds import GOLDEN, key
 from oneloop.basics.tensors import as_real, first_element, local
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_AT_ONCE = 1 << 20
-"""elements"""
+_AT_ONCE = 1 << 20  # elements
 
 
 @torch.no_grad()

@@ -1,10 +1,10 @@
-"""What a run does between two log steps, kept on the device; reading it is the one visible host sync."""
+"""Metrics of the training steps, summed on the device and read at a log line."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,45 @@ from torch import Tensor
 from oneloop.basics.exact_sums import rounded_sum
 from oneloop.basics.memory import peak_memory
 from oneloop.measure.clock import Clock
+from oneloop.measure.throughput import utilisation
 from oneloop.measure.update_ratio import ExactUpdateRatio, UpdateRatio
-from oneloop.measure.utilisation import utilisation
+
+
+class Sums:
+    """The summed loss, and the sums of named figures (0-dim outputs), each times the weight of its micro-batch.
+
+    ``apart`` keeps the sums of each micro-batch, to be added in an order that no split changes.
+    """
+
+    def __init__(self, names: Sequence[str] = (), *, apart: bool = False) -> None:
+        self._names, self._apart = names, apart
+        self.loss: Any = 0.0
+        """0-dim; apart (micro-batches,)"""
+        self.figures: Tensor | None = None
+        """one value for each name; apart (micro-batches, names)"""
+
+    def add(self, loss: Tensor, outputs: Mapping[str, Tensor], weight: float) -> None:
+        """Takes in one micro-batch; no host sync, and no work for the device beyond the sums.
+
+        The mean of a figure that is missing in one of them is NaN.
+        """
+        if self._apart:
+            self.loss = _with(self.loss, loss.detach())
+        else:
+            self.loss = self.loss + loss.detach()
+        if self._names:
+            wide = torch.float32 if loss.device.type == "mps" else torch.float64
+            nothing = loss.detach().new_full((), torch.nan)
+            mine = torch.stack([outputs.get(name, nothing).detach().to(wide) for name in self._names]) * weight
+            if self._apart:
+                self.figures = _with(self.figures, mine)
+            else:
+                self.figures = mine if self.figures is None else self.figures + mine
+
+
+def _with(rows: Any, row: Tensor) -> Tensor:
+    return torch.cat([rows, row[None]]) if torch.is_tensor(rows) else row[None]
+
 
 OWN_FIGURES = frozenset(
     f"train/{name}"
@@ -57,18 +94,15 @@ class Meter:
         self.clock = Clock(device)
         self._wide = torch.float32 if device.type == "mps" else torch.float64
         self._losses: list[Tensor] = []
-        self._chunks: list[Tensor] = []
-        """of very many losses a thousand at a time are put together"""
-        self._loss = 0.0
-        """this rank's sum up to the last save, where that was after the last read"""
+        self._chunks: list[Tensor] = []  # of very many losses a thousand at a time are put together
+        self._loss = 0.0  # this rank's sum up to the last save, where that was after the last read
         self._norm = torch.zeros((), device=device)
         self._names = tuple(figures)
         self._leaf, self._leaves = leaf, leaves
         shape = (len(self._names),) if leaf is None else (leaves, 1 + len(self._names))  # of a leaf its loss too
         self._figures = torch.zeros(shape, dtype=self._wide, device=device)
         self._weight = 0.0
-        self._timed_weight, self._timed_samples = 0.0, 0
-        """since the clock began: a resume brings no time with it"""
+        self._timed_weight, self._timed_samples = 0.0, 0  # since the clock began: a resume brings no time with it
         self._update = UpdateRatio(parameters) if leaf is None else ExactUpdateRatio(parameters)
 
     def before_update(self, measured: bool = True) -> None:

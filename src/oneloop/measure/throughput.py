@@ -1,17 +1,12 @@
-"""How much arithmetic a model is, and what share of the device's peak a run makes of it (MFU).
-
->>> flops = training_flops(model, loss, batch) / samples_in_batch
->>> flops * samples_per_second / peak_flops(device, torch.bfloat16)
-
-Counted by torch's own FlopCounterMode over a real forward and backward. Attention counts in full, also where it is
-causal (as in PaLM, Chowdhery et al. 2022, appendix B); what recompute does twice counts once.
-"""
+"""Floating-point operations of a step, what the device can do, and how busy it is."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -115,3 +110,30 @@ def measured_peak(device: torch.device, dtype: torch.dtype, *, side: int | None 
 def _wait(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def utilisation(device: torch.device) -> float:
+    """Share of the driver's last sampling period (at most a second) in which a kernel ran; NaN where unknown."""
+    handle = _handle(device)
+    if handle is None:
+        return math.nan
+    import pynvml
+
+    try:
+        return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
+    except pynvml.NVMLError:  # a slice of a device (MIG) does not say
+        return math.nan
+
+
+@cache
+def _handle(device: torch.device) -> Any:
+    """NVML's name for the device; None where there is none. By its UUID: CUDA_VISIBLE_DEVICES changes the numbers."""
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    except Exception:  # no NVML here: nothing to show, and nothing to stop for
+        return None

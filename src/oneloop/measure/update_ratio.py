@@ -14,8 +14,7 @@ from oneloop.basics.tensors import as_real, first_element, local
 
 _SAMPLED = 1 << 13
 """weights at most whose update is measured; of larger models a sample, which tells the ratio to about 1 %"""
-_RUN = 64
-"""weights that lie side by side are taken together: memory is read by lines"""
+_RUN = 64  # weights that lie side by side are taken together: memory is read by lines
 
 
 class UpdateRatio:
@@ -70,8 +69,7 @@ class ExactUpdateRatio:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         trained = list(parameters)
         stride = max(1, sum(parameter.numel() for parameter in trained) // _SAMPLED)
-        self._chosen: list[tuple[Tensor, Tensor]] = []
-        """this rank's part of a parameter, and the places in it"""
+        self._chosen: list[tuple[Tensor, Tensor]] = []  # this rank's part of a parameter, and the places in it
         offset = 0
         for parameter in trained:
             mine = as_real(local(parameter.detach()))
@@ -119,8 +117,7 @@ class _Sample:
         dtype = reduce(torch.promote_types, (run.dtype for run in runs), torch.float32)
         self._runs, self._counts = runs, torch.cat(counts).to(dtype)
         self._pair = self._counts.new_empty(2, self._counts.numel())
-        self._rows = [row.view(-1, runs[0].shape[1]) for row in self._pair]
-        """the weights afterwards, and those before"""
+        self._rows = [row.view(-1, runs[0].shape[1]) for row in self._pair]  # the weights afterwards, and those before
 
     def take(self, row: int) -> None:
         torch.cat(self._runs, out=self._rows[row])

@@ -19,8 +19,7 @@ _KEPT = ("exp_avg", "exp_avg_sq", "step")
 class _Lists:
     """What one group's kernel works on: each rank's own part of the parameters and of their state."""
 
-    parameters: list[Tensor]
-    """of the group, as they were given"""
+    parameters: list[Tensor]  # of the group, as they were given
     mine: list[Tensor]
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]

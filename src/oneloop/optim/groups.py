@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from oneloop.basics.names import matches
+from oneloop.basics.tensors import matches
 
 LR_FACTOR = "lr_factor"
 """the key of a parameter group under which stands what share of the learning rate it gets"""

@@ -77,8 +77,7 @@ class Guard:
         self._on_device = fused or hasattr(optimizer, "found_inf")
         self._total = total
         self._window = Window(policy.window, policy.sigma, device=device) if policy.sigma else None
-        self._bad = torch.zeros((), device=device)
-        """value of the step's :class:`Fault`"""
+        self._bad = torch.zeros((), device=device)  # value of the step's :class:`Fault`
         self._one = torch.ones((), device=device)
         self._told = _Copy(device)
         self._pending: tuple[Fault | None, Tensor, Tensor, float, Tensor | None] | None = None

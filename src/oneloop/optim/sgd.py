@@ -18,8 +18,7 @@ class SGD(torch.optim.SGD):
     ``found_inf``, a 0-dim tensor set before :meth:`step`, makes the step change nothing where it is 1.
     """
 
-    elementwise = False
-    """as :attr:`oneloop.optim.adamw.AdamW.elementwise`"""
+    elementwise = False  # as :attr:`oneloop.optim.adamw.AdamW.elementwise`
 
     def __init__(
         self, params: Any, *, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False

@@ -16,14 +16,12 @@ import yaml
 from torch import Tensor
 
 from oneloop.basics.errors import BAD_INPUT, DONE, ERROR, STOPPED, BadInput, at_least
-from oneloop.basics.plain_json import dumps
-from oneloop.basics.stop_signals import on_stops
-from oneloop.basics.text import printable
+from oneloop.basics.files import dumps, printable
+from oneloop.basics.launcher import on_stops
 from oneloop.data.split import Split
-from oneloop.machine.configs import config_file
 from oneloop.plan.techniques import words as typed
 from oneloop.recipe.parse import read
-from oneloop.run.launch import launch, launch_options
+from oneloop.run.launch import config_file, launch, launch_options
 from oneloop.run.parting import Parting, parting
 
 Start = Callable[[Sequence[str], int], int]

@@ -19,7 +19,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from oneloop.basics.orphans import die_with
+from oneloop.basics.launcher import die_with
 from oneloop.plan.techniques import PRECISION, words
 
 
@@ -27,16 +27,11 @@ from oneloop.plan.techniques import PRECISION, words
 class Measured:
     """What became of a short run."""
 
-    rate: float = 0.0
-    """samples per second, after the first steps"""
-    peak: float = 0.0
-    """MiB of memory that the process held at most: of the device, or of the host without one"""
-    fault: str = ""
-    """why there are no figures"""
-    facts: Mapping[str, Any] | None = None
-    """of the model and the machine, for :class:`oneloop.plan.techniques.Machine`"""
-    weights: Mapping[str, Tensor] | None = None
-    """at the end, where they were asked for"""
+    rate: float = 0.0  # samples per second, after the first steps
+    peak: float = 0.0  # MiB of memory that the process held at most: of the device, or of the host without one
+    fault: str = ""  # why there are no figures
+    facts: Mapping[str, Any] | None = None  # of the model and the machine, for :class:`oneloop.plan.techniques.Machine`
+    weights: Mapping[str, Tensor] | None = None  # at the end, where they were asked for
 
 
 class Runner:

@@ -9,10 +9,8 @@ from typing import Any
 
 from oneloop.recipe.schema import Recipe
 
-PRECISION = "mixed_precision"
-"""a key of accelerate's, not of the recipe: it goes through the environment"""
-DEFAULT = 8
-"""techniques that are tried unless others are named"""
+PRECISION = "mixed_precision"  # a key of accelerate's, not of the recipe: it goes through the environment
+DEFAULT = 8  # techniques that are tried unless others are named
 
 
 @dataclass(frozen=True)
@@ -21,8 +19,7 @@ class Machine:
 
     device: str
     cores: int
-    blocks: bool
-    """whether the model has blocks, for recompute and regional compile"""
+    blocks: bool  # whether the model has blocks, for recompute and regional compile
     convolutions: bool
 
 

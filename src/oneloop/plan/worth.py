@@ -1,9 +1,4 @@
-"""What each technique is worth on a recipe and a machine: short real runs, alternating, with it and without it.
-
-Each is tried alone (over a run with none of them) and on top of the others (over a run with all of them but this). In
-every round each of these runs is made once, in another order; ratios are taken round by round, so that a machine that
-slows down slows both sides. A run with none of them that is made twice a round is the control.
-"""
+"""``oneloop worth``: what each technique is worth on this recipe and machine."""
 
 from __future__ import annotations
 
@@ -13,19 +8,68 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from oneloop.basics.errors import BadInput
+from oneloop.basics.files import dumps, replacing
 from oneloop.plan.short_run import Measured, Runner
 from oneloop.plan.techniques import DEFAULT, TECHNIQUES, Keys, Machine, Technique
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
+from oneloop.show.worth import as_page, as_table, sentences
 
-_SAME_STEPS = 8
-"""after which weights are compared: rounding has not yet grown"""
+
+def worth(words: Sequence[str]) -> int:
+    """Run ``oneloop worth RECIPE …``: measure, print a table, write worth.json and worth.html; return the exit code.
+    Raises BadInput."""
+    own, training = {"--only": "", "--rounds": "5", "--seconds": "1", "--to": ""}, []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if name not in own:
+            training.append(word)
+        elif not equals and not rest:
+            raise BadInput(f"oneloop worth: {name} needs a value")
+        else:
+            own[name] = value if equals else rest.pop(0)
+    if read(training).batch.grain is not None:
+        raise BadInput("oneloop worth tries other ways to compute a recipe, and batch.grain fixes them; leave it out")
+    rounds, seconds = _number("--rounds", own["--rounds"], int), _number("--seconds", own["--seconds"], float)
+    results = measured(
+        training, only=[name for name in own["--only"].split(",") if name], rounds=int(rounds), seconds=seconds
+    )
+    folder = Path(own["--to"] or f"runs/worth-{results['recipe']}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, content in (("worth.json", dumps(results, indent=1) + "\n"), ("worth.html", as_page(results))):
+            with replacing(folder / file) as draft:
+                draft.write_text(content)
+    except OSError as error:
+        raise BadInput(f"--to {folder} cannot be written: {error.strerror}") from error
+    console = Console()
+    console.print(as_table(results))
+    for line in [*sentences(results), f"results in {folder}"]:
+        console.print(line, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _number(name: str, given: str, kind: Callable[[str], float]) -> float:
+    try:
+        number = kind(given)
+    except ValueError:
+        number = 0
+    if not number > 0:
+        raise BadInput(f"oneloop worth: {name} {given} is no number above 0")
+    return number
+
+
+_SAME_STEPS = 8  # after which weights are compared: rounding has not yet grown
 _ROUNDING = 1e-5
 _WARM = 4
 
@@ -37,7 +81,7 @@ class _Tried:
     off: Keys
 
 
-def worth(
+def measured(
     words: Sequence[str],
     *,
     only: Sequence[str] = (),

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from oneloop.basics.duration import Duration
-from oneloop.basics.mappings import flattened
+from oneloop.basics.files import flattened
 from oneloop.recipe.names import CHOICES, same_thing
 
-_MATHEMATICS = ("task", "seed", "duration", "init", "optimizer", "schedule", "ema", "guard")
-"""groups of keys"""
+_MATHEMATICS = ("task", "seed", "duration", "init", "optimizer", "schedule", "ema", "guard")  # groups of keys
 _MORE_MATHEMATICS = ("batch.size", "batch.grain", "debug.overfit")
 _NOT_MATHEMATICS = ("ema.device",)
 _PLACE = "task.data"

@@ -1,4 +1,4 @@
-"""What a key takes, in words, for error messages and --help; and which keys need a value of another key."""
+"""Which keys of a recipe have an effect together, and which batch.grain allows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from oneloop.basics.duration import Duration
 from oneloop.basics.errors import BadInput
+from oneloop.recipe.bookkeeping import EvalConfig, MachineConfig
+from oneloop.recipe.mathematics import OptimizerConfig
 
 _PLAIN: dict[Any, str] = {
     int: "a whole number (int)",
@@ -94,3 +96,29 @@ def without_effect(
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)
+
+
+_OPTIMIZERS = ("adamw", "sgd", "muon")  # whose update of an element depends on nothing else, or on the whole matrix
+
+
+def refuse_inexact(grain: int, evaluation: EvalConfig, optimizer: OptimizerConfig, machine: MachineConfig) -> None:
+    """Raise BadInput for a key that cannot be combined with ``batch.grain``, and say what to do."""
+    asked = f"batch.grain {grain} asks for the same bits on any number of processes, and"
+    if evaluation.micro not in (None, grain):
+        raise BadInput(
+            f"{asked} eval.micro {evaluation.micro} puts another number through the model at once; set eval.micro"
+            f" {grain}, or leave it out"
+        )
+    if optimizer.name not in _OPTIMIZERS:
+        what = (
+            "takes means over rows and columns" if optimizer.name == "adafactor" else "is not known to be elementwise"
+        )
+        raise BadInput(f"{asked} optimizer.name {optimizer.name} {what}; use {', '.join(_OPTIMIZERS)}")
+    if machine.compile == "whole":
+        raise BadInput(
+            f"{asked} machine.compile whole makes one graph of what DDP and FSDP2 cut into others; use regional"
+        )
+    if machine.channels_last is True:
+        raise BadInput(f"{asked} machine.channels_last true cannot be had under FSDP2; leave it out")
+    if machine.cudnn_benchmark:
+        raise BadInput(f"{asked} machine.cudnn_benchmark chooses algorithms by their time; leave it out")

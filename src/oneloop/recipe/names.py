@@ -31,10 +31,8 @@ CHOICES: dict[str, dict[str, str]] = {
 """what stands behind ``task.name``, ``optimizer.name`` and ``schedule.name``, by group"""
 
 
-_UNDER_WAY: list[str] = []
-"""what is being imported"""
-_READ: dict[Path, tuple[int, int]] = {}
-"""time and size of the files that were imported"""
+_UNDER_WAY: list[str] = []  # what is being imported
+_READ: dict[Path, tuple[int, int]] = {}  # time and size of the files that were imported
 
 
 def resolve(group: str, name: str) -> Callable[..., Any]:

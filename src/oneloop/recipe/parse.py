@@ -19,7 +19,7 @@ from jsonargparse.typing import register_type
 
 from oneloop.basics.duration import Duration
 from oneloop.basics.errors import BadInput
-from oneloop.basics.text import one_line
+from oneloop.basics.files import one_line
 from oneloop.recipe.kinds import documented, wanted, without_effect
 from oneloop.recipe.mathematics import OptimizerConfig, ScheduleConfig, TaskConfig
 from oneloop.recipe.names import resolve, suggestion

@@ -14,12 +14,13 @@ from oneloop.recipe.bookkeeping import (
     DebugConfig,
     EvalConfig,
     LogConfig,
+    MachineConfig,
     RunConfig,
     SaveConfig,
     StopConfig,
     WatchConfig,
 )
-from oneloop.recipe.machine import MachineConfig
+from oneloop.recipe.kinds import refuse_inexact
 from oneloop.recipe.mathematics import (
     BatchConfig,
     EmaConfig,
@@ -29,7 +30,6 @@ from oneloop.recipe.mathematics import (
     ScheduleConfig,
     TaskConfig,
 )
-from oneloop.recipe.same_bits import refuse_inexact
 
 GROUPS: dict[str, type] = {
     "task": TaskConfig,

@@ -13,8 +13,7 @@ import yaml
 
 from oneloop.basics.duration import Duration
 from oneloop.basics.errors import BadInput
-from oneloop.basics.mappings import flattened
-from oneloop.basics.text import one_line
+from oneloop.basics.files import flattened, one_line
 from oneloop.recipe.names import CHOICES, path_of, suggestion
 from oneloop.recipe.schema import GROUPS
 

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 
 from oneloop.basics.errors import BAD_INPUT, BadInput
-from oneloop.basics.text import printable
-from oneloop.run.ending import leave_at_once
+from oneloop.basics.files import printable
+from oneloop.run.stopping import leave_at_once
 
-_PATIENCE = 15.0
-"""seconds in which the others hear of what is wrong on one rank"""
+_PATIENCE = 15.0  # seconds in which the others hear of what is wrong on one rank
 
 
 class Agreement:

@@ -1,33 +1,29 @@
-"""The counters of a run: all that drives the order, the learning rate and the durations."""
+"""The counters of a run, and its log: each line starts with the counters."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from oneloop.show.display import Display
+from oneloop.show.examples import Examples
+from oneloop.show.tracking import Tracking
 
 
 @dataclass
 class Counters:
     """One counter, one meaning. ``position`` and ``samples`` part only by steps that were not taken."""
 
-    position: int = 0
-    """samples drawn from the order, skipped steps included; drives which samples come next"""
-    step: int = 0
-    """optimizer updates done"""
-    samples: int = 0
-    """samples trained on"""
-    weight: float = 0.0
-    """summed weight trained on: samples, or target tokens for text"""
-    reductions: int = 0
-    """times that the plateau schedule lowered the learning rate"""
-    waited: int = 0
-    """evaluations since the best one or the last reduction"""
-    seconds: float = 0.0
-    """spent on the run by earlier starts"""
-    evaluation_due: bool = False
-    """a stop came before the evaluation of this step was done"""
+    position: int = 0  # samples drawn from the order, skipped steps included; drives which samples come next
+    step: int = 0  # optimizer updates done
+    samples: int = 0  # samples trained on
+    weight: float = 0.0  # summed weight trained on: samples, or target tokens for text
+    reductions: int = 0  # times that the plateau schedule lowered the learning rate
+    waited: int = 0  # evaluations since the best one or the last reduction
+    seconds: float = 0.0  # spent on the run by earlier starts
+    evaluation_due: bool = False  # a stop came before the evaluation of this step was done
 
     @property
     def passed_over(self) -> int:
@@ -92,8 +88,7 @@ class Best:
 
     value: float | None = None
     step: int = 0
-    since: int = 0
-    """evaluations since the best one"""
+    since: int = 0  # evaluations since the best one
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -111,3 +106,58 @@ class Best:
         else:
             self.since += 1
         return better
+
+
+class Book:
+    """Lines for metrics.jsonl, the trackers and the terminal; ``unit`` is what the weight counts, samples or tokens.
+    ``resumed`` is whether the run continues a checkpoint of its own folder."""
+
+    def __init__(
+        self,
+        count: Counters,
+        results: Results,
+        tracking: Tracking,
+        display: Display,
+        *,
+        unit: str = "samples",
+        resumed: bool = False,
+    ) -> None:
+        self._count, self._results, self._tracking, self._display = count, results, tracking, display
+        self._unit, self.resumed = unit, resumed
+
+    def line(self, **figures: Any) -> dict[str, Any]:
+        """These figures, headed by the counters; what is given here again takes the counter's place."""
+        return {**self._count.figures(self._unit), **figures}
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Writes a line down."""
+        self._tracking.log(line)
+
+    def event(self, name: str) -> None:
+        """Writes down that something happened."""
+        self.write(self.line(event=name))
+
+    def log(self, figures: Mapping[str, float], remarks: Iterable[str], **more: str) -> None:
+        """Training figures, and what there is to say of them; ``more`` is written down only."""
+        self._results["train/loss"] = figures["train/loss"]
+        self.write(self.line(time=self._count.elapsed(), **figures, **more))
+        self._display.figures(self._count.step, figures, remarks)
+
+    def evaluated(
+        self,
+        by_weights: Mapping[str, Mapping[str, float]],
+        examples: Examples | None = None,
+        *,
+        of: int | None = None,
+    ) -> None:
+        """The results of an evaluation by the weights that were evaluated (``raw``, an average's name). At the end they
+        may be ``of`` an earlier step, the best: what was written down then is not written again."""
+        step = self._count.step if of is None else of
+        if examples is not None:
+            self._tracking.show(step, examples)
+        for weights, figures in by_weights.items():
+            self._results.take(figures, weights)
+            new = {name: value for name, value in figures.items() if of is None or name.startswith("test/")}
+            if new:
+                self.write(self.line(step=step, **new, weights=weights))
+            self._display.results(step, figures, weights)

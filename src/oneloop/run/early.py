@@ -9,11 +9,11 @@ from typing import NoReturn
 
 from oneloop.basics import errors
 from oneloop.basics.errors import BadInput
-from oneloop.basics.ranks import rank
-from oneloop.basics.text import printable
+from oneloop.basics.files import printable
+from oneloop.basics.launcher import rank
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
-from oneloop.run.ending import leave
+from oneloop.run.stopping import leave
 from oneloop.supervise.fork import open_streams, supervised
 from oneloop.supervise.link import LINK
 

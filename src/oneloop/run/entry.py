@@ -13,9 +13,8 @@ from typing import Any, NoReturn
 
 from oneloop.basics import errors
 from oneloop.basics.errors import BadInput, Diverged, StoppedEarly
-from oneloop.basics.plain_json import dumps, vouched
-from oneloop.basics.ranks import rank, ranks
-from oneloop.basics.text import printable
+from oneloop.basics.files import dumps, printable, vouched
+from oneloop.basics.launcher import rank, ranks
 from oneloop.data.groups import end_workers
 from oneloop.data.keyed import UnfitSample
 from oneloop.machine.micro_batch import is_out_of_memory
@@ -25,26 +24,23 @@ from oneloop.recipe.schema import Recipe
 from oneloop.run.agreement import where
 from oneloop.run.build import build_job
 from oneloop.run.early import is_main, read_once, refuse
-from oneloop.run.ending import leave, leave_at_once
 from oneloop.run.folder import Folder
 from oneloop.run.identity import another_file, source_changed
 from oneloop.run.job import Job
 from oneloop.run.processes import Run, start
 from oneloop.run.same import refuse_other_jobs
+from oneloop.run.stopping import leave, leave_at_once
 from oneloop.run.trial import explained, find_micro
 from oneloop.show.display import Display
 from oneloop.show.report.page import report
 from oneloop.show.tracking import check_trackers
-from oneloop.supervise.cause import stopped_early
 from oneloop.supervise.link import LINK
 from oneloop.supervise.peers import ADDRESS
+from oneloop.supervise.watch import stopped_early
 
-Ended = tuple[dict[str, Any], BaseException | None]
-"""the summary of a run, and what ended it, where that is an error"""
-Train = Callable[[Job, Run, Folder], dict[str, Any]]
-"""the loop: :func:`oneloop.train.train`"""
-_WATCHED = 10.0
-"""seconds in which a process that has told its fault is ended"""
+Ended = tuple[dict[str, Any], BaseException | None]  # the summary of a run, and what ended it, where that is an error
+Train = Callable[[Job, Run, Folder], dict[str, Any]]  # the loop: :func:`oneloop.train.train`
+_WATCHED = 10.0  # seconds in which a process that has told its fault is ended
 
 
 def main(train: Train, argv: Sequence[str]) -> NoReturn:

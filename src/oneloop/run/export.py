@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from oneloop.basics.origin import Origin
 from oneloop.basics.power_function import gamma, post_hoc
-from oneloop.checkpoint.base import FILE, base_of, origin_of
 from oneloop.checkpoint.chosen import FINAL
+from oneloop.checkpoint.frozen import FILE, base_of, origin_of
 from oneloop.checkpoint.headers import header
 from oneloop.checkpoint.state import load_tensors
 from oneloop.checkpoint.store import MANIFEST, Store, problems, read_manifest, vouch
@@ -24,8 +24,7 @@ from oneloop.ema import EMA
 from oneloop.machine.base import rounded
 from oneloop.tasks.base import Task
 
-TASK = "task"
-"""what a task's own state is called in a checkpoint, and (task.json) in ``final/``"""
+TASK = "task"  # what a task's own state is called in a checkpoint, and (task.json) in ``final/``
 
 
 def write_final(

@@ -16,8 +16,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from oneloop.basics.errors import BadInput
-from oneloop.basics.files import replacing
-from oneloop.basics.plain_json import dumps, intact
+from oneloop.basics.files import dumps, intact, replacing
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
 from oneloop.recipe.comparison import difference, goes_on, same_place
 
@@ -25,8 +24,7 @@ _OWN = {".lock", "owner.json", ".recipe.yaml.draft", ".environment.json.draft"}
 """what a start leaves that was killed before it had written its recipe"""
 
 
-_GROUPS = ("task", "batch", "schedule", "machine", "run")
-"""that each resolved recipe has"""
+_GROUPS = ("task", "batch", "schedule", "machine", "run")  # that each resolved recipe has
 _LEFT = _OWN | {
     *("recipe.yaml", "environment.json", "metrics.jsonl", "examples.json", "summary.json", "report.html"),
     *("checkpoints", "base", "tensorboard", "profile", "stacks", "STOP", "wandb", "mlruns"),
@@ -40,8 +38,7 @@ class Folder:
 
     def __init__(self, path: Path, *, say: Callable[[str], object] = print) -> None:
         self.path, self.say = path, say
-        self.begun = False
-        """whether a run is written here"""
+        self.begun = False  # whether a run is written here
         self._made: list[Path] = []
         self._lock = FileLock(path / ".lock", blocking=False)
         self._store = Store(path / "checkpoints")

@@ -20,16 +20,16 @@ from torch.optim import Optimizer
 
 from oneloop.basics.errors import BadInput
 from oneloop.basics.exact_sums import tree_sum
-from oneloop.basics.reseed import reseed
+from oneloop.basics.seeds import reseed
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint.state import model_tensors
 from oneloop.ema import EMA
+from oneloop.machine.blocks import has_batch_statistics
 from oneloop.machine.checks import Checks, search_unused
-from oneloop.machine.randomness import has_batch_statistics
 from oneloop.machine.reduction import Reduction, Tree
 from oneloop.measure.fingerprint import fingerprint
+from oneloop.measure.meter import Sums
 from oneloop.measure.noise_scale import Sensor
-from oneloop.measure.sums import Sums
 from oneloop.optim.clip import global_norm
 from oneloop.run.job import Job
 from oneloop.run.processes import Run
@@ -57,8 +57,7 @@ class Gradients:
             else Reduction(model, **how)
         )
         leaves = [split.leaf(run.rank, micro) for micro in range(split.accumulate)]
-        self._leaves = torch.tensor(leaves, device=run.device)
-        """this rank's, among those of a step"""
+        self._leaves = torch.tensor(leaves, device=run.device)  # this rank's, among those of a step
         self._position, self._micro, self._weight = 0, -1, 0.0
 
     @property

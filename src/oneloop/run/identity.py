@@ -13,10 +13,10 @@ import torch
 from torch.optim import Optimizer
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from oneloop.basics.names import bare_name
+from oneloop.basics.tensors import bare_name
 from oneloop.checkpoint.store import Store
 from oneloop.data.keyed import Keyed
-from oneloop.data.rows.changes import changes, fingerprint_of
+from oneloop.data.rows.cache import changes, fingerprint_of
 from oneloop.optim.groups import LR_FACTOR
 from oneloop.recipe.comparison import same_place
 from oneloop.recipe.names import CHOICES, resolve, source
@@ -26,10 +26,8 @@ from oneloop.run.job import Job
 from oneloop.run.processes import Run
 from oneloop.tasks.contract import theirs
 
-SAMPLES = 16
-"""of each data set, spread over it, that are loaded and compared"""
-FIRST = 2
-"""of each data set, that all ranks compare"""
+SAMPLES = 16  # of each data set, spread over it, that are loaded and compared
+FIRST = 2  # of each data set, that all ranks compare
 
 
 class Identity:

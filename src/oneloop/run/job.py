@@ -26,10 +26,8 @@ class Rhythm:
     """Steps between two of each kind: log, eval and save; check and collect where they are wanted."""
 
     every: Mapping[str, int]
-    total: int
-    """steps of the run: at the last one all is due"""
-    forever: int = 0
-    """steps between two checkpoints that are never deleted (0: none)"""
+    total: int  # steps of the run: at the last one all is due
+    forever: int = 0  # steps between two checkpoints that are never deleted (0: none)
 
     def due(self, step: int) -> list[str]:
         """What is due after this step, in the order in which it is done."""
@@ -51,21 +49,16 @@ class Job:
     train_set: Any
     eval_sets: dict[str, Any]
     built: BuiltModel
-    make_optimizer: Callable[[nn.Module], Optimizer]
-    """the recipe's optimizer over a prepared model"""
-    optimizer_share: float
-    """bytes of the optimizer's state for each byte of the parameters, about"""
-    emas: list[dict[str, Any]]
-    """arguments of each EMA, except model and optimizer"""
+    make_optimizer: Callable[[nn.Module], Optimizer]  # the recipe's optimizer over a prepared model
+    optimizer_share: float  # bytes of the optimizer's state for each byte of the parameters, about
+    emas: list[dict[str, Any]]  # arguments of each EMA, except model and optimizer
     split: Split
     order: Ordered
     collate: Weighed
     rhythm: Rhythm
     rate: LearningRate
-    upward: bool
-    """whether a larger eval.best metric is better"""
-    no_noise_scale: str | None
-    """why the noise scale cannot be measured"""
+    upward: bool  # whether a larger eval.best metric is better
+    no_noise_scale: str | None  # why the noise scale cannot be measured
 
     @property
     def model(self) -> nn.Module:

@@ -18,13 +18,26 @@ from pathlib import Path
 import yaml
 
 from oneloop.basics.errors import BAD_INPUT, ERROR, STOPPED, BadInput
-from oneloop.basics.exit_code import offered
-from oneloop.basics.orphans import die_with, is_alive
-from oneloop.basics.stop_signals import on_stops
-from oneloop.machine.configs import config_file, config_files
+from oneloop.basics.launcher import die_with, is_alive, offered, on_stops
 
-_LOOK = 0.2
-"""seconds from one look to the next"""
+_PACKAGE = Path(__file__).parents[1]
+_PLACES = (_PACKAGE / "accelerate_configs", _PACKAGE.parents[1] / "accelerate_configs")
+"""of an installed package, and of a checkout"""
+
+
+def config_files() -> dict[str, Path]:
+    """All of them by name."""
+    place = next(place for place in _PLACES if place.is_dir())
+    return {path.stem: path for path in sorted(place.glob("*.yaml"))}
+
+
+def config_file(asked: str) -> str:
+    """The path that a short name stands for; a file of one's own comes first."""
+    found = None if Path(asked).is_file() else config_files().get(asked)
+    return str(found) if found else asked
+
+
+_LOOK = 0.2  # seconds from one look to the next
 
 
 def launch(

@@ -19,10 +19,9 @@ from oneloop.checkpoint.state import unsavable
 from oneloop.checkpoint.weights import load_weights
 from oneloop.data.split import Split
 from oneloop.machine.base import count, hold_frozen
-from oneloop.machine.blocks import blocks, class_names
+from oneloop.machine.blocks import blocks, class_names, has_batch_statistics
 from oneloop.machine.compile import compile_
 from oneloop.machine.in_turn import in_turn, local_processes
-from oneloop.machine.randomness import has_batch_statistics
 from oneloop.machine.recompute import parsed, recompute
 from oneloop.machine.switches import channels_last
 from oneloop.optim.groups import LR_FACTOR, chosen, freeze, layer_decay
@@ -30,8 +29,7 @@ from oneloop.recipe.schema import Recipe
 from oneloop.tasks.base import Task
 from oneloop.tasks.contract import named, theirs
 
-_MUCH = 1e9
-"""bytes of a host's memory"""
+_MUCH = 1e9  # bytes of a host's memory
 
 
 @dataclass(frozen=True)
@@ -39,16 +37,11 @@ class BuiltModel:
     """A model that is not yet wrapped, and what became of it."""
 
     model: nn.Module
-    blocks: list[str]
-    """class names of its blocks"""
-    notes: list[str]
-    """how it runs, for a person to read at the start"""
-    structure: str
-    """its repr, as the task made it"""
-    settings: Mapping[str, Mapping[str, Any]]
-    """of single parameters, for the optimizer"""
-    number: int
-    """of its parameters"""
+    blocks: list[str]  # class names of its blocks
+    notes: list[str]  # how it runs, for a person to read at the start
+    structure: str  # its repr, as the task made it
+    settings: Mapping[str, Mapping[str, Any]]  # of single parameters, for the optimizer
+    number: int  # of its parameters
 
 
 def torch_dtype(recipe: Recipe) -> torch.dtype:

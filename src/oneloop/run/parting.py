@@ -15,20 +15,16 @@ from oneloop.basics.errors import BadInput
 from oneloop.checkpoint.store import Store, read_manifest
 from oneloop.recipe.comparison import difference
 
-_KINDS = ("model", "optimizer", "ema")
-"""of tensors, by the beginnings of their names"""
+_KINDS = ("model", "optimizer", "ema")  # of tensors, by the beginnings of their names
 
 
 class Parting(NamedTuple):
     """The first step at which two runs differ."""
 
     step: int
-    names: list[str]
-    """the tensors that differ, in the order of the model; empty if they are not known"""
-    of: int
-    """number of compared tensors"""
-    why: str = ""
-    """what is known instead of the names"""
+    names: list[str]  # the tensors that differ, in the order of the model; empty if they are not known
+    of: int  # number of compared tensors
+    why: str = ""  # what is known instead of the names
 
     def __str__(self) -> str:
         more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""

@@ -11,10 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from oneloop.basics.names import bare_name
-from oneloop.basics.reseed import reseed
-from oneloop.basics.sharding import reshard
-from oneloop.basics.tensors import as_real, local
+from oneloop.basics.seeds import reseed
+from oneloop.basics.tensors import as_real, bare_name, local, reshard
 from oneloop.data.groups import transferred
 from oneloop.machine.checks import Checks
 from oneloop.measure.throughput import Operations
@@ -22,8 +20,7 @@ from oneloop.run.job import Job
 from oneloop.run.processes import Run
 from oneloop.tasks.contract import Contract, theirs
 
-Samples = list[tuple[int, Any]]
-"""with their indices"""
+Samples = list[tuple[int, Any]]  # with their indices
 
 
 class Wrapped(nn.Module):
@@ -65,11 +62,9 @@ class Pass(NamedTuple):
     outputs: dict[str, Any]
     draws: bool
     flops: float
-    units: list[str]
-    """of FSDP2, that ran"""
+    units: list[str]  # of FSDP2, that ran
     unused: list[str]
-    sparse: list[str]
-    """parameters whose gradient is sparse"""
+    sparse: list[str]  # parameters whose gradient is sparse
     gradients: dict[str, tuple[float, float]]
     """of this rank's share of each parameter's: its sum, and the sum of its absolute values"""
 

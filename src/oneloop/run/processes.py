@@ -26,8 +26,7 @@ from oneloop.data.groups import workers_here
 from oneloop.machine.strategy import HALF, prepare, sharded_precision
 from oneloop.measure.throughput import peak_flops
 from oneloop.run.agreement import Agreement
-from oneloop.run.ending import leave
-from oneloop.run.stopping import Stopping
+from oneloop.run.stopping import Stopping, leave
 from oneloop.show.display import Display
 
 _AXES = tuple(f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD"))
@@ -49,10 +48,8 @@ class Run(Agreement):
         self.cores = max(1, len(os.sched_getaffinity(0)) // self.local_ranks)
         self.stopping = Stopping(looks=self.main)
         self.display = Display(shown=self.main)
-        self.command: Sequence[str] = sys.argv
-        """what was started: a module, the recipe and its keys"""
-        self.closing = ExitStack()
-        """what has to be ended however the run ends"""
+        self.command: Sequence[str] = sys.argv  # what was started: a module, the recipe and its keys
+        self.closing = ExitStack()  # what has to be ended however the run ends
 
     def workers(self, asked: int | str) -> int:
         """Processes that load data for this one."""

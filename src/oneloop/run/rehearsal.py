@@ -22,8 +22,8 @@ from oneloop.basics.errors import BadInput, Inexact
 from oneloop.checkpoint.weights import bare
 from oneloop.data.keyed import Keyed
 from oneloop.evaluate import evaluating
+from oneloop.machine.blocks import has_batch_statistics, has_dropout
 from oneloop.machine.checks import Checks, changed, content, other_units
-from oneloop.machine.randomness import has_batch_statistics, has_dropout
 from oneloop.measure.meter import OWN_FIGURES
 from oneloop.run.job import Job
 from oneloop.run.passes import Pass, Samples, Wrapped, batch_of, drawn_since, one_pass, random_states, undone
@@ -31,32 +31,23 @@ from oneloop.run.processes import Run
 from oneloop.show.graph import Drawing
 from oneloop.tasks.contract import Contract, theirs
 
-SAMPLED = 4
-"""samples at most; each is loaded twice"""
+SAMPLED = 4  # samples at most; each is loaded twice
 
 
 @dataclass(frozen=True)
 class Rehearsal:
     """What was seen."""
 
-    flops: float = 0.0
-    """floating-point operations of training on one sample"""
-    additive: bool = True
-    """whether a batch's loss is the sum of its samples'"""
-    draws: bool = False
-    """whether model or loss draw random numbers in training"""
-    figures: tuple[str, ...] = ()
-    """names of 0-dim outputs of the loss in training"""
-    unused: list[str] = field(default_factory=list)
-    """trained parameters that took no part in the loss"""
-    moved: str = ""
-    """the first buffer or parameter that a forward in training changes"""
+    flops: float = 0.0  # floating-point operations of training on one sample
+    additive: bool = True  # whether a batch's loss is the sum of its samples'
+    draws: bool = False  # whether model or loss draw random numbers in training
+    figures: tuple[str, ...] = ()  # names of 0-dim outputs of the loss in training
+    unused: list[str] = field(default_factory=list)  # trained parameters that took no part in the loss
+    moved: str = ""  # the first buffer or parameter that a forward in training changes
     stateful: bool = False
     """whether the same samples with the same seeds gave another loss: something keeps a generator or a counter"""
-    linear: bool = True
-    """whether the gradient of a batch is the sum of its parts'"""
-    graph: Any = None
-    """the model as TensorBoard draws it, on rank 0"""
+    linear: bool = True  # whether the gradient of a batch is the sum of its parts'
+    graph: Any = None  # the model as TensorBoard draws it, on rank 0
 
 
 def rehearse(job: Job, run: Run, model: nn.Module) -> Rehearsal:

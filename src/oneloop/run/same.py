@@ -15,8 +15,7 @@ from oneloop.run.identity import first_samples
 from oneloop.run.job import Job
 from oneloop.run.processes import Run
 
-_SECONDS = 10.0
-"""in which a shared storage shows a file that another machine has written"""
+_SECONDS = 10.0  # in which a shared storage shows a file that another machine has written
 
 
 def refuse_other_jobs(job: Job, run: Run) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from oneloop.ema import EMA
-from oneloop.machine.randomness import has_batch_statistics, has_dropout
+from oneloop.machine.blocks import has_batch_statistics, has_dropout
 from oneloop.machine.replicas import replica_group
 from oneloop.machine.strategy import HALF
 from oneloop.run.environment import computed_by

@@ -11,14 +11,13 @@ from torch.optim import Optimizer
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.run_state import RunState
 from oneloop.checkpoint.store import Store
-from oneloop.data.rows.changes import fingerprint_of
+from oneloop.data.rows.cache import fingerprint_of
 from oneloop.ema import EMA
 from oneloop.measure.meter import Meter
 from oneloop.measure.noise_scale import NoiseScale
 from oneloop.optim.guard import Guard
 from oneloop.recipe.names import source
-from oneloop.run.book import Book
-from oneloop.run.counters import Best, Counters, Results
+from oneloop.run.counters import Best, Book, Counters, Results
 from oneloop.run.environment import environment
 from oneloop.run.export import TASK
 from oneloop.run.folder import Folder
@@ -31,8 +30,7 @@ from oneloop.show.tracking import Tracking
 from oneloop.supervise.link import LINK
 from oneloop.tasks.base import Progress
 
-_SMALL = 1 << 19
-"""bytes of a checkpoint besides tensors, about: manifests, metrics, a page"""
+_SMALL = 1 << 19  # bytes of a checkpoint besides tensors, about: manifests, metrics, a page
 
 
 class State(RunState):

@@ -21,8 +21,7 @@ from oneloop.run.job import Job
 from oneloop.run.processes import Run
 
 NO_WEIGHT = "the total weight of the global batch is 0, so the mean loss is undefined; check task.weight()"
-_AHEAD = 3
-"""steps whose samples may be loaded before the current one ends"""
+_AHEAD = 3  # steps whose samples may be loaded before the current one ends
 _KNOWN, _LEAST, _MANY = 50, 600.0, 20
 """steps after which collectives get a time-out of the run's own: seconds at least, and times what names a hang"""
 
@@ -40,8 +39,7 @@ class Steps:
         self._afresh = False
         self._coming: tuple[Group, Tensor, Any] | None = None
         """the group after the one that trains, and its sum, which is in progress"""
-        self._signs = 0
-        """how many numbers of that sum are signs that are not yet compared"""
+        self._signs = 0  # how many numbers of that sum are signs that are not yet compared
 
     def __iter__(self) -> Iterator[Group]:
         steps = self._agreed()

@@ -1,37 +1,71 @@
-"""How a run is told to stop: by a signal, a time limit or a file."""
+"""How a run is asked to stop, and how its processes end: with oneloop's exit code, through any launcher."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from oneloop.basics import errors
 from oneloop.basics.errors import StoppedEarly
-from oneloop.basics.stop_signals import on_stops, stop_signals
-from oneloop.run.ending import leave_at_once
+from oneloop.basics.launcher import noted, on_stops, ranks, stop_signals, taken
+from oneloop.supervise.link import LINK
 
-_AT_ONCE = 1.0
-"""seconds in which a second interrupt is the first one, which a launcher has passed on"""
+
+def leave_at_once(code: int) -> NoReturn:
+    """Ends this process from any thread and rank, without the others."""
+    noted(code)
+    LINK.tell(ended=code)
+    os._exit(code)
+
+
+def leave(code: int, *, main: bool) -> NoReturn:
+    """Ends this process: nothing is left to destructors, which abort now and then under gloo.
+
+    Under ``oneloop launch`` the code goes through a file, since torchrun makes every code 1.
+    """
+    several = ranks() > 1
+    LINK.tell(ended=code)
+    if taken() and (code != errors.ERROR or not several):
+        if main:
+            noted(code)
+        code = 0
+    elif code == errors.STOPPED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+        code = 0  # torchrun would start the run again
+    sys.stdout.flush()
+    sys.stderr.flush()
+    distributed = sys.modules.get("torch.distributed")  # bad input is told before torch is imported
+    if distributed is not None and distributed.is_initialized() and code != errors.ERROR:
+        distributed.destroy_process_group()  # after an error the other ranks may never come to that
+    if several:
+        if not main and code not in (0, errors.ERROR):
+            time.sleep(3)  # torchrun ends all ranks with the first that fails: let rank 0 say why first
+        os._exit(code)
+    if LINK.watched and code == errors.ERROR:  # nothing waits for a process that loads data, which may block
+        os._exit(code)
+    raise SystemExit(code)
+
+
+_AT_ONCE = 1.0  # seconds in which a second interrupt is the first one, which a launcher has passed on
 
 
 class Stopping:
     """Whether this process was told to stop, and by what; one process of a run ``looks`` for the STOP file."""
 
     def __init__(self, *, looks: bool = True) -> None:
-        self.by: str | None = None
-        """a signal's name, ``stop.after`` or ``a STOP file``; None: not told"""
+        self.by: str | None = None  # a signal's name, ``stop.after`` or ``a STOP file``; None: not told
         self._looks, self._looked = looks, 0.0
         self._file: Path | None = None
         self._deadline = float("inf")
         self._heard: list[signal.Signals] = []
         self._interrupted = 0.0
-        self.early = False
-        """nothing has been written yet, so that there is nothing to be saved"""
+        self.early = False  # nothing has been written yet, so that there is nothing to be saved
 
     def listen(self) -> None:
         """From now on SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask for a stop: of a run that has begun after the step, of

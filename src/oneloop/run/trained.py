@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from oneloop.basics.errors import BadInput
-from oneloop.basics.text import printable
-from oneloop.checkpoint.base import origin_of
+from oneloop.basics.files import printable
 from oneloop.checkpoint.chosen import FINAL, chosen_of
+from oneloop.checkpoint.frozen import origin_of
 from oneloop.checkpoint.state import load_tensors
 from oneloop.checkpoint.store import Store, read_manifest
 from oneloop.checkpoint.weights import load_weights
@@ -38,8 +38,7 @@ class Trained:
     recipe: Recipe
     task: Task
     built: BuiltModel
-    about: str
-    """which weights they are, for a person"""
+    about: str  # which weights they are, for a person
     eval_micro: int | None = None
     """samples at once in the run's own evaluations: another number pads texts differently, and rounds differently"""
 

@@ -15,13 +15,13 @@ from oneloop.ema import EMA
 from oneloop.evaluate import evaluate_all
 from oneloop.machine.replicas import check_replicas
 from oneloop.machine.switches import release_cache
-from oneloop.measure.diagnosis import Advice
+from oneloop.measure.clock import Advice
 from oneloop.measure.noise_scale import meaning
 from oneloop.measure.profiling import Profiling
 from oneloop.optim.clip import clear_gradients
 from oneloop.optim.guard import Step
 from oneloop.optim.policy import BadSteps, Fault, Outcome
-from oneloop.run.book import Book
+from oneloop.run.counters import Book
 from oneloop.run.export import load_task_state, write_final
 from oneloop.run.gradients import Gradients
 from oneloop.run.job import Job

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from oneloop.show.plot import Drawn, plotted
+from oneloop.show.live import Drawn, plotted
 from oneloop.show.runs import Record, read_record
 
 _KINDS = {

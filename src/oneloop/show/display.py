@@ -28,9 +28,8 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
-from oneloop.basics.plain_json import dumps
+from oneloop.basics.files import dumps, printable
 from oneloop.basics.progress import BARS
-from oneloop.basics.text import printable
 
 
 class _Bars(Progress):

@@ -42,8 +42,7 @@ class Examples:
         self._indices: Tensor | None = None
         self.samples: list[dict[str, Any]] = []
         self.confusion: dict[str, Any] | None = None
-        self.trouble = ""
-        """why a sample is missing"""
+        self.trouble = ""  # why a sample is missing
 
     def take(self, batch: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
         """Remembers the worst samples of a micro-batch, on the device, by their mean loss; no host sync."""
@@ -136,8 +135,7 @@ class Examples:
         return {"samples": samples, "confusion": self.confusion}
 
 
-_EARLIER = 8
-"""texts of earlier evaluations that are kept of a sample; of more every other one"""
+_EARLIER = 8  # texts of earlier evaluations that are kept of a sample; of more every other one
 
 
 def with_earlier(now: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,8 +36,7 @@ class Drawing(TorchDispatchMode):
 
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph: Any = GraphDef(versions=VersionDef(producer=22))
-        self.trouble = ""
-        """why something is missing in it"""
+        self.trouble = ""  # why something is missing in it
         self._tracker: Any = ModuleTracker()
         self._root = type(model).__name__.removeprefix("FSDP")  # which fully_shard puts before it
         self._model = model

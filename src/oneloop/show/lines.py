@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from xxhash import xxh3_64
 
-from oneloop.basics.plain_json import dumps
+from oneloop.basics.files import dumps
 
 _CHUNK = 1 << 22
 
@@ -25,13 +25,10 @@ class Lines:
 
     def __init__(self, path: Path, *, say: Callable[[str], object] = print) -> None:
         self.path, self._say = path, say
-        self._good, self._step = 0, 0
-        """bytes of whole lines, and the step of the last one"""
-        self._digest = xxh3_64()
-        """of those bytes"""
+        self._good, self._step = 0, 0  # bytes of whole lines, and the step of the last one
+        self._digest = xxh3_64()  # of those bytes
         self._file: IO[bytes] | None = None
-        self._broken = True
-        """whether a part of a line may stand after the last whole one"""
+        self._broken = True  # whether a part of a line may stand after the last whole one
 
     def state_dict(self) -> dict[str, Any]:
         """How far it is written, and a checksum of it up to there."""

@@ -1,7 +1,4 @@
-"""Runs in the terminal, live or finished, from their metrics.jsonl alone; several side by side.
-
->>> watch([Path("runs/digits")])
-"""
+"""``oneloop watch``: metrics of runs, drawn in the terminal."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import plotille
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,15 +17,38 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from oneloop.basics.text import printable
-from oneloop.show.plot import Drawn, plotted
+from oneloop.basics.files import printable
 from oneloop.show.runs import Follower, number
 
-_NARROWEST = 56
-"""columns that a run needs"""
+Drawn = tuple[Sequence[float], Sequence[float], str | None]
+"""steps, finite values (at least one), and a colour of the terminal"""
+
+
+def plotted(curves: Sequence[Drawn], *, width: int, height: int) -> list[str]:
+    """Return the lines of a chart of at least one curve; a curve with a colour gets the terminal's codes.
+
+    ``width`` (in letters) and ``height`` (in lines) are those of the area inside the axes.
+    """
+    figure: Any = plotille.Figure()
+    figure.width, figure.height = width, height
+    figure.color_mode, figure.with_colors = "names", any(colour for *_, colour in curves)
+    figure.x_label = figure.y_label = ""
+    figure.x_ticks_fkt = lambda low, _: f"{low:,.0f}"
+    figure.y_ticks_fkt = lambda low, _: f"{low:.4g}"
+    for steps, values, colour in curves:
+        draw = figure.plot if len(steps) > 1 else figure.scatter
+        draw(steps, values, lc=colour)
+    low = min(min(values) for _, values, _ in curves)
+    high = max(max(values) for _, values, _ in curves)
+    margin = 0.05 * (high - low) or max(abs(high) * 0.05, 1e-9)
+    figure.set_x_limits(0, 1.02 * max(1, *(steps[-1] for steps, _, _ in curves)))
+    figure.set_y_limits(low - margin, high + margin)
+    return [line.replace("-> ()", "") for line in figure.show().splitlines()[1:]]  # without the axes' names
+
+
+_NARROWEST = 56  # columns that a run needs
 _LEAST = 36
-_CHART = 12
-"""lines of a chart"""
+_CHART = 12  # lines of a chart
 _COLOURS = (
     "bright_blue",
     "bright_yellow",

@@ -16,8 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.nn import functional
 
-_SIDE = 160
-"""pixels of a shown image's longer side, at most"""
+_SIDE = 160  # pixels of a shown image's longer side, at most
 _LINE = 15
 _CELL = 34
 _GOOD, _BAD, _INK = (24, 110, 60), (180, 35, 45), (30, 36, 48)

@@ -16,19 +16,14 @@ from typing import Any
 
 import yaml
 
-_STRETCHES = 1024
-"""of a curve with more points, at least so many stretches are shown by two or three"""
-_LINES = 1 << 16
-"""that are kept of a run that is followed"""
-EVENTS = 2000
-"""of a run that has more, some saves are left out"""
+_STRETCHES = 1024  # of a curve with more points, at least so many stretches are shown by two or three
+_LINES = 1 << 16  # that are kept of a run that is followed
+EVENTS = 2000  # of a run that has more, some saves are left out
 _NOT_FINITE = ("nan", "inf", "-inf", "NaN", "Infinity", "-Infinity")
-_AT_ONCE = 1 << 25
-"""bytes of metrics.jsonl that are followed line by line; of a longer file samples are taken"""
+_AT_ONCE = 1 << 25  # bytes of metrics.jsonl that are followed line by line; of a longer file samples are taken
 
 
-Point = tuple[int, float]
-"""step and value"""
+Point = tuple[int, float]  # step and value
 
 
 class Curve:
@@ -41,8 +36,7 @@ class Curve:
         self._first: Point | None = None
         self._stretches: list[list[Point]] = []
         self._pending: list[Point] = []
-        self._width = 1
-        """points of a stretch"""
+        self._width = 1  # points of a stretch
 
     def add(self, step: int, value: float) -> None:
         self._pending.append((step, value))
@@ -91,12 +85,9 @@ class Record:
     name: str
     curves: dict[str, dict[str, Curve]] = field(default_factory=lambda: defaultdict(dict))
     """by figure, and by the weights that were evaluated (empty: a figure of training)"""
-    happened: list[dict[str, Any]] = field(default_factory=list)
-    """events; of very many saves only some"""
-    last: int | None = None
-    """step of the last line"""
-    summary: dict[str, Any] = field(default_factory=dict)
-    """empty while it is not finished, as all that is missing"""
+    happened: list[dict[str, Any]] = field(default_factory=list)  # events; of very many saves only some
+    last: int | None = None  # step of the last line
+    summary: dict[str, Any] = field(default_factory=dict)  # empty while it is not finished, as all that is missing
     recipe: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     examples: dict[str, Any] = field(default_factory=dict)
@@ -216,8 +207,7 @@ class Follower:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.lines: list[dict[str, Any]] = []
-        self.sampled = False
-        """whether there are more lines than these"""
+        self.sampled = False  # whether there are more lines than these
         self._file = folder / "metrics.jsonl"
         self._read = 0
         self._tail = b""

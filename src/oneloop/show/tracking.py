@@ -16,15 +16,12 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from numpy.typing import NDArray
 
 from oneloop.basics.errors import BadInput
-from oneloop.basics.files import replacing
-from oneloop.basics.mappings import flattened
-from oneloop.basics.plain_json import dumps, intact, vouched
+from oneloop.basics.files import dumps, flattened, intact, replacing, vouched
 from oneloop.show.examples import Examples, with_earlier
 from oneloop.show.lines import Lines
 from oneloop.show.pictures import matrix, tiles
 
-_HAND_OVER = 5.0
-"""seconds between two times that TensorBoard gets what was logged: together, and waited for"""
+_HAND_OVER = 5.0  # seconds between two times that TensorBoard gets what was logged: together, and waited for
 
 
 def check_trackers(names: Sequence[str]) -> None:

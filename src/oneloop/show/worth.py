@@ -15,7 +15,7 @@ _HEAD = ("technique", "alone", "spread", "on top of the others", "spread", "memo
 
 
 def as_table(results: Mapping[str, Any]) -> Table:
-    """The results of :func:`oneloop.plan.worth.worth` for a terminal."""
+    """The results of :func:`oneloop.plan.worth.measured` for a terminal."""
     shown = Table(*_HEAD, show_edge=False, pad_edge=False)
     for row in _rows(results):
         shown.add_row(*row)

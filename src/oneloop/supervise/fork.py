@@ -7,9 +7,7 @@ import selectors
 import signal
 import sys
 
-from oneloop.basics.orphans import die_with, launcher
-from oneloop.basics.ranks import rank, ranks
-from oneloop.basics.stop_signals import on_stops
+from oneloop.basics.launcher import die_with, launcher, on_stops, rank, ranks
 from oneloop.supervise.link import LINK
 from oneloop.supervise.peers import Peers
 from oneloop.supervise.supervisor import Supervisor

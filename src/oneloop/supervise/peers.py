@@ -17,8 +17,7 @@ ADDRESS = "ONELOOP_WATCHED_AT"
 
 _FROM_A_STRANGER, _FROM_A_PEER = 1 << 10, 1 << 24
 """bytes of a message at most: before the secret word was sent, and after it"""
-_STRANGERS = 64
-"""connections at most that have not sent the word"""
+_STRANGERS = 64  # connections at most that have not sent the word
 
 
 class Peer:
@@ -27,8 +26,7 @@ class Peer:
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self._buffer = connection, b""
         connection.setblocking(False)
-        self.rank: int | None = None
-        """of the other side, once it has said the word"""
+        self.rank: int | None = None  # of the other side, once it has said the word
 
     def messages(self) -> list[dict[str, Any]] | None:
         """Return its messages since the last call; None if it has gone, or sends anything else."""

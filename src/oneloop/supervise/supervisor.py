@@ -14,28 +14,29 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from oneloop.basics.errors import BAD_INPUT, ERROR, STOPPED
-from oneloop.basics.exit_code import awaited, noted, registered
-from oneloop.basics.stop_signals import on_stops, stop_signals
-from oneloop.supervise.cause import Cause, of_a_death, stopped_early
-from oneloop.supervise.judge import Standing, sentence
+from oneloop.basics.launcher import awaited, noted, on_stops, registered, stop_signals
 from oneloop.supervise.link import TICK
 from oneloop.supervise.peers import Peers
 from oneloop.supervise.trainee import Trainee
-from oneloop.supervise.watch import Watch
-from oneloop.supervise.wreck import leave_page, leave_stacks, leave_summary
+from oneloop.supervise.watch import (
+    Cause,
+    Standing,
+    Watch,
+    leave_page,
+    leave_stacks,
+    leave_summary,
+    of_a_death,
+    sentence,
+    stopped_early,
+)
 
-_LOOK = 0.25
-"""seconds from one look to the next"""
-_ORPHAN = 10.0
-"""seconds that a training process has for a last checkpoint, once its launcher has gone"""
-_EARLY = 5.0
-"""seconds that it has to end, when it is told to stop before the run has begun"""
+_LOOK = 0.25  # seconds from one look to the next
+_ORPHAN = 10.0  # seconds that a training process has for a last checkpoint, once its launcher has gone
+_EARLY = 5.0  # seconds that it has to end, when it is told to stop before the run has begun
 _OVER = 60.0
 """seconds that it has to leave, once it has ended or rank 0 has: threads and exit handlers of other people's code"""
-_LEAVING = 10.0
-"""the same, when it is told to stop meanwhile"""
-_OTHERS = 1.0
-"""seconds in which other ranks may tell what the cause was"""
+_LEAVING = 10.0  # the same, when it is told to stop meanwhile
+_OTHERS = 1.0  # seconds in which other ranks may tell what the cause was
 
 
 class Supervisor:
@@ -48,25 +49,18 @@ class Supervisor:
         self.child, self.peers, self._selector, self._started_by = child, peers, selector, started_by
         self.watch = Watch(peers.ranks, say=say)
         self._signals: list[int] = []
-        self._told: tuple[float, str] | None = None
-        """since when this process is told to stop, and by what"""
+        self._told: tuple[float, str] | None = None  # since when this process is told to stop, and by what
         self._orphan = self._listens = False
-        self._folder: Path | None = None
-        """of the run, once it has begun to write"""
-        self._over = float("inf")
-        """since when there is nothing left to be done"""
-        self._announced: int | None = None
-        """the exit code that the training process has told"""
+        self._folder: Path | None = None  # of the run, once it has begun to write
+        self._over = float("inf")  # since when there is nothing left to be done
+        self._announced: int | None = None  # the exit code that the training process has told
         self._causes: list[Cause] = []
-        self._decided = float("inf")
-        """when the cause is to be known"""
+        self._decided = float("inf")  # when the cause is to be known
         self._hangs = False
         """whether rank 0 ends the run because of a hang: then no exit code of the training process counts"""
-        self._refused = float("inf")
-        """when a run ends that one rank has refused"""
+        self._refused = float("inf")  # when a run ends that one rank has refused
         self._stacks: dict[int, str] = {}
-        self._awaited: set[int] = set()
-        """ranks whose stacks are asked for"""
+        self._awaited: set[int] = set()  # ranks whose stacks are asked for
         self._looked = self._sent = time.monotonic()
 
     def run(self) -> NoReturn:

@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from oneloop.supervise.judge import Standing
+from oneloop.supervise.watch import Standing
 
 _OF_A_BEAT = {field.name for field in fields(Standing)} - {"rank", "silent", "stopped", "told"}
 
@@ -28,8 +28,7 @@ class Trainee:
         self._buffer = b""
         self._beat: dict[str, Any] | None = None
         self._heard = time.monotonic()
-        self.status: int | None = None
-        """exit code, negative for a signal; None: it lives"""
+        self.status: int | None = None  # exit code, negative for a signal; None: it lives
 
     @property
     def patience(self) -> float:

@@ -16,10 +16,8 @@ from oneloop.data.rows.cache import alone, key_of
 from oneloop.data.rows.converted import OBJECTS
 from oneloop.data.rows.sources import Source
 
-_LOOKED = 2
-"""raised where the same column is judged otherwise than before"""
-_MOST = 100_000
-"""distinct values of a column of labels"""
+_LOOKED = 2  # raised where the same column is judged otherwise than before
+_MOST = 100_000  # distinct values of a column of labels
 
 
 def columns_of(sources: Sequence[Source], key: str) -> Iterator[tuple[Source, str, Any, str]]:

@@ -17,12 +17,10 @@ from oneloop.tasks.columns import columns_of, decoded, is_image, refused
 from oneloop.tasks.image_models import Pretrained, image_model, statistics
 from oneloop.tasks.labels import are_shares, classes_of, counts_of, likeliest, numbers_of, shares_of
 from oneloop.tasks.metrics import ClassCounts
-from oneloop.tasks.packaged_images import TORCHVISION, digits, torchvision_set
-from oneloop.tasks.pixels import Augmentation, Blended, Images, prepared
+from oneloop.tasks.pixels import TORCHVISION, Augmentation, Blended, Images, digits, prepared, torchvision_set
 from oneloop.tasks.transformers_models import is_transformers
 
-Statistics = tuple[Sequence[float], Sequence[float]]
-"""mean and deviation of pixels, by channel"""
+Statistics = tuple[Sequence[float], Sequence[float]]  # mean and deviation of pixels, by channel
 
 
 class ImageClassification(Task):

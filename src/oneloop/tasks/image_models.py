@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oneloop.basics.hub import HUB, fetched
+from oneloop.basics.origin import HUB, fetched
 from oneloop.tasks.transformers_models import auto_model, is_transformers, listed
 
-Pretrained = bool | str | None
-"""nothing, the name's own weights, or a file or folder of them"""
+Pretrained = bool | str | None  # nothing, the name's own weights, or a file or folder of them
 _TIMM = "timm:"
 _WEIGHTS = "model.safetensors"
 

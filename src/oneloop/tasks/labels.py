@@ -12,8 +12,7 @@ from oneloop.data.rows.converted import OBJECTS
 from oneloop.data.rows.sources import Source
 from oneloop.tasks.columns import columns_of, inside, refused, values_of
 
-Numbers = Mapping[str, Callable[[Any], int]]
-"""the number of a label's class, for each source by name"""
+Numbers = Mapping[str, Callable[[Any], int]]  # the number of a label's class, for each source by name
 
 
 def classes_of(sources: Sequence[Source], key: str, *, lists: bool = False) -> tuple[list[str], Numbers]:

@@ -48,8 +48,7 @@ class ClassCounts:
         self.higher_is_better |= {f"top{top}_accuracy": True} if top else {}
         self._among = torch.zeros(1 if top else 0, dtype=torch.int64)
         self._matrix = torch.zeros((classes, classes) if classes <= pictured else (0, 0), dtype=torch.int64)
-        self._counts = torch.zeros(3, classes, dtype=torch.int64)
-        """of each class: right, predicted, there"""
+        self._counts = torch.zeros(3, classes, dtype=torch.int64)  # of each class: right, predicted, there
 
     def to(self, device: torch.device) -> ClassCounts:
         self._matrix, self._counts, self._among = (x.to(device) for x in (self._matrix, self._counts, self._among))

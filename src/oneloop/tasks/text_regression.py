@@ -26,8 +26,7 @@ class TextRegression(TextRows):
 
     sample_weight = 1.0
     classes = ("number",)
-    _wide = torch.float32 if torch.backends.mps.is_available() else torch.float64
-    """torchmetrics sums in it"""
+    _wide = torch.float32 if torch.backends.mps.is_available() else torch.float64  # torchmetrics sums in it
 
     def __init__(
         self,

@@ -40,12 +40,9 @@ class TextRows(Task):
         ("pretrained", "trust_remote_code"), "model!=bytes"
     )
     """see :class:`oneloop.tasks.base.Task`"""
-    target = "label"
-    """the task's key of the column to be learned"""
-    words = False
-    """whether each word has a class, instead of the whole text"""
-    classes: Sequence[str] = ()
-    """names of the model's outputs"""
+    target = "label"  # the task's key of the column to be learned
+    words = False  # whether each word has a class, instead of the whole text
+    classes: Sequence[str] = ()  # names of the model's outputs
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oneloop.basics.hub import HUB, fetched, place_of
+from oneloop.basics.origin import HUB, fetched, place_of
 from oneloop.data.rows.cache import content_of
 
 

@@ -17,12 +17,9 @@ from oneloop.basics.progress import Working
 from oneloop.data.rows.cache import alone, checksum_of, key_of
 from oneloop.data.rows.found import Found
 
-_MADE = 4
-"""raised where the same files are made into something else than before"""
-OBJECTS = "JSON objects"
-"""``id`` of a column's type whose texts are objects, as JSON"""
-_BLOCK = 64 << 20
-"""bytes of csv that are read at once; a row must fit"""
+_MADE = 4  # raised where the same files are made into something else than before
+OBJECTS = "JSON objects"  # ``id`` of a column's type whose texts are objects, as JSON
+_BLOCK = 64 << 20  # bytes of csv that are read at once; a row must fit
 _ROWS = 1000
 _STARTED = time.time()
 

@@ -19,12 +19,9 @@ from oneloop.data.rows.table import no_column
 from oneloop.data.windows import Windows
 
 _MEGABYTE = 1 << 20
-_SLACK = 1.25
-"""groups may be in memory for so much of the window: when one ends, the next is there already"""
-_LOOKED_AT = 16
-"""groups"""
-_OPEN_FILES = 16
-"""that stay open: the index of a file with many groups takes long to read"""
+_SLACK = 1.25  # groups may be in memory for so much of the window: when one ends, the next is there already
+_LOOKED_AT = 16  # groups
+_OPEN_FILES = 16  # that stay open: the index of a file with many groups takes long to read
 
 
 class Parquet:
@@ -48,14 +45,11 @@ class Parquet:
         """whether texts that repeat are written once in a group, and are larger in memory than its file tells"""
         for number, file in enumerate(self.files):
             groups += self._groups_of(number, file)
-        self._groups = np.array(groups, dtype=np.int64).reshape(-1, 4)
-        """file, number in it, rows, bytes of each group"""
-        self._but = False
-        """whether all rows but those picked are meant"""
+        self._groups = np.array(groups, dtype=np.int64).reshape(-1, 4)  # file, number in it, rows, bytes of each group
+        self._but = False  # whether all rows but those picked are meant
         self._picked: list[NDArray[np.int64]] | None = None
         self._number(self._groups[:, 2])
-        self.reads = 0
-        """groups that this process has read"""
+        self.reads = 0  # groups that this process has read
         self._hold_nothing()
         self._groups[:, 3] = np.ceil(self._groups[:, 3] * self._unpacked())
         self.reads = 0
@@ -85,8 +79,7 @@ class Parquet:
         return {**self.__dict__, "_tables": OrderedDict(), "_open": OrderedDict(), "_held": 0}
 
     def _number(self, sizes: NDArray[np.int64]) -> None:
-        self.sizes, self._length = sizes, int(sizes.sum())
-        """rows of each group, and all"""
+        self.sizes, self._length = sizes, int(sizes.sum())  # rows of each group, and all
         self._firsts = np.cumsum(sizes) - sizes
 
     def _groups_of(self, number: int, file: Path) -> list[tuple[int, int, int, int]]:

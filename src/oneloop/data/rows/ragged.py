@@ -16,14 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.basics.orphans import die_with
+from oneloop.basics.launcher import die_with, on_stops
 from oneloop.basics.progress import tracked
-from oneloop.basics.stop_signals import on_stops
 from oneloop.data.rows.cache import alone, key_of
 from oneloop.data.rows.rows import Row, Rows
 
-_SHARD = 2000
-"""rows that a process takes at once"""
+_SHARD = 2000  # rows that a process takes at once
 
 
 @dataclass(frozen=True)
@@ -31,10 +29,8 @@ class Ragged:
     """Arrays one after another."""
 
     values: NDArray[np.int32]
-    ends: NDArray[np.int64]
-    """where each array ends"""
-    skipped: Sequence[tuple[int, str]] = ()
-    """rows that were left out, by index, and why"""
+    ends: NDArray[np.int64]  # where each array ends
+    skipped: Sequence[tuple[int, str]] = ()  # rows that were left out, by index, and why
 
 
 def ragged(
@@ -93,8 +89,7 @@ def _in_order(
         _work.clear()
 
 
-_work: list[Any] = []
-"""rows and function, for the processes that are forked: neither need be picklable"""
+_work: list[Any] = []  # rows and function, for the processes that are forked: neither need be picklable
 
 
 def _begin(parent: int) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 
 from oneloop.data.mixture import Mixture, proportions
 from oneloop.data.rows.found import KINDS_OF_ROWS, Found, found
-from oneloop.data.rows.held_out import divided
 from oneloop.data.rows.parquet import parquets
-from oneloop.data.rows.rows import Mapped, Row, Rows
+from oneloop.data.rows.rows import Mapped, Row, Rows, divided
 from oneloop.data.rows.table import NoColumn, hub, tables
 
 Data = str | list[dict[str, Any]]
@@ -23,14 +22,11 @@ class Source:
     """One place that rows are from."""
 
     where: str
-    columns: Mapping[str, str]
-    """what the task calls a column, and its name there"""
+    columns: Mapping[str, str]  # what the task calls a column, and its name there
     name: str = ""
     weight: float = 1.0
-    parts: dict[str, Any] = field(default_factory=dict)
-    """rows by part: train, validation, test"""
-    notes: list[str] = field(default_factory=list)
-    """what a person should know of it"""
+    parts: dict[str, Any] = field(default_factory=dict)  # rows by part: train, validation, test
+    notes: list[str] = field(default_factory=list)  # what a person should know of it
 
 
 def named_sources(data: Data, columns: Mapping[str, str]) -> list[Source]:

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from oneloop.basics.progress import Working
 from oneloop.data.rows.cache import alone, content_of, key_of, numbers_key
 from oneloop.data.rows.converted import converted
-from oneloop.data.rows.found import PARTS, Found
-from oneloop.data.rows.images import image_rows, metadata_of
+from oneloop.data.rows.found import PARTS, Found, image_rows, metadata_of
 from oneloop.data.rows.rows import Row
 
 _BATCH = 1000

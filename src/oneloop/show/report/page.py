@@ -21,10 +21,9 @@ from typing import Any
 
 import yaml
 
-from oneloop.basics.mappings import flattened
+from oneloop.basics.files import flattened
 from oneloop.show.report.charts import charts, matrix_of, rows
-from oneloop.show.report.classes import of_classes
-from oneloop.show.report.samples import sections
+from oneloop.show.report.samples import of_classes, sections
 from oneloop.show.runs import EVENTS, Record, distinct, number, read_record
 
 _TABLE_ROWS = 200

@@ -1,4 +1,4 @@
-"""Samples on the page: pictures with what was predicted, texts shaded by their loss, what a language model writes."""
+"""Samples and classes on the report page."""
 
 from __future__ import annotations
 
@@ -10,9 +10,27 @@ from typing import Any
 
 from oneloop.show.runs import number
 
+
+def of_classes(confusion: Mapping[str, Any]) -> list[tuple[str, int, str, str, str]]:
+    """Return for each class its name, its samples, precision, recall and F1; a dash if there is nothing to divide by.
+
+    The rows of ``counts`` are the true classes.
+    """
+    counts = confusion["counts"]
+    found = []
+    for index, name in enumerate(confusion["classes"]):
+        right, there = counts[index][index], sum(counts[index])
+        said = sum(row[index] for row in counts)
+        found.append((name, there, _share(right, said), _share(right, there), _share(2 * right, said + there)))
+    return found
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.4f}" if whole else "–"
+
+
 _PICTURE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]*")
-_DARKEST = 8.0
-"""loss (nats) of a token with the full shade"""
+_DARKEST = 8.0  # loss (nats) of a token with the full shade
 
 
 def sections(examples: Mapping[str, Any], *, of: str = "") -> list[str]:

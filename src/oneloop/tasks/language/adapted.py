@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from oneloop.basics.hub import place_of
-from oneloop.basics.origin import Origin
-from oneloop.tasks.language.four_bits import as_it_was, import_quietly, plain_layer, quantized
+from oneloop.basics.origin import Origin, place_of
 from oneloop.tasks.language.lora import CONFIG, OUTSIDE, WEIGHTS, Adapters, LoRA
+from oneloop.tasks.language.models import as_it_was, import_quietly, plain_layer, quantized
 from oneloop.tasks.transformers_models import commit_of, content_of_model
 from oneloop.tasks.transformers_models import seen as seen_of
 
-_NAME = "default"
-"""that peft knows the adapter by"""
+_NAME = "default"  # that peft knows the adapter by
 _OWN_NAME = re.compile(rf"(\.lora_\w+)\.{_NAME}(?=\.|$)")
 
 

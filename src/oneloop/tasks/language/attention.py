@@ -163,8 +163,7 @@ def _of_different_lengths(
 
 # --- tried ------------------------------------------------------------------------------------------------------------
 
-_TRIED = 12
-"""tokens at most"""
+_TRIED = 12  # tokens at most
 
 
 def _has_weights(model: nn.Module) -> bool:

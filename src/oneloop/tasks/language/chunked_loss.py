@@ -25,8 +25,7 @@ Change = Callable[[Tensor], Tensor]
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _FACTORS = ("logit_scale", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling",)
-_MULTIPLIED = {"hyperclovax"}
-"""model types whose logits_scaling is a factor"""
+_MULTIPLIED = {"hyperclovax"}  # model types whose logits_scaling is a factor
 
 
 class Losses(NamedTuple):

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from oneloop.basics.hub import HUB, fetched
+from oneloop.basics.origin import HUB, fetched
 
 OUTSIDE = "base_model.model."
 """before every name in peft's files"""

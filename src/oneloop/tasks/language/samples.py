@@ -14,13 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oneloop.data.bucketing import Bucketed
 from oneloop.data.order import Order, Ordered
-from oneloop.data.packing import packed
+from oneloop.data.packing import Bucketed, packed
 from oneloop.data.rows.ragged import Ragged
 
-IGNORE = -100
-"""a target that does not count"""
+IGNORE = -100  # a target that does not count
 
 Overlong = Literal["cut", "split", "drop"]
 
@@ -33,16 +31,11 @@ class Spans:
     tokens: NDArray[np.int32]
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
-    length: int
-    """tokens that a model reads of one at most: all but the last"""
-    texts: NDArray[np.int64]
-    """which text each is of"""
-    overlong: int
-    """texts that were cut, split or dropped"""
-    without: int
-    """samples without a target, which are left out"""
-    whole: int
-    """texts"""
+    length: int  # tokens that a model reads of one at most: all but the last
+    texts: NDArray[np.int64]  # which text each is of
+    overlong: int  # texts that were cut, split or dropped
+    without: int  # samples without a target, which are left out
+    whole: int  # texts
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -179,8 +172,7 @@ class Packed:
     def __init__(self, spans: Spans, content: dict[str, Any] | None) -> None:
         self.spans, self.content = spans, content
         self.bins = packed(spans.lengths, spans.length)
-        self.most = int(np.diff(self.bins.ends, prepend=0).max())
-        """documents of a row"""
+        self.most = int(np.diff(self.bins.ends, prepend=0).max())  # documents of a row
 
     def __len__(self) -> int:
         return len(self.bins)
