@@ -19,7 +19,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch.nn import functional as F
 
 from oneloop.tasks.language.chat import Chat
-from oneloop.tasks.language.conversations import completed, encoded
+from oneloop.tasks.language.completions import completed
+from oneloop.tasks.language.conversations import encoded
 from oneloop.tasks.language.samples import IGNORE, spans
 from oneloop.tasks.language.tokens import chat_tokenizer
 from oneloop.tasks.sft import SFT

@@ -16,8 +16,7 @@ from typing import Any
 from oneloop.basics.errors import BAD_INPUT, ERROR, BadInput
 from oneloop.basics.files import printable
 from oneloop.basics.words import parsed
-from oneloop.checkpoint.chosen import chosen_of
-from oneloop.checkpoint.frozen import base_problems
+from oneloop.checkpoint.chosen import base_problems, chosen_of
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
 from oneloop.run.launch import config_files
 

@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from oneloop.basics.origin import Origin
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint import writer
-from oneloop.checkpoint.frozen import Base, base_problems
+from oneloop.checkpoint.chosen import base_problems
+from oneloop.checkpoint.frozen import Base
 from oneloop.checkpoint.state import (
     buffers_of,
     described,

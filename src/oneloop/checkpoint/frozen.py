@@ -1,11 +1,16 @@
-"""Frozen parameters: written once per run, or only named, and read with every checkpoint."""
+"""Frozen parameters as one safetensors file, in an order that only names and types decide.
+
+The same parameters make the same bytes however they are sharded: so a damaged file can be made anew from the model as
+built, and is taken only where its checksum is the old one. Parameters of somebody else's model are not written at all:
+its name, and what tells it from any other, take the file's place.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,61 +21,9 @@ from torch.distributed.tensor import DTensor
 from xxhash import xxh3_128
 
 from oneloop.basics.origin import Origin
-from oneloop.checkpoint.headers import header
+from oneloop.checkpoint.chosen import FILE, NAMED, base_of, base_problems, file_of, fresh, names_in, origin_of
 from oneloop.checkpoint.state import Piece, header_of, model_tensors
-from oneloop.checkpoint.store import Store, changed, flush, problems_of_files, read_manifest, vouch, write_file
-
-FILE = "frozen.safetensors"
-NAMED = "origin.json"  # in its place: what they were read from, and their names
-
-
-def base_of(checkpoint: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The folder with a checkpoint's frozen parameters, and what its file should be; None where none are frozen."""
-    entry = read_manifest(checkpoint)["about"].get("base")
-    if not entry:
-        return None
-    return checkpoint.parent.parent / Path(entry["folder"]).name, entry
-
-
-def base_problems(checkpoint: Path) -> list[str]:
-    """What is wrong with the frozen parameters of a checkpoint, which is good itself. Reads them whole."""
-    told = base_of(checkpoint)
-    if told is None:
-        return []
-    folder, entry = told
-    wrong = changed(folder, {file_of(entry): entry}) or problems_of_files(folder)
-    return [f"{folder.name}/{line}" for line in wrong]
-
-
-def file_of(entry: Mapping[str, Any]) -> str:
-    """The file's name, of what a manifest says of frozen parameters."""
-    return NAMED if entry.get("file") == NAMED else FILE
-
-
-def origin_of(checkpoint: Path) -> dict[str, Any] | None:
-    """What a checkpoint's frozen parameters were read from (``place`` with ``files`` or ``commit``) and their
-    ``names``; None where it is not only named."""
-    told = base_of(checkpoint)
-    if told is None or file_of(told[1]) != NAMED:
-        return None
-    return dict(json.loads((told[0] / NAMED).read_text()))
-
-
-def names_in(folder: Path) -> set[str]:
-    """Names of the parameters in it."""
-    if not (folder / FILE).exists():
-        return {f"model.{name}" for name in json.loads((folder / NAMED).read_text())["names"]}
-    return set(header(folder / FILE)) - {"__metadata__"}
-
-
-def fresh(run: Path, checkpoints: Iterable[Path]) -> Path:
-    """A folder for frozen parameters that none of these checkpoints names: ``base``, ``base-2``, …"""
-    named = set()
-    for checkpoint in checkpoints:
-        with suppress(ValueError):  # a damaged one names none
-            named.add((base_of(checkpoint) or (run,))[0].name)
-    names = ["base", *(f"base-{number}" for number in range(2, len(named) + 3))]
-    return run / next(name for name in names if name not in named)
+from oneloop.checkpoint.store import Store, flush, vouch, write_file
 
 
 def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from oneloop.basics.tensors import as_real, bare_name, optimized
-from oneloop.checkpoint.frozen import base_of, origin_of
+from oneloop.checkpoint.chosen import base_of, origin_of
 
 _TYPES = {
     torch.float64: "F64",

@@ -14,11 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from oneloop.basics.origin import Origin
 from oneloop.basics.power_function import gamma, post_hoc
-from oneloop.checkpoint.chosen import FINAL
-from oneloop.checkpoint.frozen import FILE, base_of, origin_of
-from oneloop.checkpoint.headers import header
+from oneloop.checkpoint.chosen import FILE, FINAL, base_of, origin_of
 from oneloop.checkpoint.state import load_tensors
-from oneloop.checkpoint.store import MANIFEST, Store, problems, read_manifest, vouch
+from oneloop.checkpoint.store import MANIFEST, Store, header, problems, read_manifest, vouch
 from oneloop.checkpoint.weights import bare, gathered_weights, load_weights, write_weights
 from oneloop.ema import EMA
 from oneloop.machine.base import rounded

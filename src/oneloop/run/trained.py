@@ -12,8 +12,7 @@ from torch import nn
 
 from oneloop.basics.errors import BadInput
 from oneloop.basics.files import printable
-from oneloop.checkpoint.chosen import FINAL, chosen_of
-from oneloop.checkpoint.frozen import origin_of
+from oneloop.checkpoint.chosen import FINAL, chosen_of, origin_of
 from oneloop.checkpoint.state import load_tensors
 from oneloop.checkpoint.store import Store, read_manifest
 from oneloop.checkpoint.weights import load_weights

@@ -16,7 +16,8 @@ from oneloop.data.rows.cache import key_of
 from oneloop.data.rows.ragged import Ragged, ragged
 from oneloop.data.rows.sources import Source, combined, first_columns, named_sources, notes_of, opened, whole
 from oneloop.tasks.language.chat import DAY, Chat, template_of
-from oneloop.tasks.language.conversations import asked, encoded, end_of, ends_in, is_text, other_ends
+from oneloop.tasks.language.completions import end_of, ends_in, other_ends
+from oneloop.tasks.language.conversations import asked, encoded, is_text
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import Fused, LanguageModel
 from oneloop.tasks.language.lessons import LESSONS, Lessons

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.tasks.language.conversations import first_behind, placed, upto
+from oneloop.tasks.language.completions import first_behind, placed, upto
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FILE = (
