@@ -147,8 +147,8 @@ BAD = {
         ["predict", "run", "--to", "said.csv", "--raw"],
         "logits hold a list for each sample",
     ),
-    "no number": (["predict", "run", "--to", "said.csv", "--micro", "0"], "--micro 0 is no number of samples above 0"),
-    "an unknown option": (["evaluate", "run", "--to", "x"], "unexpected '--to'"),
+    "no number": (["predict", "run", "--to", "said.csv", "--micro", "0"], "--micro: must be a positive integer, got 0"),
+    "an unknown option": (["evaluate", "run", "--to", "x"], "unrecognized arguments: --to x"),
 }
 
 

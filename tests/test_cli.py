@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from oneloop.checkpoint.store import Store
-from oneloop.cli import main
+from oneloop.cli import COMMANDS, main
 from worlds import run, train
 
 
@@ -75,7 +75,7 @@ def test_export_gives_what_transformers_loads(gpt, capsys):
         (["--checkpoint", "5"], "steps: 4, 8, 12"),
         (["--checkpoint", "x"], "there is none"),
         (["--weights", "ema"], "no average 'ema'; it has none"),
-        (["--too"], "unexpected '--too'"),
+        (["--too"], "unrecognized arguments: --too"),
     ):
         assert main(["export", str(gpt), "--to", str(to), *words]) == 2
         assert says in capsys.readouterr().err
@@ -96,8 +96,13 @@ def test_nothing_is_unpickled_in_an_export(gpt):
     assert ended.returncode == 0 and "UNPICKLED" not in ended.stdout, ended.stderr
 
 
-def test_the_command_says_what_it_knows(capsys):
-    assert main(["--help"]) == 0 and main(["verify", "--help"]) == 0
-    assert "oneloop export RUN --to DIR" in capsys.readouterr().out
+def test_each_command_has_a_help_page(capsys):
+    assert main(["--help"]) == 0
+    overview, pages = capsys.readouterr().out, {}
+    for name in COMMANDS:
+        assert main([name, "--help"]) == 0
+        pages[name] = capsys.readouterr().out
+        assert pages[name].startswith(f"usage: oneloop {name}") and f"\n  {name} " in overview
+    assert len(set(pages.values())) == len(pages) and "ddp" in pages["launch"]
     assert main([]) == 2 and main(["lunch"]) == 2
-    assert "unknown command 'lunch'; known: new, launch, verify, export" in capsys.readouterr().err
+    assert "unknown command 'lunch'; known: new, launch, verify, report" in capsys.readouterr().err

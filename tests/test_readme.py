@@ -66,14 +66,13 @@ def test_the_programs_about_python(tmp_path):
 
 def test_every_command_that_is_typed_somewhere_is_known():
     """`oneloop …` lines of all pages: the command, and for a launch its options and recipe keys."""
-    from oneloop.cli import _USAGE
+    from oneloop.cli import COMMANDS
 
-    known = set(re.findall(r"^(?:usage:)? +oneloop (\w+)", _USAGE, re.M))
     for page, text in PAGES.items():
         inside = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.M | re.S) + re.findall(r"^    (.*)$", text, re.M))
         for line in re.findall(r"^oneloop (.*)$", inside, re.M):
             command, *words = shlex.split(line.partition("   #")[0])
-            assert command in known, f"{page.name}: oneloop {line}"
+            assert command in COMMANDS, f"{page.name}: oneloop {line}"
             if command == "launch" and not any(word in line for word in ("mine.yaml", "…")):
                 options, rest = launch_options(words)
                 assert options[0] == "--config_file" and rest, f"{page.name}: oneloop {line}"

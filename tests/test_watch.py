@@ -268,9 +268,9 @@ def test_it_follows_a_run_until_its_end(tmp_path):
 def test_what_cannot_be_watched_is_said(tmp_path, capsys):
     for words, says in (
         ([str(tmp_path / "nix")], "holds no run"),
-        ([], "needs a run folder"),
-        ([str(tmp_path), "--every", "0"], "no number of seconds"),
-        ([str(tmp_path), "--onc"], "unexpected '--onc'"),
+        ([], "arguments are required: RUN"),
+        ([str(tmp_path), "--every", "0"], "--every: must be a positive number, got 0"),
+        ([str(tmp_path), "--onc"], "unrecognized arguments: --onc"),
     ):
         assert main(["watch", *words]) == 2
         assert says in capsys.readouterr().err

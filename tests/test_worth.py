@@ -130,8 +130,8 @@ def test_weights_at_the_end_are_those_of_the_run_itself(tmp_path):
     ("typed", "says"),
     [
         (["worth", "digits", "--only", "magic"], "--only 'magic' is no technique; known: fused, bf16"),
-        (["worth", "digits", "--rounds", "0"], "--rounds 0 is no number above 0"),
-        (["worth", "digits", "--seconds"], "--seconds needs a value"),
+        (["worth", "digits", "--rounds", "0"], "--rounds: must be a positive integer, got 0"),
+        (["worth", "digits", "--seconds"], "--seconds: expected one argument"),
         (["worth", "digits", "--batch.siez", "3"], "unknown key 'batch.siez'"),
         (["worth"], "no recipe given"),
     ],

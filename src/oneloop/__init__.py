@@ -4,8 +4,6 @@
 ``from oneloop.data.order import Order``.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

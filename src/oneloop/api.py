@@ -1,7 +1,5 @@
 """oneloop from Python: ``from oneloop import fit``."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,8 +1,7 @@
 """What comes after training: ``python -m oneloop.apply evaluate|predict RUN …``, on one process or many."""
 
-from __future__ import annotations
-
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,7 +12,7 @@ from oneloop.basics import errors
 from oneloop.basics.errors import BadInput
 from oneloop.basics.files import dumps
 from oneloop.basics.launcher import die_with_launcher
-from oneloop.basics.words import parsed
+from oneloop.basics.words import Options, positive
 from oneloop.evaluate import evaluate_all
 from oneloop.machine.switches import float32_products
 from oneloop.predict import ENDINGS, predictions, write
@@ -23,58 +22,73 @@ from oneloop.run.stopping import leave
 from oneloop.run.trained import Trained, recipe_of, trained
 from oneloop.tasks.base import check_sets
 
-_COMMON: dict[str, str | bool | None] = {"--data": None, "--checkpoint": None, "--weights": "raw", "--micro": None}
-_COMMON |= {"--accept_changes": False, "--task": None}
-_OPTIONS: dict[str, dict[str, str | bool | None]] = {
-    "evaluate": {**_COMMON, "--json": False},
-    "predict": {**_COMMON, "--to": None, "--raw": False},
+_PAGES = {
+    "evaluate": """Print loss and metrics of a run's weights on its own validation and test sets, or on other data.""",
+    "predict": """Write the prediction for each row of its validation set, or of other data, to a file, in order.
+
+    A row has its number, the file name of an image, and the task's columns.""",
 }
+_MORE = """
+    Data that differs from what the run was trained with is rejected. Several processes share the work:
+
+      oneloop launch --config_file ddp predict runs/digits --data new/ --to predictions.csv"""
+
+
+def parsed(command: str, words: Sequence[str]) -> Namespace:
+    """Parse the options of ``evaluate`` or ``predict``; raise BadInput for what is wrong before anything is loaded."""
+    options = Options(command, f"{_PAGES[command]}\n{_MORE}")
+    options.add_argument("run", type=Path, metavar="RUN")
+    options.add_argument("--data", metavar="PLACE", help="rows to use instead of the run's own sets")
+    options.add_argument("--checkpoint", help="final, best, newest or a step; default: final if the run has ended")
+    options.add_argument("--weights", default="raw", help="raw (default), or the name of an EMA")
+    options.add_argument("--micro", type=positive(int), metavar="N", help="samples at once")
+    accept = "accept other data than the run was trained with; its classes may differ"
+    options.add_argument("--accept_changes", action="store_true", help=accept)
+    options.add_argument("--task", help="the task to use, if it is not the recorded one (my_task.py:MyTask)")
+    if command == "evaluate":
+        options.add_argument("--json", action="store_true", help="print the metrics as JSON")
+        return options.parse_args(words)
+    options.add_argument("--to", type=Path, metavar="FILE", help="the file to write: .parquet, .jsonl or .csv")
+    options.add_argument("--raw", action="store_true", help="write the model's outputs, too")
+    given = options.parse_args(words)
+    if given.to is None:
+        raise BadInput("oneloop predict needs a file to write to: --to FILE.parquet, .jsonl or .csv")
+    if given.to.suffix not in ENDINGS:
+        raise BadInput(f"--to {given.to} is none of {', '.join(ENDINGS)}; name the file so")
+    if given.to.exists():
+        raise BadInput(f"--to {given.to} exists; remove it, or name another file")
+    if not given.to.parent.is_dir():
+        raise BadInput(f"--to {given.to}: there is no folder {given.to.parent}; make it first")
+    return given
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Does what the words say, and ends the process with oneloop's exit code."""
+    """Run ``evaluate`` or ``predict`` as the command line says; end the process with oneloop's exit code."""
     try:
         command, *words = argv or [""]
-        if command not in _OPTIONS:
-            raise BadInput(f"oneloop.apply: {command!r} is none of {', '.join(_OPTIONS)}")
-        given = parsed(command, words, _OPTIONS[command])
-        _check(command, given)
-        recipe = recipe_of(Path(given["RUN"]), command=command, task=given["--task"])
+        if command not in _PAGES:
+            raise BadInput(f"oneloop.apply: {command!r} is none of {', '.join(_PAGES)}")
+        given = parsed(command, words)
+        recipe = recipe_of(given.run, command=command, task=given.task)
         run = start(deterministic=recipe.machine.deterministic)
         float32_products(recipe.machine.matmul, benchmark=recipe.machine.cudnn_benchmark)
-        about: dict[str, Any] = {"checkpoint": given["--checkpoint"], "weights": given["--weights"]}
-        about |= {"accept_changes": given["--accept_changes"]}
+        about: dict[str, Any] = {"checkpoint": given.checkpoint, "weights": given.weights}
+        about |= {"accept_changes": given.accept_changes, "sharded": run.sharded, "device": run.device.type}
         with run.setting_up():
-            of = trained(Path(given["RUN"]), recipe, **about, sharded=run.sharded, device=run.device.type)
-            sets = _sets(of, given["--data"], labelled=command == "evaluate")
+            of = trained(given.run, recipe, **about)
+            sets = _sets(of, given.data, labelled=command == "evaluate")
         model = _prepared(of, run)
-        options = {**of.options, **({"micro": int(given["--micro"])} if given["--micro"] else {})}
+        options = {**of.options, **({"micro": given.micro} if given.micro else {})}
         with run.setting_up():
             if command == "evaluate":
-                said = _evaluated(of, model, sets, run, options, as_json=given["--json"])
+                said = _evaluated(of, model, sets, run, options, as_json=given.json)
             else:
-                said = _predicted(of, model, sets, run, options, Path(given["--to"]), raw=given["--raw"])
+                said = _predicted(of, model, sets, run, options, given.to, raw=given.raw)
     except BadInput as error:
         refuse(error)
     if run.main:
         print(said, flush=True)
     leave(errors.DONE, main=is_main())
-
-
-def _check(command: str, given: dict[str, Any]) -> None:
-    """Refuses what can be seen to be wrong before anything is loaded."""
-    if given["--micro"] is not None and not (given["--micro"].isdigit() and int(given["--micro"])):
-        raise BadInput(f"oneloop {command}: --micro {given['--micro']} is no number of samples above 0")
-    if command == "predict":
-        if given["--to"] is None:
-            raise BadInput("oneloop predict needs a file to write to: --to FILE.parquet, .jsonl or .csv")
-        to = Path(given["--to"])
-        if to.suffix not in ENDINGS:
-            raise BadInput(f"--to {to} is none of {', '.join(ENDINGS)}; name the file so")
-        if to.exists():
-            raise BadInput(f"--to {to} exists; remove it, or name another file")
-        if not to.parent.is_dir():
-            raise BadInput(f"--to {to}: there is no folder {to.parent}; make it first")
 
 
 def _sets(of: Trained, data: str | None, *, labelled: bool) -> dict[str, Any]:

@@ -10,8 +10,6 @@ The update rule: average = keep * average + (1 - keep) * weight. It communicates
 average is evaluated and exported with the model's current buffers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

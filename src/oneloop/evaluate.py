@@ -1,7 +1,5 @@
 """Exact distributed evaluation: every sample counted once, for any number of ranks."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence

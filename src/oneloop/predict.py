@@ -4,8 +4,6 @@
 >>> write(Path("said.parquet"), said, accelerator=accelerator)                      # the same file for any ranks
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

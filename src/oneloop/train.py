@@ -1,7 +1,5 @@
 """The loop. ``accelerate launch --config_file accelerate_configs/ddp.yaml -m oneloop.train digits``"""
 
-from __future__ import annotations
-
 if __name__ == "__main__":  # before the slow imports: --help and bad input need none of them
     from oneloop.run import early
 

@@ -5,8 +5,6 @@
 ...         BEATS.beat()
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,33 +1,20 @@
 """Durations: ``500`` (steps), ``"20ep"``, ``"1M samples"``, ``"2B tokens"``, ``"10%"`` of the run."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 
 _MULTIPLE = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
-_UNITS = {
-    "": "steps",
-    "step": "steps",
-    "steps": "steps",
-    "ep": "ep",
-    "epoch": "ep",
-    "epochs": "ep",
-    "sample": "samples",
-    "samples": "samples",
-    "token": "tokens",
-    "tokens": "tokens",
-    "%": "%",
-}
+_UNITS = {"": "steps", "ep": "ep", "epoch": "ep", "epochs": "ep", "%": "%"}
+_UNITS |= {word: f"{unit}s" for unit in ("step", "sample", "token") for word in (unit, f"{unit}s")}
 _FORM = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMB]?)\s*([a-z]*|%)\s*", re.ASCII)
 
 
 class Duration:
     """A length of training as the user writes it. Raises ValueError if the text is not a duration."""
 
-    def __init__(self, text: str | int | Duration) -> None:
+    def __init__(self, text: "str | int | Duration") -> None:
         self.text: str = text.text if isinstance(text, Duration) else str(text).strip()
         match = _FORM.fullmatch(self.text)
         if match is None or match[3] not in _UNITS:
@@ -38,12 +25,12 @@ class Duration:
         self.amount = Fraction(match[1]) * _MULTIPLE[match[2]]
         self.unit = _UNITS[match[3]]
 
-    def steps(self, scale: Scale, *, total: int | None = None, key: str = "duration") -> int:
+    def steps(self, scale: "Scale", *, total: int | None = None, key: str = "duration") -> int:
         """Return whole steps, rounded up; ``total`` steps of the run resolve ``%``. Raises ValueError if that is
         unknown, or for tokens if the samples differ in length."""
         return math.ceil(self._steps(scale, total, key))
 
-    def _steps(self, scale: Scale, total: int | None, key: str) -> Fraction:
+    def _steps(self, scale: "Scale", total: int | None, key: str) -> Fraction:
         if self.unit == "steps":
             if self.amount.denominator != 1:
                 raise ValueError(
@@ -65,7 +52,7 @@ class Duration:
             )
         return self.amount / (scale.batch * Fraction(scale.sample_tokens))
 
-    def samples(self, scale: Scale, *, total: int | None = None, key: str = "duration") -> float:
+    def samples(self, scale: "Scale", *, total: int | None = None, key: str = "duration") -> float:
         """The same length in samples, not rounded; raises as :meth:`steps` does."""
         if self.unit == "samples":
             return float(self.amount)

@@ -1,7 +1,5 @@
 """How a run ends: the exit codes, and the exceptions that lead to them."""
 
-from __future__ import annotations
-
 import math
 
 DONE = 0

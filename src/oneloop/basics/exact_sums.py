@@ -10,8 +10,6 @@ parts can be put together later.
 >>> square = square_sum(torch.cat(rows).tolist())
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Files that are written whole or not at all, JSON that any reader accepts, and text for a terminal."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Copies of weights in host memory, made while the device works."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """What a process knows of its launcher: rank and world size, stop signals, whether it is alive, the exit code."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """How much memory a process takes."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 

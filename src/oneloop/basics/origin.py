@@ -1,7 +1,5 @@
 """Base models: files of the Hugging Face hub or a folder, which a checkpoint names instead of holding them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Power-function averages of the weights: their exponents, and post-hoc mixing (Karras et al. 2024, section 3)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -6,8 +6,6 @@
 ...     ...
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -41,7 +39,7 @@ class Working:
             self._bars.remove_task(self._task)
             self._task = None
 
-    def __enter__(self) -> Working:
+    def __enter__(self) -> "Working":
         return self
 
     def __exit__(self, *of: object) -> None:

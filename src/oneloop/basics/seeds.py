@@ -1,7 +1,5 @@
 """Seeds: every random number is a function of a few integers."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

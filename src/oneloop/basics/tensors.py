@@ -1,7 +1,5 @@
 """Names and shards of tensors under DDP and FSDP2, and buffers that all ranks share."""
 
-from __future__ import annotations
-
 import math
 from fnmatch import fnmatchcase
 from typing import Any

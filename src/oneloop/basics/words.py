@@ -1,43 +1,34 @@
-"""The words of a command line: options, and what is left."""
+"""The options of a command line."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import Any
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from collections.abc import Callable
+from inspect import cleandoc
+from typing import Any, NoReturn
 
 from oneloop.basics.errors import BadInput
 
 
-def parsed(
-    command: str, words: Sequence[str], options: Mapping[str, str | bool | None], *, several: bool = False
-) -> dict[str, Any]:
-    """Values by option, and RUN: a folder, or a list of them. An option whose default is False takes no value.
+class Options(ArgumentParser):
+    """The options of a command, whose help page is ``about``; a wrong option raises BadInput."""
 
-    Args:
-        command: its name, for messages.
-        words: as typed after it.
-        options: with their defaults.
-        several: whether it takes more than one run.
+    def __init__(self, command: str, about: str | None, *, usage: str | None = None) -> None:
+        how: dict[str, Any] = {"formatter_class": RawDescriptionHelpFormatter, "allow_abbrev": False}
+        super().__init__(f"oneloop {command}", usage, cleandoc(about or ""), **how)
 
-    Raises:
-        BadInput: an unknown word, a value or the run missing.
-    """
-    given: dict[str, Any] = {"RUN": [], **options}
-    takes = f"RUN{' [RUN …]' if several else ''} {' '.join(options)}"
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if options.get(name) is False:
-            given[name] = True
-        elif name in options:
-            if not equals and not rest:
-                raise BadInput(f"oneloop {command}: {name} needs a value")
-            given[name] = value if equals else rest.pop(0)
-        elif word.startswith("-") or (given["RUN"] and not several):
-            raise BadInput(f"oneloop {command}: unexpected {word!r}; it takes {takes}")
-        else:
-            given["RUN"].append(word)
-    if not given["RUN"]:
-        raise BadInput(f"oneloop {command} needs a run folder: oneloop {command} runs/digits")
-    return given if several else {**given, "RUN": given["RUN"][0]}
+    def error(self, message: str) -> NoReturn:
+        raise BadInput(f"{self.prog}: {message.removeprefix('argument ')}; {self.prog} --help lists the options")
+
+
+def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a type for an option: a number above 0, made by ``kind`` (int or float)."""
+
+    def parse(text: str) -> Any:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = 0
+        if not number > 0:
+            raise ArgumentTypeError(f"must be a positive {'integer' if kind is int else 'number'}, got {text}")
+        return number
+
+    return parse

@@ -7,8 +7,6 @@
 >>> checkpoints.finish()                            # before the end
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The checkpoint that a user names, and its frozen parameters in ``base/``, or only named there. Needs no torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress

@@ -5,8 +5,6 @@ built, and is taken only where its checksum is the old one. Parameters of somebo
 its name, and what tells it from any other, take the file's place.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

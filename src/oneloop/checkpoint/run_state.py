@@ -5,8 +5,6 @@
 >>> state.save(checkpoints, step)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol

@@ -4,8 +4,6 @@ The files are those of torch.distributed.checkpoint's safetensors storage: any o
 bare model's: ``model.<name>``, ``optimizer.<parameter>.<key>``, ``ema.<average>.<parameter>``. Nothing is pickled.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Collection, Mapping
@@ -24,18 +22,9 @@ from torch.optim import Optimizer
 from oneloop.basics.tensors import as_real, bare_name, optimized
 from oneloop.checkpoint.chosen import base_of, origin_of
 
-_TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool}
+_NAMES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+_TYPES = {dtype: name for name, dtype in _NAMES.items()}
 
 
 def unsavable(model: nn.Module) -> str:

@@ -1,7 +1,5 @@
 """The checkpoints of a run on disk: complete or not there, with a manifest of sizes and checksums. Needs no torch."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

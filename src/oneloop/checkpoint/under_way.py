@@ -1,7 +1,5 @@
 """The save in progress on one rank, and the process that writes it."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

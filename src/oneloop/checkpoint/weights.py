@@ -1,7 +1,5 @@
 """Weights as plain safetensors, under the names that the model itself gives them, and back."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ draft folder, on the storage they share anyway: ``rank-00001.json`` says a part 
 will not be.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

@@ -1,7 +1,5 @@
 """The micro-batches of one step, loaded ahead by worker processes and copied ahead to the device."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -5,8 +5,6 @@ nothing is drawn.
 >>> index, sample = samples[epoch, 7]
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar

@@ -3,8 +3,6 @@
 >>> mixture = Mixture({"code": code, "books": books}, weights=[0.7, 0.3])
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction

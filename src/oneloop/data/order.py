@@ -4,8 +4,6 @@ Each epoch is a new permutation of the samples. It is computed, not stored: a Fe
 over a power of two that holds the data set, walked until it falls inside (Black & Rogaway 2002).
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import numpy as np

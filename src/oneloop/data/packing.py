@@ -1,7 +1,5 @@
 """Samples by length: packed into bins, or ordered so that those of a step are of similar length."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """How a global batch is divided among processes and micro-batches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

@@ -8,8 +8,6 @@ windows of its own, and the samples of a step come from all lanes in turn, in ru
 the runs, so it reads its own lanes only. How many lanes there are depends on data and batch, never on the ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,14 +69,14 @@ class Windows:
         indices: NDArray[np.int64] = self._firsts[group] + at - (layout.ends[place] - self.sizes[group])
         return indices
 
-    def _layout(self, epoch: int) -> _Layout:
+    def _layout(self, epoch: int) -> "_Layout":
         if epoch not in self._layouts:
             for old in [*self._layouts][:-1]:
                 del self._layouts[old]
             self._layouts[epoch] = self._laid_out(epoch)
         return self._layouts[epoch]
 
-    def _laid_out(self, epoch: int) -> _Layout:
+    def _laid_out(self, epoch: int) -> "_Layout":
         number = len(self.sizes)
         key = epoch_keys(np.array([epoch], dtype=np.int64), self.seed)[0]
         groups = permuted(np.arange(number, dtype=np.uint64), number, np.full(number, key)).astype(np.int64)

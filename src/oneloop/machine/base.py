@@ -1,7 +1,5 @@
 """The types in which frozen parameters are held."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from typing import Any

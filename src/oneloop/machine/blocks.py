@@ -1,7 +1,5 @@
 """The parts of a model that decide how it can be run: its blocks, dropout and BatchNorm."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -8,8 +8,6 @@ Nothing is read from the device. The ranks compare what they ran by four numbers
 make at every step anyway (:meth:`Checks.signs`), before the step's result is accepted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial

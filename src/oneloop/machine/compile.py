@@ -7,8 +7,6 @@ part is one graph; what breaks a graph is an error, so that nothing falls back t
 meets a second shape (samples of several lengths) is compiled once more, for any shape.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ The first keeps its weights in a file, which is mapped by all: what is then shar
 out otherwise on another process stays that process's own, so that nothing is changed by it.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

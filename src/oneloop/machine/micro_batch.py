@@ -9,8 +9,6 @@
 The global batch, and with it what is learned, is not touched: only how many samples go through the model at once.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import statistics
@@ -103,7 +101,7 @@ class Child:
         self._process: Any = None
         self._pipe: Any = None
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> "Child":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,8 +6,6 @@ What comes out is the same to the bit, dropout included: the random state of the
 (Chen et al. 2016; selective: Korthikanti et al. 2022, as torch.utils.checkpoint does it.)
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
@@ -19,20 +17,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from oneloop.machine.blocks import blocks
 
-_KEPT = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "convolution",
-    "_scaled_mm",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_attention_math",
-    "_scaled_dot_product_fused_attention_overrideable",
-)
+_ATTENTION = "flash_attention efficient_attention flash_attention_for_cpu cudnn_attention attention_math"
+_KEPT = ["mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm"]
+_KEPT += [f"_scaled_dot_product_{kind}" for kind in (*_ATTENTION.split(), "fused_attention_overrideable")]
 """aten's products and attentions: few, and costly to compute again"""
 
 

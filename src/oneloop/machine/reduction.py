@@ -11,8 +11,6 @@ whole gradients are exchanged once a step, so that a process has neighbouring le
 micro-batch, so that neighbours stand on neighbouring processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 

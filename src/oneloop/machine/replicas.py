@@ -3,8 +3,6 @@
 >>> check_replicas(model, optimizer, step=100)           # every rank must get here; raises where they differ
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

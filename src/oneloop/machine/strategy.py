@@ -1,7 +1,5 @@
 """The model under its strategy, as accelerate was set up: whole on one device, DDP, or sharded by FSDP2."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from types import MethodType

@@ -1,7 +1,5 @@
 """Settings of torch and Python for a run: precision of matrix products, memory format, garbage collection."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

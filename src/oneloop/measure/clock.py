@@ -1,7 +1,5 @@
 """Where the time of the steps goes, and what to change about it."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import defaultdict, deque

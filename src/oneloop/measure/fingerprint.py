@@ -9,8 +9,6 @@ tensors are.
 '04c2…'
 """
 
-from __future__ import annotations
-
 import base64
 import struct
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Metrics of the training steps, summed on the device and read at a log line."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence

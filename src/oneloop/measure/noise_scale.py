@@ -13,8 +13,6 @@ The gradient of a part with weight w is G + noise of variance tr(S) / w. So the 
 mean, the step's gradient, give |G|^2 and tr(S); B_simple = tr(S) / |G|^2.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterator

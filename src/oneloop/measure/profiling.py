@@ -9,8 +9,6 @@
 https://pytorch.org/memory_viz; ``operators.txt`` is for reading.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
@@ -55,7 +53,7 @@ class Profiling:
         self._profiler: Any = None
         self._recording = False
 
-    def __enter__(self) -> Profiling:
+    def __enter__(self) -> "Profiling":
         return self
 
     def __exit__(

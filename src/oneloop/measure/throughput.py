@@ -1,7 +1,5 @@
 """Floating-point operations of a step, what the device can do, and how busy it is."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping

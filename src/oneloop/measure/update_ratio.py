@@ -1,7 +1,5 @@
 """How large an update is against the weights: |change| / |weights|; about 1e-3 is usual."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import reduce

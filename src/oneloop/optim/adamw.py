@@ -1,7 +1,5 @@
 """Fused AdamW that keeps the lists of its tensors from step to step: the same kernel, state and bits as torch's."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizers by name or class path, with weight decay on matrices only unless more is said."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The global gradient norm and clipping by it, the same under every strategy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import cast
 

@@ -5,8 +5,6 @@ length. These are of torch's foreach operations, with the bits of torch's own fo
 those they take ``found_inf``, 1 where nothing shall change, without asking the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

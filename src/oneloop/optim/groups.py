@@ -4,8 +4,6 @@ A pattern is a parameter's dotted name or the beginning of one (``backbone``, ``
 ``*`` stands for anything, ``?`` for one character and ``[0-5]`` for one of several (``*.bias``, ``encoder.[0-5]``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

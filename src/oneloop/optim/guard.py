@@ -6,8 +6,6 @@
 >>> guard.step(global_norm(parameters))
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

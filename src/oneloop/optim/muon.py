@@ -4,8 +4,6 @@ Jordan 2024 (kellerjordan.github.io/posts/muon); the update's size follows Liu e
 Training): 0.2 sqrt(max(rows, columns)), so that one learning rate fits both.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -74,16 +72,8 @@ class Muon(Optimizer):
                 f"muon needs momentum and betas from 0 to below 1, eps of at least 0 and an iteration or more; got"
                 f" momentum {momentum}, betas {betas}, eps {eps}, iterations {iterations}"
             )
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "iterations": iterations,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "muon": True,
-        }
+        defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "iterations": iterations}
+        defaults |= {"betas": betas, "eps": eps, "weight_decay": weight_decay, "muon": True}
         super().__init__(params, defaults)
         self.dtype = dtype
         self.found_inf: Tensor | None = None

@@ -1,7 +1,5 @@
 """What a bad step is, and what is done about it."""
 
-from __future__ import annotations
-
 import enum
 from collections import Counter
 from dataclasses import dataclass

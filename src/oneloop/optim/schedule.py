@@ -4,8 +4,6 @@ A schedule is a function ``(step, total) -> factor`` of the peak rate, both coun
 take ``final`` (the factor at the end) and typed options of its own, durations among them arriving as whole steps.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping

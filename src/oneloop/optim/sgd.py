@@ -1,7 +1,5 @@
 """Fused SGD that also updates sharded parameters, for which torch's own has no rule (torch 2.15)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,11 +1,9 @@
 """``oneloop prove``: does a parallel layout train the same weights as one process? Real runs of a few steps."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from argparse import ArgumentError, ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +13,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from oneloop.basics.errors import BAD_INPUT, DONE, ERROR, STOPPED, BadInput, at_least
+from oneloop.basics.errors import BAD_INPUT, DONE, ERROR, STOPPED, BadInput
 from oneloop.basics.files import dumps, printable
 from oneloop.basics.launcher import on_stops
 from oneloop.data.split import Split
@@ -40,21 +38,9 @@ class _Failed(RuntimeError):
     """A run ended with an error."""
 
 
-def prove(words: Sequence[str], *, start: Start | None = None) -> int:
-    """Run ``oneloop prove RECIPE --config_file FILE …``: print the verdict; return 0 (the same) or 1 (different,
-    failed). Raises BadInput."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config_file", default="")
-    parser.add_argument("--processes", type=int)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--json", action="store_true")
-    try:
-        own, training = parser.parse_known_args(words)
-    except ArgumentError as error:
-        raise BadInput(f"oneloop prove: {error}") from None
-    at_least(1, __steps=own.steps, __processes=1 if own.processes is None else own.processes)
-    if not own.config_file:
-        raise BadInput("oneloop prove needs --config_file: the layout that is compared with one process (ddp, fsdp2)")
+def prove(own: Namespace, training: Sequence[str], *, start: Start | None = None) -> int:
+    """Compare the layout of ``own`` (config_file, processes, steps, json) with one process, for the recipe in
+    ``training``: print the verdict; return 0 (the same) or 1 (different, failed). Raises BadInput."""
     with TemporaryDirectory(prefix="oneloop-") as scratch:
         proof = _Proof(training, own, Path(scratch), start or _launched)
         try:

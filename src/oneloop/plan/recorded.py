@@ -3,8 +3,6 @@
 ``accelerate launch … -m oneloop.plan.recorded STEPS RECIPE [--key value …]``
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":  # before the slow imports, as oneloop.train
     import sys
 

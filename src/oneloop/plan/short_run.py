@@ -1,7 +1,5 @@
 """A short real run in a process of its own, which may crash, hang or run out of memory."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

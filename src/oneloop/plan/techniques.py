@@ -1,10 +1,9 @@
 """The techniques that articles on fast training teach, each as the keys that switch it on and off."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from oneloop.recipe.schema import Recipe
@@ -52,63 +51,42 @@ def _accumulation(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
     return {"batch.micro": size // parts}, {"batch.micro": size}
 
 
-def _on(keys: Keys, off: Keys, *, needs: str = "", has: Callable[[Machine], bool] = lambda machine: True) -> Any:
-    return lambda recipe, machine: (keys, off) if has(machine) else f"needs {needs}"
+def _workers(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
+    return {"machine.workers": max(2, min(4, machine.cores - 1))}, {"machine.workers": 0}
+
+
+def _compile(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
+    return {"machine.compile": "regional" if machine.blocks else "whole"}, {"machine.compile": "none"}
+
+
+def _on(key: str, on: Any, off: Any, *, needs: str = "", has: Callable[[Machine], bool] = lambda machine: True) -> Any:
+    return lambda recipe, machine: ({key: on}, {key: off}) if has(machine) else f"needs {needs}"
 
 
 def _gpu(machine: Machine) -> bool:
     return machine.device == "cuda"
 
 
+_channels_last = _on("machine.channels_last", True, False, needs="2-d convolutions", has=attrgetter("convolutions"))
+_recompute = _on("machine.recompute", "full", "none", needs="a model with blocks", has=attrgetter("blocks"))
+
+
+_FP16 = _on(PRECISION, "fp16", "no", needs="a GPU", has=_gpu)
+_PINNED = "pinned host memory, and copies to the device that are not waited for"
 TECHNIQUES = (
     Technique("fused", "one kernel for the whole update instead of some for each parameter", _fused),
-    Technique("bf16", "bfloat16 mixed precision", _on({PRECISION: "bf16"}, {PRECISION: "no"})),
-    Technique(
-        "workers",
-        "processes that load the data",
-        lambda recipe, machine: ({"machine.workers": max(2, min(4, machine.cores - 1))}, {"machine.workers": 0}),
-    ),
-    Technique(
-        "pinned",
-        "pinned host memory, and copies to the device that are not waited for",
-        _on({"machine.pinned": True}, {"machine.pinned": False}, needs="a GPU", has=_gpu),
-    ),
-    Technique(
-        "channels_last",
-        "memory layout of convolutions",
-        _on(
-            {"machine.channels_last": True},
-            {"machine.channels_last": False},
-            needs="2-d convolutions",
-            has=lambda machine: machine.convolutions,
-        ),
-    ),
+    Technique("bf16", "bfloat16 mixed precision", _on(PRECISION, "bf16", "no")),
+    Technique("workers", "processes that load the data", _workers),
+    Technique("pinned", _PINNED, _on("machine.pinned", True, False, needs="a GPU", has=_gpu)),
+    Technique("channels_last", "memory layout of convolutions", _channels_last),
     Technique("accumulation", "a quarter of the batch at once, instead of all of it", _accumulation),
+    Technique("recompute", "gradient checkpointing of every block", _recompute),
+    Technique("ema", "an average of the weights", _on("ema.half_life", "1ep", "0")),
+    Technique("clip", "clipping by the global gradient norm", _on("optimizer.clip", 1.0, 0.0)),
+    Technique("logging", "a line of metrics at every step", _on("log.every", 1, 10**9)),
+    Technique("compile", "torch.compile, of the blocks or the whole model", _compile),
     Technique(
-        "recompute",
-        "gradient checkpointing of every block",
-        _on(
-            {"machine.recompute": "full"},
-            {"machine.recompute": "none"},
-            needs="a model with blocks",
-            has=lambda machine: machine.blocks,
-        ),
-    ),
-    Technique("ema", "an average of the weights", _on({"ema.half_life": "1ep"}, {"ema.half_life": "0"})),
-    Technique("clip", "clipping by the global gradient norm", _on({"optimizer.clip": 1.0}, {"optimizer.clip": 0.0})),
-    Technique("logging", "a line of metrics at every step", _on({"log.every": 1}, {"log.every": 10**9})),
-    Technique(
-        "compile",
-        "torch.compile, of the blocks or the whole model",
-        lambda recipe, machine: (
-            {"machine.compile": "regional" if machine.blocks else "whole"},
-            {"machine.compile": "none"},
-        ),
-    ),
-    Technique(
-        "fp16",
-        "float16 mixed precision, with loss scaling",
-        _on({PRECISION: "fp16"}, {PRECISION: "no"}, needs="a GPU", has=_gpu),
+        "fp16", "float16 mixed precision, with loss scaling", _on(PRECISION, "fp16", "no", needs="a GPU", has=_gpu)
     ),
 )
 

@@ -1,7 +1,5 @@
 """``oneloop worth``: what each technique is worth on this recipe and machine."""
 
-from __future__ import annotations
-
 import platform
 import random
 import statistics
@@ -24,27 +22,13 @@ from oneloop.recipe.schema import Recipe
 from oneloop.show.worth import as_page, as_table, sentences
 
 
-def worth(words: Sequence[str]) -> int:
-    """Run ``oneloop worth RECIPE …``: measure, print a table, write worth.json and worth.html; return the exit code.
-    Raises BadInput."""
-    own, training = {"--only": "", "--rounds": "5", "--seconds": "1", "--to": ""}, []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if name not in own:
-            training.append(word)
-        elif not equals and not rest:
-            raise BadInput(f"oneloop worth: {name} needs a value")
-        else:
-            own[name] = value if equals else rest.pop(0)
-    if read(training).batch.grain is not None:
+def worth(words: Sequence[str], folder: Path | None, **how: Any) -> int:
+    """Measure the recipe in ``words``, print a table, write worth.json and worth.html into ``folder`` (default:
+    runs/worth-RECIPE); return the exit code. Raises BadInput; ``how`` as of :func:`measured`."""
+    if read(words).batch.grain is not None:
         raise BadInput("oneloop worth tries other ways to compute a recipe, and batch.grain fixes them; leave it out")
-    rounds, seconds = _number("--rounds", own["--rounds"], int), _number("--seconds", own["--seconds"], float)
-    results = measured(
-        training, only=[name for name in own["--only"].split(",") if name], rounds=int(rounds), seconds=seconds
-    )
-    folder = Path(own["--to"] or f"runs/worth-{results['recipe']}")
+    results = measured(words, **how)
+    folder = folder or Path(f"runs/worth-{results['recipe']}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, content in (("worth.json", dumps(results, indent=1) + "\n"), ("worth.html", as_page(results))):
@@ -57,16 +41,6 @@ def worth(words: Sequence[str]) -> int:
     for line in [*sentences(results), f"results in {folder}"]:
         console.print(line, highlight=False, soft_wrap=True)
     return 0
-
-
-def _number(name: str, given: str, kind: Callable[[str], float]) -> float:
-    try:
-        number = kind(given)
-    except ValueError:
-        number = 0
-    if not number > 0:
-        raise BadInput(f"oneloop worth: {name} {given} is no number above 0")
-    return number
 
 
 _SAME_STEPS = 8  # after which weights are compared: rounding has not yet grown
@@ -112,19 +86,11 @@ def measured(
     tried = [one for one in tried if one.technique.name not in faults]
     runs = _measured(runner, base, tried, steps=steps, rounds=rounds, say=say)
     rates = [outcome.rate for outcome in runs["none"] if not outcome.fault]
+    about = {"processor": platform.machine(), "device": machine.device, "cores": machine.cores}
+    about |= {"torch": torch.__version__, "python": platform.python_version()}
     return {
-        "recipe": recipe.name,
-        "words": list(words),
-        "date": str(date.today()),
-        "machine": {
-            "processor": platform.machine(),
-            "device": machine.device,
-            "cores": machine.cores,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "steps": steps,
-        "rounds": rounds,
+        **{"recipe": recipe.name, "words": list(words), "date": str(date.today()), "machine": about},
+        **{"steps": steps, "rounds": rounds},
         "none": {**_figure(rates), "peak": _peak(runs["none"])},
         "all": {**_ratios(runs["all"], runs["none"]), "peak": _peak(runs["all"]), "fault": _faults(runs["all"])},
         "control": _ratios(runs["none again"], runs["none"]),
@@ -199,13 +165,9 @@ def _row(one: _Tried, runs: Mapping[str, list[Measured]], same: str) -> dict[str
     name = one.technique.name
     alone, without = runs[f"+{name}"], runs[f"-{name}"]
     return {
-        "name": name,
-        "about": one.technique.about,
-        "on": one.on,
-        "off": one.off,
+        **{"name": name, "about": one.technique.about, "on": one.on, "off": one.off, "result": same},
         "alone": _ratios(alone, runs["none"]) | {"memory": _peak(alone) - _peak(runs["none"])},
         "on top": _ratios(runs["all"], without) | {"memory": _peak(runs["all"]) - _peak(without)},
-        "result": same,
         "fault": _faults([*alone, *without]),
     }
 

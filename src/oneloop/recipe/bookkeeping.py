@@ -1,7 +1,5 @@
 """The keys of a recipe that leave the trained model as it is: machine, log, save, run and watch."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Literal

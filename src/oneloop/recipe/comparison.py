@@ -1,7 +1,5 @@
 """Whether two recipes learn the same, and what a resume makes of the difference."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

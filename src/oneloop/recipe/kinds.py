@@ -1,7 +1,5 @@
 """Which keys of a recipe have an effect together, and which batch.grain allows."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
@@ -23,15 +21,10 @@ _PLAIN: dict[Any, str] = {
     Duration: "a duration: steps (500), epochs (20ep), '1M samples', '2B tokens' or a share of the run (10%), never"
     " negative",
 }
-NEEDS = {
-    "init.weights": "init.from!=null",
-    "init.leave_out": "init.from!=null",
-    "optimizer.lr_rule": "optimizer.lr_at_batch!=0",
-    "schedule.final": "schedule.name!=constant",
-    "guard.spike": "guard.sigma!=0",
-    "guard.window": "guard.sigma!=0",
-    "machine.compile_mode": "machine.compile!=none",
-}
+NEEDS = {"optimizer.lr_rule": "optimizer.lr_at_batch!=0", "schedule.final": "schedule.name!=constant"}
+NEEDS |= dict.fromkeys(("init.weights", "init.leave_out"), "init.from!=null")
+NEEDS |= dict.fromkeys(("guard.spike", "guard.window"), "guard.sigma!=0")
+NEEDS |= {"machine.compile_mode": "machine.compile!=none"}
 """keys that have an effect only if another key has (=), or has not (!=), one of the values after it"""
 _ENTRY = re.compile(r"(\w+)(?:\s*\([^)]*\))?:\s*(.+)")
 

@@ -1,7 +1,5 @@
 """Recipe keys that say what is learned: the task, the batch, the optimizer, the schedule, averages and bad steps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -108,13 +106,8 @@ class OptimizerConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        at_least(
-            0,
-            optimizer__lr=self.lr,
-            optimizer__weight_decay=self.weight_decay,
-            optimizer__clip=self.clip,
-            optimizer__lr_at_batch=self.lr_at_batch,
-        )
+        at_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay)
+        at_least(0, optimizer__clip=self.clip, optimizer__lr_at_batch=self.lr_at_batch)
         built = {k: ParametersConfig(**v) if isinstance(v, Mapping) else v for k, v in self.groups.items()}
         object.__setattr__(self, "groups", built)  # the parser leaves them plain
         if not 0 < self.layer_decay <= 1:

@@ -1,7 +1,5 @@
 """Short names, and the classes and functions that they stand for."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import os
@@ -16,15 +14,11 @@ from typing import Any
 
 from oneloop.basics.errors import BadInput
 
+_TASKS = {"image_classification": "ImageClassification", "causal_lm": "CausalLM", "sft": "SFT"}
+_TASKS |= {"text_classification": "TextClassification", "text_regression": "TextRegression"}
+_TASKS |= {"token_classification": "TokenClassification"}
 CHOICES: dict[str, dict[str, str]] = {
-    "task": {
-        "image_classification": "oneloop.tasks.image_classification.ImageClassification",
-        "causal_lm": "oneloop.tasks.causal_lm.CausalLM",
-        "sft": "oneloop.tasks.sft.SFT",
-        "text_classification": "oneloop.tasks.text_classification.TextClassification",
-        "text_regression": "oneloop.tasks.text_regression.TextRegression",
-        "token_classification": "oneloop.tasks.token_classification.TokenClassification",
-    },
+    "task": {name: f"oneloop.tasks.{name}.{kind}" for name, kind in _TASKS.items()},
     "optimizer": {name: f"oneloop.optim.build.{name}" for name in ("adamw", "sgd", "muon", "adafactor")},
     "schedule": {name: f"oneloop.optim.schedule.{name}" for name in ("constant", "linear", "cosine", "wsd", "plateau")},
 }

@@ -3,8 +3,6 @@
 Precedence: defaults < YAML < command line. Processes, precision and sharding come from accelerate alone.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The recipe: what is learned and how it runs, typed and frozen; :mod:`oneloop.recipe.parse` reads it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

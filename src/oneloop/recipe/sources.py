@@ -1,7 +1,5 @@
 """Where a recipe comes from: a packaged name, a YAML file, a task alone, or keys given in Python."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What the ranks of a run tell one another, on the host: it never waits for a device."""
 
-from __future__ import annotations
-
 import os
 import sys
 import sysconfig

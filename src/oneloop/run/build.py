@@ -1,7 +1,5 @@
 """Builds a job from a recipe, and checks it before anything is written."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

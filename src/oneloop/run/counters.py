@@ -1,7 +1,5 @@
 """The counters of a run, and its log: each line starts with the counters."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass

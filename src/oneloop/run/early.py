@@ -1,7 +1,5 @@
 """What a run does before the slow imports: it is watched from then on, and tells of bad input at once."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """From a command line to a run and its exit code: recipe, processes, folder, summary."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -67,14 +65,10 @@ def main(train: Train, argv: Sequence[str]) -> NoReturn:
 def begun(recipe: Recipe, *, command: Sequence[str]) -> Run:
     """Start the processes of a recipe's run, as the launcher configured them. Raises BadInput."""
     check_trackers(recipe.track)
-    run = start(
-        sync_each_batch=recipe.machine.sync_each_batch,
-        find_unused_parameters=recipe.machine.find_unused_parameters,
-        deterministic=recipe.machine.deterministic,
-        exact=recipe.batch.grain is not None,
-        track=recipe.track,
-        folder=recipe.folder,
-    )
+    machine = recipe.machine
+    how: dict[str, Any] = {"sync_each_batch": machine.sync_each_batch, "exact": recipe.batch.grain is not None}
+    how |= {"find_unused_parameters": machine.find_unused_parameters, "deterministic": machine.deterministic}
+    run = start(**how, track=recipe.track, folder=recipe.folder)
     run.command = command
     run.display = Display(shown=run.main, quiet=recipe.watch.quiet, as_json=recipe.watch.json)
     return run

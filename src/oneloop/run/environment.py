@@ -1,7 +1,5 @@
 """What a run stood on: versions, machine, git revision, accelerate's settings."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil
@@ -17,20 +15,8 @@ import torch
 
 from oneloop.recipe.schema import Recipe
 
-_PACKAGES = (
-    "accelerate",
-    "bitsandbytes",
-    "datasets",
-    "numpy",
-    "oneloop",
-    "peft",
-    "safetensors",
-    "tokenizers",
-    "torch",
-    "torchmetrics",
-    "torchvision",
-    "transformers",
-)
+_PACKAGES = ["accelerate", "bitsandbytes", "datasets", "numpy", "oneloop", "peft", "safetensors", "tokenizers", "torch"]
+_PACKAGES += ["torchmetrics", "torchvision", "transformers"]
 
 
 _COMPUTE = ("bitsandbytes", "numpy", "oneloop", "peft", "timm", "torch", "torchvision", "transformers")

@@ -1,7 +1,5 @@
 """Weights for use elsewhere: what ends a run, and what ``oneloop export`` takes out of a checkpoint."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The run's own folder: its owner, and what a start finds in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

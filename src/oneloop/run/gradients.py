@@ -8,8 +8,6 @@
 >>> norm = gradients.norm()                     # .grad is the sum over micro-batches and ranks
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -76,7 +74,7 @@ class Gradients:
         self._position, self._micro = position, -1
         return self._sensor.measuring(measured and self._job.noise_scale)
 
-    def micro_batch(self, weight: float) -> Gradients:
+    def micro_batch(self, weight: float) -> "Gradients":
         """A context around forward and backward of the next micro-batch, whose weight on this rank is ``weight``."""
         self._micro, self._weight = self._micro + 1, weight
         return self

@@ -1,7 +1,5 @@
 """What a run is made of, kept in its checkpoints and compared when it goes on: data, model, precision, recipe."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Mapping

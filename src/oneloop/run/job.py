@@ -1,7 +1,5 @@
 """A job: what a recipe builds, as plain data; :func:`oneloop.run.build.build_job` makes it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

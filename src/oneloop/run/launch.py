@@ -1,7 +1,5 @@
 """``oneloop launch``: accelerate's launcher, with oneloop's own exit codes."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -56,16 +54,9 @@ def launch(
     with a traceback.
     """
     options, training = launch_options(words)
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.accelerate_cli",
-        "launch",
-        *options,
-        "-m",
-        "oneloop.apply" if training and training[0] in after else module,
-        *training,
-    ]
+    launched = "oneloop.apply" if training and training[0] in after else module
+    accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    command = [*accelerate, *options, "-m", launched, *training]
     with tempfile.TemporaryDirectory(prefix="oneloop-") as folder:
         environment = {**os.environ, **offered(Path(folder)), "PET_SIGNALS_TO_HANDLE": "SIGTERM"}
         begin = partial(_begin, os.getpid())

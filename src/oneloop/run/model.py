@@ -1,7 +1,5 @@
 """The model of a run: built from its seed, loaded where it starts from other weights, laid out for its machine."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

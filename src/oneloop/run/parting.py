@@ -1,7 +1,5 @@
 """Whether two runs are the same bits, by the hashes of their logs, and where they part; needs no torch."""
 
-from __future__ import annotations
-
 import base64
 import json
 import struct

@@ -1,7 +1,5 @@
 """One forward and backward over a few samples before a run; nothing of it is left behind."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The processes of a run, as the launcher's environment asks for them: accelerate's set-up, checked."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Weights to the Hugging Face hub: what ``oneloop export`` wrote, with a model card, as one commit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

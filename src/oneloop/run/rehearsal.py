@@ -4,8 +4,6 @@ What operations a step is made of, whether it draws random numbers, and which pa
 way. Nothing is changed by it: buffers, gradients and random states are put back.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Whether the ranks of a run have the same data, model and folder: otherwise they would wait for one another for ever,
 or train what nobody asked for."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a run says of itself before its first step: the batch arithmetic, and how exact it is."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 

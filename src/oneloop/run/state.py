@@ -1,7 +1,5 @@
 """The state of a training run: what a checkpoint holds, from the first step on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The steps of a run: micro-batches loaded ahead, and what all ranks agree on before each step."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable, Iterator
 from datetime import timedelta
 from typing import Any

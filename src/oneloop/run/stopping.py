@@ -1,7 +1,5 @@
 """How a run is asked to stop, and how its processes end: with oneloop's exit code, through any launcher."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The model of a run, with its weights, on the processes of another command."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import dataclass, replace

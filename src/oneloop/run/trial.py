@@ -1,7 +1,5 @@
 """``batch.micro auto``: tries micro-batches of the job itself before the run, on all ranks; remembers the answer."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -27,17 +25,8 @@ from oneloop.run.build import build_job
 from oneloop.run.job import Job
 from oneloop.run.processes import Run, start
 
-_LAUNCHED = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "TORCHELASTIC_RUN_ID",
-)
+_LAUNCHED = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"]
+_LAUNCHED += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]
 
 
 @dataclass(frozen=True)

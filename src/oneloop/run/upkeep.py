@@ -1,7 +1,5 @@
 """Rare work between steps: log, evaluate, and answer bad steps; at the end, the final weights and the summary."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Collection, Sequence
 from pathlib import Path

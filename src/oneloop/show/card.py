@@ -1,7 +1,5 @@
 """A model card, as the Hugging Face hub shows it: what a model stands on, what it learned from, and how well."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,14 +10,9 @@ import yaml
 from oneloop.show.live import Drawn, plotted
 from oneloop.show.runs import Record, read_record
 
-_KINDS = {
-    "causal_lm": "text-generation",
-    "sft": "text-generation",
-    "text_classification": "text-classification",
-    "text_regression": "text-classification",
-    "token_classification": "token-classification",
-    "image_classification": "image-classification",
-}
+_KINDS = {"image_classification": "image-classification", "token_classification": "token-classification"}
+_KINDS |= dict.fromkeys(("causal_lm", "sft"), "text-generation")
+_KINDS |= dict.fromkeys(("text_classification", "text_regression"), "text-classification")
 """the hub's names of what a task's models do"""
 _HUB = "hf:"
 

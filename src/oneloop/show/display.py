@@ -6,8 +6,6 @@
 ...         ...
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -97,7 +95,7 @@ class Display:
         if self.bars:
             self.bars.steps = self.bars.add_task("step", total=total, completed=self._start, text=""), now
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> "Display":
         self._outer = BARS.set(self.bars)
         if self.bars:
             self.bars.start()

@@ -8,8 +8,6 @@
 How a sample looks is its task's to say (``show`` and ``generate`` of :class:`oneloop.tasks.base.Task`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 

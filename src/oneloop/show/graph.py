@@ -3,8 +3,6 @@
 >>> writer.file_writer.add_graph((model_graph(model, loss, batch), RunMetadata()))
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -46,7 +44,7 @@ class Drawing(TorchDispatchMode):
             if torch.is_tensor(value):
                 self._made[value] = self._node(f"batch/{name}", "Input", (), value)
 
-    def __enter__(self) -> Drawing:
+    def __enter__(self) -> "Drawing":
         self._tracker.__enter__()
         return super().__enter__()  # type: ignore[no-untyped-call,no-any-return]
 

@@ -5,8 +5,6 @@
 >>> state = lines.state_dict()                  # how far it goes, and what is in it up to there
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping

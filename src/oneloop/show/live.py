@@ -1,7 +1,5 @@
 """``oneloop watch``: metrics of runs, drawn in the terminal."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence
@@ -49,16 +47,7 @@ def plotted(curves: Sequence[Drawn], *, width: int, height: int) -> list[str]:
 _NARROWEST = 56  # columns that a run needs
 _LEAST = 36
 _CHART = 12  # lines of a chart
-_COLOURS = (
-    "bright_blue",
-    "bright_yellow",
-    "bright_green",
-    "bright_magenta",
-    "bright_cyan",
-    "bright_red",
-    "blue",
-    "green",
-)
+_COLOURS = [f"bright_{colour}" for colour in ("blue", "yellow", "green", "magenta", "cyan", "red")] + ["blue", "green"]
 
 
 def watch(

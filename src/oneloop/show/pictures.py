@@ -1,7 +1,5 @@
 """Samples and tables as pictures: for the report's page, and for trackers that take images."""
 
-from __future__ import annotations
-
 import base64
 import colorsys
 import io

@@ -3,8 +3,6 @@
 >>> steps, losses = read_record(Path("runs/digits")).curve("train/loss")
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

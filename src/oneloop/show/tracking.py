@@ -1,7 +1,5 @@
 """Where figures go: metrics.jsonl, and the trackers that accelerate knows. Only rank 0 writes."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What techniques are worth, as a table in the terminal and as a page with bars."""
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Mapping, Sequence
@@ -77,6 +75,8 @@ def _bars(results: Mapping[str, Any]) -> dict[str, Any]:
     data = []
     for kind, name, colour in (("alone", "alone", "#2f6fde"), ("on top", "on top of the others", "#d9622b")):
         figures = [one[kind] for one in tried]
+        above = [_number(each["max"] - each["median"]) for each in figures]
+        below = [_number(each["median"] - each["min"]) for each in figures]
         data.append(
             {
                 "type": "bar",
@@ -84,12 +84,7 @@ def _bars(results: Mapping[str, Any]) -> dict[str, Any]:
                 "x": [one["name"] for one in tried],
                 "y": [_number(each["median"]) for each in figures],
                 "marker": {"color": colour},
-                "error_y": {
-                    "type": "data",
-                    "symmetric": False,
-                    "array": [_number(each["max"] - each["median"]) for each in figures],
-                    "arrayminus": [_number(each["median"] - each["min"]) for each in figures],
-                },
+                "error_y": {"type": "data", "symmetric": False, "array": above, "arrayminus": below},
             }
         )
     layout = {

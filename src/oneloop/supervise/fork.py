@@ -1,7 +1,5 @@
 """From one process two: one that trains, and one that watches it."""
 
-from __future__ import annotations
-
 import os
 import selectors
 import signal

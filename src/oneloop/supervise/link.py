@@ -1,7 +1,5 @@
 """What a training process reports to its supervisor, as lines of JSON through a pipe."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

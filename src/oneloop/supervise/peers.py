@@ -1,7 +1,5 @@
 """The watching processes of one run, connected with that of rank 0: lines of JSON through TCP, without torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """The watching process: it starts the training process, ends with its exit code, and ends it where it stands still."""
 
-from __future__ import annotations
-
 import os
 import selectors
 import signal

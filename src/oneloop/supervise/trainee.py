@@ -1,7 +1,5 @@
 """The training process, as the one that watches it has it."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """Which rank hangs, why a run ended, and what is written into its folder then."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

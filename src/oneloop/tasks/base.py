@@ -1,7 +1,5 @@
 """The task protocol: any class with these members is a task."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol
 

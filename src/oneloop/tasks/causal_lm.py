@@ -1,8 +1,6 @@
 """Causal language modelling: GPT-2 and Llama shapes from scratch, on bytes or on a BPE trained on the spot; or a model
 that transformers knows, with its own tokenizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """What a task wants of the columns of people's rows, checked before anything is trained on."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -6,8 +6,6 @@
 >>> loss, outputs = contract.loss(model, batch)
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import math
@@ -21,21 +19,10 @@ from torch import Tensor
 
 from oneloop.basics.errors import BadInput, Inexact
 
-_TAKES: dict[str, tuple[str, ...]] = {
-    "model": (),
-    "train_set": (),
-    "eval_sets": (),
-    "collate": ("samples",),
-    "weight": ("batch",),
-    "loss": ("model", "batch"),
-    "metrics": (),
-    "update": ("metrics", "batch", "outputs"),
-    "save": ("model", "folder"),
-    "show": ("sample", "outputs"),
-    "generate": ("model", "batch"),
-    "state_dict": (),
-    "load_state_dict": ("state",),
-}
+_TAKES: dict[str, tuple[str, ...]] = dict.fromkeys(("model", "train_set", "eval_sets", "metrics", "state_dict"), ())
+_TAKES |= {"collate": ("samples",), "weight": ("batch",), "loss": ("model", "batch"), "save": ("model", "folder")}
+_TAKES |= {"update": ("metrics", "batch", "outputs"), "show": ("sample", "outputs"), "generate": ("model", "batch")}
+_TAKES |= {"load_state_dict": ("state",)}
 """what each member is called with"""
 
 

@@ -1,7 +1,5 @@
 """Image classification: scikit-learn's digits, MNIST, CIFAR, or images of one's own; a small CNN or any other model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast

@@ -1,7 +1,5 @@
 """Image models by name: transformers', timm's, torchvision's or a class of one's own, from scratch or pretrained."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The classes of a column of labels."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

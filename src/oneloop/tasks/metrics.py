@@ -3,8 +3,6 @@
 A task's ``metrics()`` returns a new :class:`Metrics`, or a ``torchmetrics.MetricCollection``; its ``update`` feeds it.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -50,7 +48,7 @@ class ClassCounts:
         self._matrix = torch.zeros((classes, classes) if classes <= pictured else (0, 0), dtype=torch.int64)
         self._counts = torch.zeros(3, classes, dtype=torch.int64)  # of each class: right, predicted, there
 
-    def to(self, device: torch.device) -> ClassCounts:
+    def to(self, device: torch.device) -> "ClassCounts":
         self._matrix, self._counts, self._among = (x.to(device) for x in (self._matrix, self._counts, self._among))
         return self
 
@@ -109,7 +107,7 @@ class TextSums:
         self._sums = torch.zeros(6, dtype=torch.float64)
         """nats, tokens, of them right, bytes, texts, of them wholly right"""
 
-    def to(self, device: torch.device) -> TextSums:
+    def to(self, device: torch.device) -> "TextSums":
         self._sums = self._sums.to(device, torch.float32 if device.type == "mps" else torch.float64)
         return self
 

@@ -1,7 +1,5 @@
 """Packaged image sets, and images as a model reads them: resized, augmented, mixed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """How tasks read text: bytes with an encoder from scratch, or a transformers model with its tokenizer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol

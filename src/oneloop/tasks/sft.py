@@ -1,7 +1,5 @@
 """Supervised fine-tuning: a language model learns what the assistant says in conversations, or how prompts go on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path

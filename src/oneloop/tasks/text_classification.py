@@ -1,7 +1,5 @@
 """Text classification: a transformers encoder from scratch; packaged data: from which package is this snippet?"""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Text regression: a number for each text or pair of texts, by a transformers encoder from scratch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

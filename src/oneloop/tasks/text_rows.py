@@ -1,7 +1,5 @@
 """What the tasks on rows of text share: their data, how it is read, and the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

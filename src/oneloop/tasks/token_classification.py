@@ -1,7 +1,5 @@
 """Token classification (names, parts of speech): a class for each word, by a transformers encoder from scratch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

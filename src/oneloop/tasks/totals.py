@@ -1,7 +1,5 @@
 """Losses and weights of an evaluation, summed as they come, or in one order however many ranks share them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

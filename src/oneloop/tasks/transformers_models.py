@@ -1,7 +1,5 @@
 """Models that transformers knows by a folder or a hub repository: safetensors only, a new head where classes differ."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path

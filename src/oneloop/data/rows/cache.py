@@ -1,7 +1,5 @@
 """Cached files and checksums of data, and what has changed in it."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Files of text rows (json lines, csv) as memory-mapped arrow, made once and kept by content."""
 
-from __future__ import annotations
-
 import glob
 import json
 import os

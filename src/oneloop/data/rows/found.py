@@ -1,7 +1,5 @@
 """Files of a data set: which lie at a path, and of which split and class they are."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,32 +9,13 @@ from typing import Any
 
 from oneloop.data.rows.cache import below
 
-KINDS = {
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".txt": "text",
-    ".md": "text",
-    ".rst": "text",
-    ".py": "text",
-    **dict.fromkeys((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"), "image"),
-}
+KINDS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "tsv"}
+KINDS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "json") | dict.fromkeys((".txt", ".md", ".rst", ".py"), "text")
+KINDS |= dict.fromkeys((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"), "image")
 """what the files of a name's ending are"""
 KINDS_OF_ROWS = ("parquet", "arrow", "json", "csv", "tsv", "image")
-PARTS = {
-    "train": "train",
-    "training": "train",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
-    "eval": "validation",
-    "test": "test",
-}
+PARTS = {"train": "train", "training": "train", "test": "test"}
+PARTS |= dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation")
 """what files, folders and splits are called, and what they are"""
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # beside images: what they are
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")

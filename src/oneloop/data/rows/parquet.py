@@ -1,7 +1,5 @@
 """Rows of parquet files, read where they lie: nothing is copied, and a few row groups are in memory at a time."""
 
-from __future__ import annotations
-
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,13 +30,8 @@ class Parquet:
     def __init__(
         self, files: Sequence[Path], root: Path, columns: Sequence[str], *, window: int, content: Mapping[str, Any]
     ) -> None:
-        self.files, self.root, self.columns, self.window, self.content = (
-            list(files),
-            root,
-            list(columns),
-            window,
-            content,
-        )
+        self.files, self.columns = list(files), list(columns)
+        self.root, self.window, self.content = root, window, content
         groups: list[tuple[int, int, int, int]] = []
         self._types: Mapping[str, Any] = {}
         self._repeats = False
@@ -206,7 +199,7 @@ class Parquet:
         self._open.move_to_end(number)
         return self._open[number]
 
-    def chosen(self, indices: NDArray[np.int64], *, but: bool = False, place: Path | None = None) -> Parquet:
+    def chosen(self, indices: NDArray[np.int64], *, but: bool = False, place: Path | None = None) -> "Parquet":
         made = object.__new__(Parquet)
         made.__dict__.update(self.__dict__)
         bounds = np.searchsorted(indices, [*self._firsts.tolist(), self._length])

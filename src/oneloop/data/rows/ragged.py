@@ -1,7 +1,5 @@
 """Arrays of different lengths, made of rows once, on all cores, and memory-mapped from the cache."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Parquet files in smaller row groups: ``python -m oneloop.data.rows.rewrite FOLDER NEW_FOLDER --rows 1000``."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

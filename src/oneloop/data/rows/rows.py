@@ -1,7 +1,5 @@
 """Rows of a data set, samples made of them, and rows held out for validation and test."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +38,7 @@ class Rows(Protocol):
     def values(self, column: str) -> Iterator[Any]:
         """A column as arrow arrays, in the order of the rows."""
 
-    def chosen(self, indices: NDArray[np.int64], *, but: bool = False, place: Path | None = None) -> Rows:
+    def chosen(self, indices: NDArray[np.int64], *, but: bool = False, place: Path | None = None) -> "Rows":
         """Return the rows of ascending ``indices``, or (``but``) all others; ``place`` may store the indices on
         disk."""
 

@@ -1,7 +1,5 @@
 """What ``task.data`` names, opened: one place or a mixture of several, as rows by part."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

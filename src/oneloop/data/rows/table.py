@@ -1,7 +1,5 @@
 """Rows that ``datasets`` holds in memory-mapped arrow files: json lines, csv, arrow, image folders, the hub."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,7 +48,7 @@ class Table:
         for start in range(0, len(self), _BATCH):
             yield plain[start : start + _BATCH][column].combine_chunks()
 
-    def chosen(self, indices: NDArray[np.int64], *, but: bool = False, place: Path | None = None) -> Table:
+    def chosen(self, indices: NDArray[np.int64], *, but: bool = False, place: Path | None = None) -> "Table":
         rows = np.delete(np.arange(len(self)), indices) if but else indices
         dataset = self.dataset.select(rows, indices_cache_file_name=str(place) if place else None)
         return Table(dataset, {**self.content, "rows": numbers_key(indices, but=but)}, self.name)

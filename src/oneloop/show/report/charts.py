@@ -1,7 +1,5 @@
 """What is drawn: plotly's traces and layouts as plain data, made of records."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any

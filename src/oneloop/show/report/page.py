@@ -6,8 +6,6 @@ Curves are drawn by plotly, whose code is in the page: nothing is fetched. Colou
 theme; every chart has its figures as a table beside it, for screen readers and for copying.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

@@ -1,7 +1,5 @@
 """Samples and classes on the report page."""
 
-from __future__ import annotations
-
 import html
 import math
 import re

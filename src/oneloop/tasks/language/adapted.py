@@ -1,7 +1,5 @@
 """A model with low-rank adapters on it, by peft: put on, filled, written down, and merged."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -8,8 +8,6 @@ What is handed over as ``attention_mask`` is 4-D, which transformers passes on a
 forward waits for the device. Masks of padding, and none, are treated as transformers treats them for its SDPA.
 """
 
-from __future__ import annotations
-
 from inspect import signature
 from typing import Any
 

@@ -5,8 +5,6 @@ turn is what the template adds to the conversation before it, with the prompt fo
 template renders a conversation's beginning the same whatever follows, which is looked at in each one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime

@@ -7,8 +7,6 @@
 Gradients are computed in the forward, where each chunk's logits are (as Liger does, Hsu et al. 2024).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps

@@ -1,7 +1,5 @@
 """Prompts and how they go on, as tokens; and which letters of a text a token is."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

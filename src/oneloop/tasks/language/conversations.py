@@ -4,8 +4,6 @@ Messages are ``{"role": …, "content": …}`` as transformers takes them, or ``
 them; lists may also stand as JSON in a text.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

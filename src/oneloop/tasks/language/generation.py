@@ -1,7 +1,5 @@
 """Texts that a language model writes, all rows equally long: so every process calls the model equally often."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What all language tasks share: the loss over target tokens, its figures, and what is to be seen of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path

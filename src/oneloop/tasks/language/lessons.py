@@ -3,8 +3,6 @@
 A later question may be short ("And july?"): what is asked is to be known from the one before.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,6 +40,10 @@ def _sum(text: str) -> str:
     return _NUMBERS[int(one) + int(other)]
 
 
+def _opposite(word: str) -> str:
+    return _OPPOSITES[_OPPOSITES.index(word) ^ 1]
+
+
 _NAMES = [name for row in _ROUNDS for name in row]
 _SUMS = [f"{one} plus {other}" for one in range(9) for other in range(9)]
 _RULES: list[tuple[Sequence[str], Sequence[str], Callable[[str], str]]] = [
@@ -49,11 +51,7 @@ _RULES: list[tuple[Sequence[str], Sequence[str], Callable[[str], str]]] = [
     (_NAMES, ("What comes before {}?", "Before {} comes what?"), _beside(-1)),
     (_SUMS, ("What is {}?", "How much is {}?"), _sum),
     ([*map(str, range(17))], ("How is {} written?", "Write {} as a word."), lambda text: _NUMBERS[int(text)]),
-    (
-        _OPPOSITES,
-        ("What is the opposite of {}?", "Say the opposite of {}."),
-        lambda word: _OPPOSITES[_OPPOSITES.index(word) ^ 1],
-    ),
+    (_OPPOSITES, ("What is the opposite of {}?", "Say the opposite of {}."), _opposite),
 ]
 _AGAIN = ("And {}?", "The same for {}.")
 LESSONS = {"train": 4000, "validation": 200, "test": 200}

@@ -1,8 +1,6 @@
 """Low-rank adapters (Hu et al. 2021) on a frozen model, through peft; its matrices in 4 bits, where that is asked for
 (QLoRA, Dettmers et al. 2023)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -119,15 +117,8 @@ def _folder_of_adapters(model: str) -> Path | None:
 
 
 _OURS = ("r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "base_model_name_or_path", "revision")
-_NOTHING = (
-    "peft_type",
-    "task_type",
-    "inference_mode",
-    "auto_mapping",
-    "peft_version",
-    "fan_in_fan_out",
-    "runtime_config",
-)
+_NOTHING = ["peft_type", "task_type", "inference_mode", "auto_mapping", "peft_version", "fan_in_fan_out"]
+_NOTHING += ["runtime_config"]
 """keys of peft's that change nothing of what adapters are"""
 _USUAL: dict[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal")}
 _USUAL |= {"megatron_core": ("megatron.core",), "qalora_group_size": (16,)}

@@ -1,7 +1,5 @@
 """Language models: from scratch, or loaded by transformers, in 4 bits if asked."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -3,8 +3,6 @@
 A token that is no target (a prompt) is stored as its bitwise complement, so that one array holds both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Texts for language models: files, columns of rows, and the source of Python's standard library."""
 
-from __future__ import annotations
-
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator

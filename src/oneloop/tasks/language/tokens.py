@@ -1,7 +1,5 @@
 """Texts as tokens, and tokens as samples of a language model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
