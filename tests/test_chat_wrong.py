@@ -219,7 +219,7 @@ BAD = {
         with_model(small_llama), ("its tokenizer has 307 entries, and the model 300",)
     ),
     "longer than the model's positions": Bad(
-        with_model(short_llama), ("task.length 64 is longer than the 48 positions of", "lower it")
+        with_model(short_llama), ("task.length 64 exceeds the 48 positions of", "lower it")
     ),
     "a state space with packed documents": Bad(
         with_model(mamba), ("task.pack documents", "state", "task.pack none pads instead")

@@ -188,7 +188,7 @@ def test_a_language_model_goes_on_learning(tmp_path, config, ranks):
 def test_a_language_model_that_does_not_fit_is_told(tmp_path):
     write(tmp_path / "data", "jsonl", rows(60))
     own = {"data": str(tmp_path / "data"), "held_out": 0.2}
-    with pytest.raises(ValueError, match="task.block 64 is longer than the 32 positions"):
+    with pytest.raises(ValueError, match="task.block 64 exceeds the 32 positions"):
         CausalLM(**own, model=str(gpt(tmp_path / "gpt")), block=64).model()
     with pytest.raises(ValueError, match="'gpt2' is neither a folder that transformers saved, nor hf:ID"):
         CausalLM(**own, model="gpt2")

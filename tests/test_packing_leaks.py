@@ -65,7 +65,7 @@ class Documents(LanguageModel):
     """A language task around a model and documents of random tokens."""
 
     def __init__(self, name: str, *, packed: bool, fused: bool = False) -> None:
-        super().__init__(fused_loss=fused, packed=packed)
+        super().__init__(fused_loss=fused, packed=packed, length=48)
         self.config = getattr(transformers, MODELS[name][0])(**MODELS[name][1])
         draw = np.random.default_rng(0)
         lengths = draw.integers(2, 30, 40)

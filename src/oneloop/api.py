@@ -81,9 +81,7 @@ def _read(recipe: Any, groups: dict[str, Any]) -> tuple[str, list[str], Recipe]:
         groups = {**groups, "task": {**own, "name": recipe}}
         recipe = None
     elif not (recipe is None or isinstance(recipe, str | Recipe | Mapping)):
-        raise BadInput(
-            f"fit takes a recipe or a task's class, not {recipe!r}; give the class, and its arguments by task={{…}}"
-        )
+        raise BadInput(f"fit takes a recipe or the class of a task, got {recipe!r}; pass its arguments as task={{…}}")
     given = from_python(groups)
     source = recipe if isinstance(recipe, str) else given.get("task.name", "") if recipe is None else ""
     words = [word for key, value in sorted(given.items()) if value != source for word in (f"--{key}", typed(value))]

@@ -98,9 +98,7 @@ def _sets(of: Trained, data: str | None, *, labelled: bool) -> dict[str, Any]:
         if not sets:
             raise ValueError("the run's task has no validation set; name a place with --data")
     elif not hasattr(of.task, "samples_of"):
-        raise ValueError(
-            f"--data {data}: {type(of.task).__name__} has no samples_of(), which would open it; leave it out"
-        )
+        raise ValueError(f"--data {data}: {type(of.task).__name__} has no samples_of() to open it; remove --data")
     else:
         try:
             sets = {"data": of.task.samples_of(data, labelled=labelled)}
@@ -126,9 +124,8 @@ def _evaluated(
     if as_json:
         return dumps(figures)
     width = max(map(len, figures))
-    return "\n".join(
-        f"{name:{width}}  {value if isinstance(value, str) else f'{value:.6g}'}" for name, value in figures.items()
-    )
+    shown = {name: value if isinstance(value, str) else f"{value:.6g}" for name, value in figures.items()}
+    return "\n".join(f"{name:{width}}  {value}" for name, value in shown.items())
 
 
 def _predicted(

@@ -95,9 +95,7 @@ def launch_processes(words: Sequence[str]) -> int:
 
     if words and words[0] in ("-h", "--help"):
         about = (launch_processes.__doc__ or "").replace("CONFIGS", ", ".join(config_files()))
-        Options(
-            "launch", about, usage="oneloop launch [OPTIONS OF accelerate launch] RECIPE [--key value …]"
-        ).print_help()
+        Options("launch", about, usage="oneloop launch [accelerate's OPTIONS] RECIPE [--key value …]").print_help()
         return 0
     return launch(words, after=AFTER)
 

@@ -183,9 +183,7 @@ Law = Callable[[float, float, int], float]
 def _law(half_life: float | None, decay: float | None, power: float | None, ramp: float) -> Law:
     if half_life is not None:
         if not half_life > 0 or ramp < 0:
-            raise ValueError(
-                f"ema.half_life {half_life} and ema.ramp {ramp}: the first must be above 0, the second not below"
-            )
+            raise ValueError(f"ema.half_life must be > 0 and ema.ramp must be >= 0; got {half_life} and {ramp}")
         return lambda amount, seen, _: 0.5 ** (amount / (min(half_life, ramp * seen) if ramp else half_life))
     if decay is not None:
         if not 0 <= decay < 1:

@@ -130,9 +130,7 @@ def _weighed(
         yield batch, weights.popleft()
 
 
-def _computed(
-    task: Objective, metrics: Metrics, accelerator: Accelerator, examples: Examples | None
-) -> dict[str, float]:
+def _computed(task: Any, metrics: Metrics, accelerator: Accelerator, examples: Examples | None) -> dict[str, float]:
     for mine in metrics.sums():
         mine.copy_(accelerator.reduce(mine, "sum"))
     values = metrics.compute()
@@ -141,9 +139,7 @@ def _computed(
     return figures(values)
 
 
-def _chosen(
-    keyed: Keyed, collate: Weighed, device: torch.device, indices: list[int]
-) -> tuple[list[Any], dict[str, Any]]:
+def _chosen(keyed: Keyed, collate: Weighed, device: torch.device, indices: list[int]) -> tuple[list[Any], Batch]:
     samples = [keyed[0, index] for index in indices]
     return [sample for _, sample in samples], next(transferred(iter([collate(samples)[0]]), device))
 

@@ -18,10 +18,8 @@ class Duration:
         self.text: str = text.text if isinstance(text, Duration) else str(text).strip()
         match = _FORM.fullmatch(self.text)
         if match is None or match[3] not in _UNITS:
-            raise ValueError(
-                f"{self.text!r} is not a duration; write steps (500), epochs ('20ep'), samples ('1M samples'), "
-                "tokens ('2B tokens') or a share of the run ('10%'), never negative"
-            )
+            forms = "steps (500), epochs ('20ep'), samples ('1M samples'), tokens ('2B tokens') or a share ('10%')"
+            raise ValueError(f"{self.text!r} is not a duration; write {forms}, never negative")
         self.amount = Fraction(match[1]) * _MULTIPLE[match[2]]
         self.unit = _UNITS[match[3]]
 
@@ -33,9 +31,7 @@ class Duration:
     def _steps(self, scale: "Scale", total: int | None, key: str) -> Fraction:
         if self.unit == "steps":
             if self.amount.denominator != 1:
-                raise ValueError(
-                    f"{key} {self.text!r} is not a whole number of steps; add a unit ('2.5ep') or round it"
-                )
+                raise ValueError(f"{key} {self.text!r} is not a whole number of steps; add a unit ('2.5ep') or round")
             return self.amount
         if self.unit == "samples":
             return self.amount / scale.batch
@@ -46,10 +42,8 @@ class Duration:
                 raise ValueError(f"{key} {self.text!r} is a share of the run, and the run's own length cannot be one")
             return self.amount * total / 100
         if scale.sample_tokens is None:
-            raise ValueError(
-                f"{key} {self.text!r} is in tokens, but this task's samples differ in length, or are not made of "
-                "tokens; state it in steps, 'ep' or 'samples'"
-            )
+            why = "this task's samples differ in length, or are not made of tokens"
+            raise ValueError(f"{key} {self.text!r} is in tokens, but {why}; use steps, 'ep' or 'samples'")
         return self.amount / (scale.batch * Fraction(scale.sample_tokens))
 
     def samples(self, scale: "Scale", *, total: int | None = None, key: str = "duration") -> float:

@@ -120,9 +120,8 @@ def checkpoint_of(run: Path, asked: str) -> Path:
     else:
         step = newest if asked == "newest" else int(asked) if asked.isdigit() else -1
     if step not in names:
-        raise BadInput(
-            f"--checkpoint {asked}: there is none; steps: {', '.join(map(str, names))}; or final, newest, best"
-        )
+        steps = ", ".join(map(str, names))
+        raise BadInput(f"--checkpoint {asked}: there is none; steps: {steps}; or final, newest, best")
     if wrong := problems(names[step]) or base_problems(names[step]):
         raise BadInput(f"{names[step]} is damaged: {'; '.join(wrong)}; choose another with --checkpoint STEP")
     return names[step]

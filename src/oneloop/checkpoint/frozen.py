@@ -121,9 +121,7 @@ class Base:
         if self._origin is None:
             return model_tensors(model, frozen=False)
         names = self._origin.names
-        return {
-            name: tensor for name, tensor in model_tensors(model).items() if name.removeprefix("model.") not in names
-        }
+        return {name: held for name, held in model_tensors(model).items() if name.removeprefix("model.") not in names}
 
     def _names(self, model: nn.Module) -> set[str]:
         if self._origin is not None:
@@ -173,9 +171,7 @@ class Base:
             if other := self._agree(other)[0]:
                 raise ValueError(f"{checkpoint} stands on {other}; give task.model what it was trained with")
 
-    def _mend(
-        self, checkpoint: Path, folder: Path, entry: dict[str, Any], model: nn.Module, *, own: bool, wrong: str
-    ) -> None:
+    def _mend(self, checkpoint: Path, folder: Path, entry: Any, model: nn.Module, *, own: bool, wrong: str) -> None:
         if not own:
             raise ValueError(f"{folder}, with the frozen parameters of {checkpoint}, is damaged ({wrong}); restore it")
         again = folder.with_name(f".{folder.name}.again")

@@ -110,10 +110,8 @@ class RunState:
         own = path.resolve().parent == checkpoints.store.root.resolve()
         newer = [other.name for other in checkpoints.store.sealed() if other.name > path.name or not own]
         if newer:
-            raise ValueError(
-                f"run.resume {asked}: this run already has {newer[-1]}, which would be lost; choose another run.dir to"
-                " start from there"
-            )
+            why = f"this run already has {newer[-1]}, which would be lost"
+            raise ValueError(f"run.resume {asked}: {why}; choose another run.dir to start from there")
         saved = checkpoints.load(path, self.model, self.optimizer, extra=self._extra(), check=self._check)
         if not own:
             saved = {name: value for name, value in saved.items() if name not in self._own}

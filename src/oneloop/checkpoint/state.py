@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from oneloop.basics.tensors import as_real, bare_name, optimized
 from oneloop.checkpoint.chosen import base_of, origin_of
 
+Tensors = Mapping[str, Tensor]
 _NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool}
 _NAMES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
 _TYPES = {dtype: name for name, dtype in _NAMES.items()}
@@ -37,9 +38,7 @@ def unsavable(model: nn.Module) -> str:
             )
         if tensor.dtype not in (*_TYPES, torch.complex64):
             known = ", ".join(str(kind).removeprefix("torch.") for kind in _TYPES)
-            return (
-                f"{name} is of {str(tensor.dtype).removeprefix('torch.')}, and what can be kept is {known}, complex64"
-            )
+            return f"{name} has {str(tensor.dtype).removeprefix('torch.')}, and what can be kept is {known}, complex64"
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
             return f"{name} is an expanded view, whose elements share memory; make it one of its own with .clone()"
     return ""
@@ -67,13 +66,11 @@ def optimizer_values(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         name: {key: value for key, value in optimizer.state.get(parameter, {}).items() if not isinstance(value, Tensor)}
         for name, parameter, _ in optimized(model, optimizer)
     }
-    groups = [
-        {k: v for k, v in group.items() if k not in ("params", *optimizer.defaults)} for group in optimizer.param_groups
-    ]
+    groups = [{k: v for k, v in g.items() if k not in ("params", *optimizer.defaults)} for g in optimizer.param_groups]
     return {"parameters": {name: values for name, values in states.items() if values}, "groups": groups}
 
 
-def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
+def described(tensors: Tensors) -> dict[str, tuple[str, list[int]]]:
     """Type, as safetensors names it, and global shape of each tensor, for a manifest."""
     return {name: (_TYPES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()}
 
@@ -92,9 +89,7 @@ def buffers_of(model: nn.Module) -> set[str]:
     return {f"model.{bare_name(name)}" for name, _ in model.named_buffers()}
 
 
-def pieces(
-    tensors: Mapping[str, Tensor], *, rank: int, ranks: int, of_rank_0: Collection[str] = frozenset()
-) -> list[Piece]:
+def pieces(tensors: Tensors, *, rank: int, ranks: int, of_rank_0: Collection[str] = frozenset()) -> list[Piece]:
     """Return what this rank writes: its shard of sharded tensors, and a fair share of the others; those ``of_rank_0``
     may differ between ranks, and rank 0's are saved. No communication. All ranks pass ``tensors`` in the same order."""
     mine: list[Piece] = []
@@ -238,7 +233,5 @@ def _room_for(saved: Any, parameter: Tensor, key: str, group: Mapping[str, Any])
 def _same_names(there: set[str], here: set[str], folder: Path) -> None:
     if there != here:
         missing, strange = sorted(here - there)[:3], sorted(there - here)[:3]
-        raise ValueError(
-            f"{folder} is of another model (missing there: {missing}, unknown here: {strange});"
-            " start it with the same task.* settings, or choose another run.dir"
-        )
+        apart = f"missing there: {missing}, unknown here: {strange}"
+        raise ValueError(f"{folder} is of another model ({apart}); use the same task.* settings, or another run.dir")

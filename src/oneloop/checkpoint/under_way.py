@@ -218,9 +218,7 @@ class UnderWay:
         if self._failures > self._max_failures:
             raise OSError(f"{self._failures} saves in a row have failed, the last one: {trouble}")
         if self._rank == 0:
-            self._say(
-                f"A SAVE HAS FAILED, and will be tried again at the next: {trouble} (the checkpoint before is whole)"
-            )
+            self._say(f"A SAVE HAS FAILED, to be repeated at the next: {trouble} (the checkpoint before is whole)")
         return trouble
 
     def _wait(self) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from oneloop.basics.files import replacing
 from oneloop.basics.origin import HUB, Origin, fetched
 from oneloop.basics.tensors import matches
-from oneloop.checkpoint.state import model_tensors
+from oneloop.checkpoint.state import Tensors, model_tensors
 from oneloop.checkpoint.store import MANIFEST, read_manifest
 
 _ADAPTERS = "adapter_model"  # peft's name of a file with adapters
@@ -38,9 +38,7 @@ def gathered_weights(model: nn.Module, origin: Origin | None = None) -> dict[str
     """
     if origin is not None:
         return _own_weights(model, origin)
-    state: dict[str, Any] = get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
+    state: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     tied, memory = tied_names(bare(model)), set[int]()
     weights = {}
     for name, tensor in state.items():
@@ -169,9 +167,7 @@ def _refuse_other_origin(folder: Path, source: str, origin: Origin, about: Mappi
         raise ValueError(f"init.from {source!r}: its adapters are for {other}; give task.model that")
 
 
-def _refuse_others(
-    own: Mapping[str, Tensor], loaded: Mapping[str, Tensor], known: Collection[str], source: str, file: Path
-) -> None:
+def _refuse_others(own: Tensors, loaded: Tensors, known: Collection[str], source: str, file: Path) -> None:
     """Refuses weights that are not the model's; ``known`` need not be there."""
     missing = sorted(own.keys() - loaded.keys() - set(known))
     unexpected = sorted(loaded.keys() - own.keys())

@@ -247,6 +247,4 @@ def transferred(batches: Iterator[Batch], device: torch.device, *, pinned: bool 
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:
-    return {
-        name: value.to(device, non_blocking=True) if torch.is_tensor(value) else value for name, value in batch.items()
-    }
+    return {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in batch.items()}

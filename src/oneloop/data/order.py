@@ -14,6 +14,7 @@ from oneloop.basics.seeds import GOLDEN, key
 Places = tuple[NDArray[np.int64], NDArray[np.int64]]
 """epochs and sample indices"""
 
+Numbers = NDArray[np.uint64]
 _ROUNDS = 8
 _FEWEST_BITS = 6  # on fewer, neighbours come out related
 
@@ -25,9 +26,7 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return state ^ (state >> np.uint64(31))
 
 
-def permuted(
-    places: NDArray[np.uint64], sizes: int | NDArray[np.uint64], keys: NDArray[np.uint64]
-) -> NDArray[np.uint64]:
+def permuted(places: Numbers, sizes: int | Numbers, keys: Numbers) -> Numbers:
     """Where a keyed permutation of ``range(size)`` takes each place; every place may have a size of its own.
 
     Args:
@@ -128,7 +127,5 @@ def order_of(dataset: Any, *, seed: int, batch: int) -> Ordered:
         seed: of the order.
         batch: samples of a step.
     """
-    made: Ordered = (
-        dataset.order(seed=seed, batch=batch) if hasattr(dataset, "order") else Order(len(dataset), seed=seed)
-    )
+    made: Ordered = dataset.order(seed=seed, batch=batch) if hasattr(dataset, "order") else Order(len(dataset), seed=seed)
     return made

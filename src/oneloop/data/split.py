@@ -40,9 +40,7 @@ class Split:
                     f" does not divide; nearest batch.micro: {fits}"
                 )
             asked = "" if self.micro is None else f" x micro {micro}"
-            raise ValueError(
-                f"batch.size {self.size} cannot be split over {self.ranks} ranks{asked}; nearest size: {nearest}"
-            )
+            raise ValueError(f"batch.size {self.size} does not fit on {self.ranks} ranks{asked}; nearest: {nearest}")
         object.__setattr__(self, "micro", micro)
         object.__setattr__(self, "accumulate", self.size // (self.ranks * micro))
 

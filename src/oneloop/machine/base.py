@@ -44,10 +44,8 @@ def _hold_matrices(frozen: Iterable[nn.Parameter], dtype: str, precision: str) -
     if not frozen:
         raise ValueError(f"machine.base_dtype {dtype} is asked for, and no parameter is frozen; see optimizer.groups")
     if precision == "no" and dtype != "float32":
-        raise ValueError(
-            f"machine.base_dtype {dtype} is asked for without mixed precision, and products take one type;"
-            " give accelerate --mixed_precision bf16, or leave it out"
-        )
+        why = "without mixed precision, and matrix products take one dtype"
+        raise ValueError(f"machine.base_dtype {dtype} is set {why}; set --mixed_precision bf16, or remove it")
     wanted = getattr(torch, dtype)
     for parameter in frozen:
         if parameter.is_floating_point() and not _in_four_bits(parameter):
@@ -91,8 +89,6 @@ def _store(packed: Iterable[Any], stored: str, precision: str, *, sharded: bool)
         weight = module.weight
         rows, rest = divmod(weight.data.numel() * weight.data.element_size(), _STORED[wanted])
         if rest:
-            raise ValueError(
-                f"machine.quant_storage {stored}: {rows * _STORED[wanted] + rest} bytes cannot be parted so"
-            )
+            raise ValueError(f"machine.quant_storage {stored} cannot hold {rows * _STORED[wanted] + rest} bytes")
         weight.data = weight.data.view(-1).view(wanted).view(-1, 1)
         weight.quant_storage = module.quant_storage = wanted

@@ -15,10 +15,8 @@ def blocks(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
     classes = set(names)
     present = {type(module).__name__ for module in model.modules()}
     if strange := sorted(classes - present):
-        raise ValueError(
-            f"machine.blocks {', '.join(strange)}: no such class in {type(model).__name__}; it has"
-            f" {', '.join(sorted(present))}"
-        )
+        known = ", ".join(sorted(present))
+        raise ValueError(f"machine.blocks {', '.join(strange)}: not in {type(model).__name__}; it has {known}")
     if not classes:
         said = [getattr(module, "_no_split_modules", None) or () for module in model.modules()]
         classes = {name for several in said for name in several} & present
@@ -48,9 +46,7 @@ def _repeated(model: nn.Module) -> set[str]:
         if isinstance(container, nn.ModuleList | nn.Sequential):
             layers = [child for child in container.children() if any(True for _ in child.children())]
             counted = Counter(type(child).__name__ for child in layers if any(True for _ in child.parameters()))
-            classes |= {
-                name for name, count in counted.items() if count > 1 and name not in ("Sequential", "ModuleList")
-            }
+            classes |= {name for name in counted if counted[name] > 1 and name not in ("Sequential", "ModuleList")}
     return classes
 
 

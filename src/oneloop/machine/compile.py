@@ -57,10 +57,7 @@ def compile_(
             " name the classes of its layers with machine.blocks"
         )
     if scope == "whole" and sharded and layers:
-        raise ValueError(
-            "compile whole is asked for under FSDP2, which gathers block by block and so cuts the graph there;"
-            " set machine.compile regional"
-        )
+        raise ValueError("machine.compile whole does not work with FSDP2, which gathers block by block; set regional")
     if budget is not None:
         torch._functorch.config.activation_memory_budget = budget
     if mode in ("reduce-overhead", "max-autotune"):  # CUDA graphs reuse their memory from one forward to the next

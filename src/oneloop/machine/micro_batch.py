@@ -11,12 +11,12 @@ The global batch, and with it what is learned, is not touched: only how many sam
 
 import multiprocessing
 import os
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from statistics import median
 from typing import Any
 
 import torch
@@ -172,9 +172,7 @@ def _serve(pipe: Connection, make: Callable[[], Steps], environment: dict[str, s
                 began = time.perf_counter()
                 steps(micro)
                 times.append(time.perf_counter() - began)
-            pipe.send(
-                {"micro": micro, "fits": True, "seconds": statistics.median(times) / micro, "peak": peak_memory()}
-            )
+            pipe.send({"micro": micro, "fits": True, "seconds": median(times) / micro, "peak": peak_memory()})
         except BaseException as error:
             fault = None if is_out_of_memory(error) else "".join(traceback.format_exception(error)).strip()
             pipe.send({"micro": micro, "fits": False, "error": fault})

@@ -42,9 +42,7 @@ def recompute(model: nn.Module, mode: str = "full", *, names: Sequence[str] = ()
     kind, share = parsed(mode)
     if kind in ("none", "budget"):
         if offload:
-            raise ValueError(
-                f"offload is asked for with recompute {mode}, which keeps nothing by block; use full or every:K"
-            )
+            raise ValueError(f"offload requires recompute full or every:K, got {mode}, which keeps nothing by block")
         return 0
     layers = blocks(model, names)
     if not layers:
@@ -83,9 +81,8 @@ def parsed(mode: str) -> tuple[str, float]:
         "budget": bool(colon) and 0 <= share <= 1,
     }
     if not good.get(kind, False):
-        raise ValueError(
-            f"recompute {mode!r} is none of none, full, every:K (a whole number), selective, and budget:SHARE (0 to 1)"
-        )
+        modes = "none, full, every:K (a whole number), selective, and budget:SHARE (0 to 1)"
+        raise ValueError(f"recompute {mode!r} is none of {modes}")
     return kind, share
 
 
@@ -94,9 +91,7 @@ def _kept_operations() -> list[Any]:
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads() if overload != "out"]
 
 
-def _recomputing(
-    forward: Callable[..., Any], contexts: Callable[[], Any] | None, *, offload: bool
-) -> Callable[..., Any]:
+def _recomputing(forward: Callable[..., Any], contexts: Any, *, offload: bool) -> Callable[..., Any]:
     options: dict[str, Any] = {"context_fn": contexts} if contexts else {}
     if contexts and "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
         options["respect_saved_tensors_hooks"] = True  # torch 2.15: so that what is kept can be counted, and offloaded

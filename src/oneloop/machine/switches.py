@@ -28,14 +28,9 @@ def channels_last(model: nn.Module, wanted: bool | Literal["auto"], *, device: s
     """
     has = any(isinstance(module, _CONVOLUTIONS) for module in model.modules())
     if wanted is True and not has:
-        raise ValueError(
-            f"machine.channels_last is asked for, and {type(model).__name__} has no 2-d convolution; leave it out"
-        )
+        raise ValueError(f"machine.channels_last requires a 2-d convolution, and {type(model).__name__} has none")
     if wanted is True and sharded:
-        raise ValueError(
-            "machine.channels_last is asked for under FSDP2, which shards contiguous weights only; leave it out,"
-            " or run it with ddp.yaml"
-        )
+        raise ValueError("machine.channels_last does not work with FSDP2, which needs contiguous weights; use DDP")
     on = has and ((device == "cuda" and not sharded) if wanted == "auto" else wanted)
     if on:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -128,9 +128,7 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
 SIGNIFICANT = 0.15  # share of the time from which something is worth a sentence
 
 
-def diagnosis(
-    shares: Mapping[str, float], *, workers: int, cores: int, eval_every: int = 0, save_every: int = 0
-) -> str:
+def diagnosis(shares: Mapping[str, float], *, workers: int, cores: int, eval_every: int = 0, save_every: int = 0) -> str:
     """Return the largest part of the time that a setting could spare, and which; or that the model's own work fills it.
 
     ``shares`` come from :meth:`oneloop.measure.clock.Clock.read`. ``workers`` and ``cores`` are those for this process.

@@ -50,9 +50,7 @@ def build(
     optimizer = make(groups, lr=lr, **extra, **(options or {}))
     if elementwise:
         if not hasattr(optimizer, "elementwise"):
-            raise ValueError(
-                f"batch.grain: {type(optimizer).__name__} has no update that is the same for all shardings"
-            )
+            raise ValueError(f"batch.grain: the update of {type(optimizer).__name__} depends on the sharding")
         optimizer.elementwise = True
     optimizer.defaults.setdefault(LR_FACTOR, 1.0)  # so it is nothing that a checkpoint keeps
     for group in optimizer.param_groups:  # an own class may have given them rates of its own
@@ -98,8 +96,7 @@ def refuse_if_sharded(make: Callable[..., Optimizer]) -> None:
     """
     if make in (adafactor, torch.optim.Adafactor):
         raise ValueError(
-            "optimizer.name adafactor is asked for under FSDP2, where torch's Adafactor cannot update"
-            " sharded parameters; use adamw or muon, or run it with ddp.yaml"
+            "optimizer.name adafactor cannot update parameters sharded by FSDP2; use adamw, muon or ddp.yaml"
         )
 
 

@@ -39,9 +39,8 @@ def chosen(model: nn.Module, rules: Settings) -> tuple[dict[str, dict[str, Any]]
     for pattern, settings in rules.items():
         taken[pattern] = list(dict.fromkeys(own for name, own in names if matches(pattern, name)))
         if not taken[pattern]:
-            raise ValueError(
-                f"optimizer.groups: the pattern {pattern!r} matches no parameter; the model has {_some(first.values())}"
-            )
+            known = _some(first.values())
+            raise ValueError(f"optimizer.groups: the pattern {pattern!r} matches no parameter; the model has {known}")
         for name in taken[pattern]:
             own = found.setdefault(name, {})
             for key, value in settings.items():

@@ -99,8 +99,7 @@ def refuse_inexact(grain: int, evaluation: EvalConfig, optimizer: OptimizerConfi
     asked = f"batch.grain {grain} asks for the same bits on any number of processes, and"
     if evaluation.micro not in (None, grain):
         raise BadInput(
-            f"{asked} eval.micro {evaluation.micro} puts another number through the model at once; set eval.micro"
-            f" {grain}, or leave it out"
+            f"eval.micro {evaluation.micro} differs from batch.grain {grain}; set eval.micro to {grain} or remove it"
         )
     if optimizer.name not in _OPTIMIZERS:
         what = (
@@ -108,9 +107,7 @@ def refuse_inexact(grain: int, evaluation: EvalConfig, optimizer: OptimizerConfi
         )
         raise BadInput(f"{asked} optimizer.name {optimizer.name} {what}; use {', '.join(_OPTIMIZERS)}")
     if machine.compile == "whole":
-        raise BadInput(
-            f"{asked} machine.compile whole makes one graph of what DDP and FSDP2 cut into others; use regional"
-        )
+        raise BadInput(f"{asked} machine.compile whole makes one graph, which DDP and FSDP2 cut; use regional")
     if machine.channels_last is True:
         raise BadInput(f"{asked} machine.channels_last true cannot be had under FSDP2; leave it out")
     if machine.cudnn_benchmark:

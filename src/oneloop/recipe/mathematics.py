@@ -160,9 +160,7 @@ class EmaConfig:
         if self.decay >= 1:
             raise BadInput(f"ema.decay must be below 1, got {self.decay}; 0.999 is usual")
         if self.decay and self.half_lives:
-            raise BadInput(
-                f"ema.half_life {self.half_life} and ema.decay {self.decay} are both given; give one of them"
-            )
+            raise BadInput(f"ema.half_life {self.half_life} and ema.decay {self.decay} are both set; set one of them")
 
 
 @dataclass(frozen=True)

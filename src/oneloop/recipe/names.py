@@ -128,9 +128,7 @@ def path_of(chosen: Any) -> str:
         )
     main = sys.modules["__main__"]
     if getattr(sys.modules.get(module), name, None) is not chosen:
-        raise BadInput(
-            f"{module}.{name} is another one now than {chosen!r}, which was given; give it a name of its own"
-        )
+        raise BadInput(f"{module}.{name} now refers to a different object than {chosen!r}; rename your class")
     if module == "__main__" and (spec := getattr(main, "__spec__", None)) is not None and "." in spec.name:
         return f"{spec.name}.{name}"  # python -m package.module
     file = getattr(main, "__file__", None) if module == "__main__" else None
@@ -178,9 +176,8 @@ def module_of(file: Path) -> ModuleType:
     if "." in name:
         raise BadInput(f"a module's name holds no dot; give {file.name} another name")
     if taken or (found is not None and found.origin and Path(found.origin).resolve() != file):
-        raise BadInput(
-            f"the module {name!r} is {found.origin if found else 'of Python itself'}; give {file.name} another name"
-        )
+        there = found.origin if found else "of Python itself"
+        raise BadInput(f"the module {name!r} is {there}; give {file.name} another name")
     sys.path.insert(0, str(file.parent))
     _READ[file] = file.stat().st_mtime_ns, file.stat().st_size
     return import_module(name)

@@ -37,10 +37,8 @@ def begun(source: str | None, given: dict[str, Any]) -> tuple[str, dict[str, Any
         return load(source)
     if given.get("task.name"):
         return name_after(given["task.name"]), {}
-    raise BadInput(
-        f"no recipe given; packaged ones: {', '.join(packaged())}, or give the path of a YAML file, or a task of your"
-        " own (my_task.py:MyTask)"
-    )
+    known = ", ".join(packaged())
+    raise BadInput(f"no recipe given; packaged ones: {known}; or name a YAML file, or a task (my_task.py:MyTask)")
 
 
 def name_after(task: Any) -> str:
@@ -60,14 +58,12 @@ def load(source: str) -> tuple[str, dict[str, Any]]:
         path = Path(source)
         if path.suffix not in (".yaml", ".yml"):
             if source in CHOICES["task"]:
+                known = ", ".join(packaged())
                 raise BadInput(
-                    f"{source!r} is a task, and a recipe is needed ({', '.join(packaged())}); name the task beside it:"
-                    f" RECIPE --task {source}"
+                    f"{source!r} is a task, not a recipe ({known}); name the task after it: RECIPE --task {source}"
                 )
-            raise BadInput(
-                f"recipe {source!r} is none of the packaged ones ({', '.join(packaged())}), nor the path of"
-                f" a .yaml file{suggestion(source, packaged())}"
-            )
+            known = ", ".join(packaged())
+            raise BadInput(f"recipe {source!r} is none of {known}, nor a .yaml file{suggestion(source, packaged())}")
         try:
             name, text = path.stem, path.read_text(encoding="utf-8")
         except OSError as error:

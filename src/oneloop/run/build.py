@@ -96,9 +96,8 @@ def make_task(recipe: Recipe) -> Task:
     except (ValueError, ImportError, MemoryError):
         raise  # told as it is, with its place
     except Exception as error:
-        raise ValueError(
-            f"task.name {recipe.task.name}: __init__ failed: {type(error).__name__}: {error}{where(error)}"
-        ) from error
+        why = f"{type(error).__name__}: {error}{where(error)}"
+        raise ValueError(f"task.name {recipe.task.name}: __init__ failed: {why}") from error
     check(task)
     if hasattr(task, "progress"):
         try:

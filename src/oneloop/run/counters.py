@@ -69,9 +69,7 @@ class Results(dict[str, float]):
         self.update(figures if weights == "raw" else {f"{weights}/{name}": value for name, value in figures.items()})
 
     def __missing__(self, name: str) -> float:
-        raise ValueError(
-            f"eval.best {name!r}: the evaluation has no single figure of that name; it has {', '.join(self)}"
-        )
+        raise ValueError(f"eval.best {name!r} is not a metric of the evaluation; it has {', '.join(self)}")
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self)

@@ -113,9 +113,7 @@ def _refuse_both(folder: Path, *, adapters: bool) -> None:
     other = "config.json" if adapters else "adapter_config.json"
     if (folder / other).exists():
         one, there = ("adapters", "a whole model") if adapters else ("a whole model", "adapters")
-        raise ValueError(
-            f"--to {folder} holds {there}, and {one} beside it would be read together; name another folder"
-        )
+        raise ValueError(f"--to {folder} holds {there}, and {one} would be read together with it; use another folder")
 
 
 def refuse_other_origin(folder: Path, origin: Origin | None) -> None:
@@ -175,9 +173,7 @@ def _mix(checkpoint: Path, model: nn.Module, wanted: str) -> None:
             if name.startswith("ema-power-") and part["seen"] > 0:
                 saved.append((folder, name, part["seen"], float(name.removeprefix("ema-power-"))))
     if not saved:
-        raise ValueError(
-            f"--weights {wanted}: no power-function average is saved there; train with --ema.power [0.05,0.1]"
-        )
+        raise ValueError(f"--weights {wanted}: no power-function average is saved; train with --ema.power [0.05,0.1]")
     last = max(seen for *_, seen, _ in saved)
     factors = post_hoc([(seen, sigma) for *_, seen, sigma in saved], (last, sigma_rel))
     wide = {False: torch.float64, True: torch.complex128}

@@ -159,17 +159,13 @@ def launch_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
             config = yaml.safe_load(Path(path).read_text())
             precision = precision or config.get("mixed_precision")
         except OSError as error:
-            raise BadInput(
-                f"--config_file {file} cannot be read: {error.strerror}; give a file, or one of"
-                f" {', '.join(config_files())}"
-            ) from error
+            known = ", ".join(config_files())
+            raise BadInput(f"--config_file {file} cannot be read: {error.strerror}; known: {known}") from error
         except (yaml.YAMLError, AttributeError) as error:
             raise BadInput(f"--config_file {file} is not an accelerate config file") from error
     if str(parsed.max_restarts or 0) != "0":
-        raise BadInput(
-            f"--max_restarts {parsed.max_restarts}: oneloop launch does not restart a run; leave it out, and start the"
-            " same command again to resume"
-        )
+        advice = "remove it, and start the same command again to resume"
+        raise BadInput(f"--max_restarts {parsed.max_restarts}: oneloop launch does not restart a run; {advice}")
     if precision == "fp8" and not is_fp8_available():
         raise BadInput("mixed_precision fp8 needs torchao or transformer-engine, and neither is installed; use bf16")
     return options, training

@@ -126,35 +126,25 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 def _refuse_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
     parameters = dict(model.named_parameters())
     if lazy := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
-        raise ValueError(
-            f"{named(task)}.model returned a model whose {lazy[0]} has no shape yet (a lazy module); put a batch"
-            " through it in model() first, or state the shape"
-        )
+        advice = "put a batch through it in model() first, or state the shape"
+        raise ValueError(f"{named(task)}.model returned a lazy module: {lazy[0]} has no shape yet; {advice}")
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ValueError(
-            f"{named(task)}.model returned a model with {len(parameters)} parameters of which none is trained"
-            " (requires_grad is False in all of them); leave some of them to be trained"
-        )
+        none = f"{len(parameters)} parameters of which none is trained (requires_grad is False in all of them)"
+        raise ValueError(f"{named(task)}.model returned a model with {none}; leave some of them to be trained")
     tables = nn.Embedding | nn.EmbeddingBag
     if sparse := [name for name, table in model.named_modules() if isinstance(table, tables) and table.sparse]:
         raise ValueError(f"the gradient of {sparse[0]}.weight is sparse, which is not supported; set sparse=False")
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
     kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
     if sharded and (len(kinds) > 1 or kinds[0].startswith("complex")):
-        raise ValueError(
-            f"{named(task)}.model trains parameters of {' and '.join(kinds)}, and FSDP2 shards those of one real type"
-            " only; run it with ddp.yaml"
-        )
+        kinds_ = " and ".join(kinds)
+        raise ValueError(f"{named(task)}.model trains {kinds_} parameters; FSDP2 needs one real dtype: use ddp.yaml")
     for name, parameter in parameters.items():
         if parameter.requires_grad and not dense(parameter):
-            raise ValueError(
-                f"{named(task)}.model returned a model whose parameter {name} has gaps between its elements (strides"
-                f" {parameter.stride()}), and fused optimizers update it wrongly; call .contiguous() on it"
-            )
+            gaps = f"has gaps between its elements (strides {parameter.stride()})"
+            raise ValueError(f"{named(task)}.model: the parameter {name} {gaps}; call .contiguous() on it")
         if sharded and (fault := _unshardable(parameter)):
-            raise ValueError(
-                f"{named(task)}.model returned a model whose parameter {name} {fault}, or run it with ddp.yaml"
-            )
+            raise ValueError(f"{named(task)}.model: the parameter {name} {fault}, or run it with ddp.yaml")
     if wrong := unsavable(model):
         raise ValueError(f"{named(task)}.model cannot be saved: {wrong}")
 
@@ -176,9 +166,7 @@ def _lay_out(model: nn.Module, recipe: Recipe, names: list[str], *, sharded: boo
     machine, notes = recipe.machine, []
     kind, share = parsed(machine.recompute)
     if machine.offload and device == "cpu":
-        raise ValueError(
-            "machine.offload is asked for on a CPU, where activations are in host memory already; leave it out"
-        )
+        raise ValueError("machine.offload requires a GPU; on a CPU, activations are in host memory already")
     wanted = False if recipe.batch.grain else machine.channels_last  # auto would be another one under FSDP2
     if channels_last(model, wanted, device=device, sharded=sharded):
         notes.append("convolutions run channels last")

@@ -146,24 +146,19 @@ def _refuse_strategy(*, sharding: bool) -> None:
         raise BadInput("fsdp_version 1 is asked for, and only FSDP2 is supported; set fsdp_version: 2")
     for other in ("DEEPSPEED", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{other}", "false").lower() == "true":
-            raise BadInput(
-                f"{other} is asked for, and only one process, DDP and FSDP2 are supported; use another"
-                " config file from accelerate_configs/"
-            )
+            raise BadInput(f"{other} is not supported; use one of the config files in accelerate_configs/ (DDP, FSDP2)")
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise BadInput("accelerate's dynamo_backend is asked for, and is not supported; set dynamo_backend: 'no'")
     if any(int(os.environ.get(axis, 1)) > 1 for axis in _AXES[:3]):
-        raise BadInput(
-            "tensor, context or sequence parallelism is asked for, and only data parallelism (dp_replicate,"
-            " dp_shard) is supported; set the other sizes to 1"
-        )
+        why = "only data parallelism (dp_replicate, dp_shard) is supported"
+        raise BadInput(f"tensor, context or sequence parallelism is set, and {why}; set the other sizes to 1")
 
 
 def _refuse_inexact(precision: str, device: torch.device | None) -> None:
     asked = "batch.grain asks for the same bits on any number of processes, and"
     if int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1)) > 1:
         raise BadInput(
-            f"{asked} hybrid sharding (HSDP) sums over its replicas in an order of its own; use fsdp2.yaml or ddp.yaml"
+            f"{asked} hybrid sharding (HSDP) sums over replicas in another order; use fsdp2.yaml or ddp.yaml"
         )
     if precision == "fp8":
         raise BadInput(f"{asked} fp8 scales by what each process has seen; use bf16 or no")
@@ -182,10 +177,8 @@ def _refuse_precision(precision: str, device: torch.device | None) -> None:
     if precision == "fp8":
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         if capability < (8, 9):
-            raise BadInput(
-                f"mixed_precision fp8 is asked for on {device.type} {capability}, which has no fp8"
-                " (compute capability 8.9 or higher is needed); use bf16"
-            )
+            needs = "compute capability 8.9 or higher"
+            raise BadInput(f"mixed_precision fp8 requires {needs}, got {device.type} {capability}; use bf16")
         from accelerate.utils import is_fp8_available
 
         if not is_fp8_available():

@@ -29,19 +29,15 @@ def refuse_other_jobs(job: Job, run: Run) -> None:
     for rank, one in enumerate(told):
         for key, value in one["computed"].items():
             if value != told[0]["computed"][key]:
-                raise BadInput(
-                    f"batch.grain promises the same bits, and the {key} of rank {rank} is another one than rank 0's:"
-                    f" {value}, and {told[0]['computed'][key]}; run it on machines of one kind"
-                )
+                apart = f"{value} on rank {rank} and {told[0]['computed'][key]} on rank 0"
+                raise BadInput(f"batch.grain requires machines of one kind: the {key} is {apart}")
     models = [one["model"] for one in told]
     for rank, model in enumerate(models):
         if model != models[0]:
             part = next(key for key in {**models[0], **model} if models[0].get(key) != model.get(key))
             here, there = (each.get(part, "not there") for each in (models[0], model))
-            raise BadInput(
-                f"the model is another one on each rank: {part} is {here} on rank 0 and {there} on rank {rank}; build"
-                " it alike everywhere"
-            )
+            apart = f"{part} is {here} on rank 0 and {there} on rank {rank}"
+            raise BadInput(f"the model differs between ranks: {apart}; build the same model on all of them")
 
 
 def _model_of(job: Job) -> dict[str, str]:
@@ -60,10 +56,8 @@ def _compare(name: str, told: Sequence[Mapping[str, Any] | None]) -> None:
             if first is not other:
                 raise BadInput(f"the {name} set is not on all ranks: {here} on rank 0, {there} on rank {rank}")
         elif first["length"] != other["length"]:
-            raise BadInput(
-                f"the {name} set has {first['length']:,} samples on rank 0 and {other['length']:,} on rank {rank}; give"
-                " every process the whole set: oneloop shares it out"
-            )
+            apart = f"{first['length']:,} samples on rank 0 and {other['length']:,} on rank {rank}"
+            raise BadInput(f"the {name} set has {apart}; give every process the whole set")
         elif first["content"] and other["content"] and first["content"] != other["content"]:
             raise BadInput(
                 f"the {name} set holds other samples on rank 0 ({first['content']}) and on rank {rank}"
@@ -83,10 +77,8 @@ def refuse_other_folders(folder: Path, run: Run, *, patience: float) -> None:
     there = run.gathered((found == word, f"{folder.absolute()} on {socket.gethostname()}"))
     for rank, (same, place) in enumerate(there):
         if not same:
-            raise BadInput(
-                f"run.dir {folder} is another folder on rank {rank} ({place}) than on rank 0 ({there[0][1]}); it has to"
-                " lie on storage that all processes share"
-            )
+            apart = f"on rank {rank} ({place}) than on rank 0 ({there[0][1]})"
+            raise BadInput(f"run.dir {folder} is another folder {apart}; it must be on shared storage")
 
 
 def _read(file: Path) -> str | None:

@@ -106,9 +106,7 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
     share, rest = divmod(recipe.batch.size, run.ranks)
     if rest or not share:
         nearest = max(1, round(recipe.batch.size / run.ranks)) * run.ranks
-        raise ValueError(
-            f"batch.size {recipe.batch.size} cannot be split over {run.ranks} ranks; nearest size: {nearest}"
-        )
+        raise ValueError(f"batch.size {recipe.batch.size} cannot be split over {run.ranks} ranks; nearest: {nearest}")
     memory = _Memory(recipe, run)
     if (known := run.from_main(memory.read())) is not None:
         run.display.say(f"batch.micro {asked}: {known} (found before, for this model on this machine: {memory.file})")
@@ -142,10 +140,8 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
             sizes = [micro for micro in range(1, share + 1) if share % micro == 0]
             best = search(sizes, attempt, fastest=asked == "fastest")
         except MemoryError as error:
-            raise ValueError(
-                f"batch.micro {asked}: {error}; set machine.recompute full, shard the model (fsdp2.yaml), or"
-                " make it smaller"
-            ) from error
+            advice = "set machine.recompute full, shard the model (fsdp2.yaml), or make it smaller"
+            raise ValueError(f"batch.micro {asked}: {error}; {advice}") from error
     if run.main:
         memory.write(best.micro)
     return best.micro

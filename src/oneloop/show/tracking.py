@@ -26,14 +26,10 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raise BadInput for a tracker that accelerate does not know, or whose package is not installed."""
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
-            raise BadInput(
-                f"track {name!r} is none of accelerate's trackers: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
-            )
+            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
+            raise BadInput(f"track {name!r} is none of accelerate's trackers: {known}")
         if find_spec(name) is None:
-            raise BadInput(
-                f"track {name!r}: the package {name!r} is not installed; pip install {name}, or"
-                " choose another tracker (--track tensorboard)"
-            )
+            raise BadInput(f"track {name!r}: {name!r} is not installed; pip install {name}, or set --track tensorboard")
 
 
 class Tracking:

@@ -114,10 +114,8 @@ def check(task: Any) -> None:
     if hasattr(task, "state_dict") != hasattr(task, "load_state_dict"):
         missing.append("load_state_dict" if hasattr(task, "state_dict") else "state_dict")
     if missing:
-        raise ValueError(
-            f"task.name {type(task).__name__} is not a task: it lacks {', '.join(missing)}"
-            " (see oneloop.tasks.base.Task)"
-        )
+        lacks = f"it lacks {', '.join(missing)} (see oneloop.tasks.base.Task)"
+        raise ValueError(f"task.name {type(task).__name__} is not a task: {lacks}")
     check_signatures(task)
 
 
@@ -136,9 +134,9 @@ def check_sets(train: Any, evals: dict[str, Any]) -> None:
         raise ValueError(f"task: eval_sets() returned a {type(evals).__name__}; a dict of data sets by name is needed")
     for name, dataset in {"train": train, **evals}.items():
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            kind = type(dataset).__name__
             raise ValueError(
-                f"task: the {name} set is a {type(dataset).__name__}, which has no length or no items;"
-                " a map-style data set is needed"
+                f"task: the {name} set is a {kind} without length or items; a map-style data set is required"
             )
         if len(dataset) == 0:
             raise ValueError(f"task: the {name} set is empty; it needs at least one sample")

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from oneloop.data.rows.sources import Source, combined, named_sources
 from oneloop.tasks.language.generation import written
-from oneloop.tasks.language.language_model import Fused, LanguageModel
-from oneloop.tasks.language.lora import LoRA
-from oneloop.tasks.language.models import SCRATCH, Architecture, Shape, from_scratch
+from oneloop.tasks.language.language_model import LanguageModel
+from oneloop.tasks.language.models import SCRATCH
 from oneloop.tasks.language.samples import IGNORE, Packed, Padded, collated, spans
 from oneloop.tasks.language.texts import Texts, all_texts, texts_of
 from oneloop.tasks.language.tokens import BPE, Blocks, Bytes, Vocabulary
@@ -29,28 +28,15 @@ class CausalLM(LanguageModel):
         column: where the text stands in rows.
         held_out: share of the rows for validation, and as much for test, where the data has no such parts.
         window: megabytes of parquet rows that a process may hold while it makes tokens of them.
-        model: a folder that transformers saved, or hf:ID[@REVISION], with its tokenizer (null: one from scratch, as the
-            next keys say).
-        pretrained: with its weights; false: only its shape.
-        trust_remote_code: run Python that lies beside those weights (only of people you trust).
-        architecture: gpt2 or llama, built from scratch.
-        layers: transformer blocks.
-        heads: attention heads.
-        width: of the residual stream.
         block: tokens of a sample.
         tokenizer: bytes, or bpe (byte-level, trained on the training texts).
         vocab: entries of the bpe.
         pack: joined (samples cut from all texts one after another: what stands in one sample sees the texts before it
             there); documents (texts that fit into one sample together, and none sees another); none (each by itself,
             padded; those of a step of similar length). Longer texts are split.
-        dropout: of embeddings, attention and residuals (gpt2).
-        fused_loss: output layer and cross-entropy in one, without all logits in memory; auto does it on a GPU, for
-            micro-batches of over 134 million logits (tokens x entries).
-        router_loss: of models that send tokens to experts: refuse them where they have an auxiliary loss, which is no
-            sum over samples; none leaves it out.
-        lora: adapters beside the layers of a trained model; they alone are trained.
     """
 
+    length_key = "block"
     needs = SCRATCH | {
         "tokenizer": "model=null",
         "vocab": "model=null tokenizer=bpe",
@@ -63,28 +49,15 @@ class CausalLM(LanguageModel):
         column: str = "text",
         held_out: float = 0.05,
         window: int = 256,
-        model: str | None = None,
-        pretrained: bool = True,
-        trust_remote_code: bool = False,
-        architecture: Architecture = "gpt2",
-        layers: int = 4,
-        heads: int = 4,
-        width: int = 128,
         block: int = 128,
         tokenizer: Literal["bytes", "bpe"] = "bytes",
         vocab: int = 4096,
         pack: Literal["joined", "documents", "none"] = "joined",
-        dropout: float = 0.0,
-        fused_loss: Fused = "auto",
-        router_loss: Literal["refuse", "none"] = "refuse",
-        lora: LoRA = LoRA(),
+        **model: Any,
     ) -> None:
-        how: dict[str, Any] = {"packed": pack == "documents", "fused_loss": fused_loss, "router_loss": router_loss}
-        how |= {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
-        super().__init__(model=model, lora=lora, **how)
+        super().__init__(packed=pack == "documents", length=block, **model)
         if pack not in ("joined", "documents", "none"):
             raise ValueError(f"task.pack {pack!r} is none of joined, documents, none")
-        self.shape = Shape(architecture, layers, heads, width, block, dropout)
         self.column, self.window, self.pack, self.block = column, window, pack, block
         sources = named_sources(data, {"column": column})
         texts = [texts_of(source, share=held_out, window=window) for source in sources]
@@ -99,7 +72,7 @@ class CausalLM(LanguageModel):
         else:
             self.tokenizer = Bytes() if tokenizer == "bytes" else BPE(whole, vocab, kept=kept)
             self._made_by = [tokenizer, *([] if tokenizer == "bytes" else [vocab, kept])]
-        self._of_data: list[str] = []
+        self.begin = self.end = self.tokenizer.separator
         self._sizes = torch.from_numpy(self.tokenizer.token_bytes)
         each = [{name: self._samples(part, name) for name, part in parts.items()} for parts in texts]
         self._sets = combined(sources, each)
@@ -121,15 +94,6 @@ class CausalLM(LanguageModel):
         made = spans(tokens, self.block, "split")
         self._of_data += [f"{name}: {line}" for line in made.about("split")]
         return Packed(made, content) if self.packed and name == "train" else Padded(made, content)
-
-    def bare_model(self) -> nn.Module:
-        if self.name is not None:
-            model, said = self.known_model(length=self.block, key="block")
-            self.notes = [*self._of_data, *said]
-            return model
-        return from_scratch(
-            self.shape, entries=self.entries, begin=self.tokenizer.separator, end=self.tokenizer.separator
-        )
 
     @property
     def entries(self) -> int:

@@ -65,10 +65,8 @@ def check_as_long(sources: Sequence[Source], one: str, other: str) -> None:
                     ]
                     if len(wrong := np.flatnonzero(lengths[0] != lengths[1])):
                         a, b = (int(several[wrong[0]]) for several in lengths)
-                        raise ValueError(
-                            f"{rows.where(before + int(wrong[0]))}: {a} {source.columns[one]} and {b}"
-                            f" {source.columns[other]}; each needs one of the other"
-                        )
+                        apart = f"{a} {source.columns[one]} and {b} {source.columns[other]}"
+                        raise ValueError(f"{rows.where(before + int(wrong[0]))}: {apart}; each needs one of the other")
                     before += len(first)
                 kept.touch()
 

@@ -185,9 +185,9 @@ class ImageClassification(Task):
         """What a sample of each class weighs; None where all weigh 1."""
         if isinstance(asked, list):
             if len(asked) != len(self.classes) or not all(0 < weight < float("inf") for weight in asked):
+                names = f"{', '.join(self.classes[:8])}{', …' if len(self.classes) > 8 else ''}"
                 raise ValueError(
-                    f"task.class_weights {asked}: {len(self.classes)} weights above 0 are needed, for"
-                    f" {', '.join(self.classes[:8])}{', …' if len(self.classes) > 8 else ''}"
+                    f"task.class_weights {asked}: {len(self.classes)} weights above 0 are needed, for {names}"
                 )
             return torch.tensor(asked)
         if asked == "none":

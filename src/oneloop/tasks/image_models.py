@@ -69,10 +69,8 @@ def _of_timm_known(name: str) -> None:
         raise ValueError(f"task.model timm:{name} needs timm, which is not installed; pip install timm") from error
     if not timm.is_model(name):
         near = get_close_matches(name.partition(".")[0], timm.list_models(), n=3)
-        raise ValueError(
-            f"task.model timm:{name} is none of timm's {len(timm.list_models()):,} models"
-            f"{'; near it are ' + ', '.join(near) if near else ''}"
-        )
+        hint = f"; near it are {', '.join(near)}" if near else ""
+        raise ValueError(f"task.model timm:{name} is none of timm's {len(timm.list_models()):,} models{hint}")
 
 
 def _of_timm(name: str, classes: int) -> nn.Module:
@@ -164,10 +162,8 @@ def _weights_of(name: str, model: nn.Module, pretrained: bool | str | None) -> d
     if pretrained is True:
         hub = getattr(model, "pretrained_cfg", {}).get("hf_hub_id")
         if not hub:
-            raise ValueError(
-                f"task.pretrained: the public weights of {name!r} are pickles, which are never loaded; give a"
-                " .safetensors file, or a timm: or hf: model"
-            )
+            why = f"the public weights of {name!r} are pickles, which are never loaded"
+            raise ValueError(f"task.pretrained: {why}; give a .safetensors file, or a timm: or hf: model")
         pretrained = f"{HUB}{hub}"
     path = Path(str(pretrained)).expanduser()
     file = path if path.is_file() else _file(str(pretrained), _WEIGHTS)

@@ -38,16 +38,12 @@ def classes_of(sources: Sequence[Source], key: str, *, lists: bool = False) -> t
         trained |= seen[source.name or source.where, part] if part == "train" else set()
     for (where, part), found in seen.items():
         if unknown := sorted(found - trained):
-            raise ValueError(
-                f"{where}: labels {unknown[:5]} are in {part} and never trained on; move some of their rows to train,"
-                " or leave them out"
-            )
+            advice = "move some of their rows to train, or leave them out"
+            raise ValueError(f"{where}: labels {unknown[:5]} are in {part} and never trained on; {advice}")
     names = _in_order(trained, [*kinds.values()])
     if len(names) < 2:
-        raise ValueError(
-            f"{sources[0].where}: {sources[0].columns[key]!r} holds one class ({', '.join(names)}); at least two are"
-            " needed"
-        )
+        where, column = sources[0].where, sources[0].columns[key]
+        raise ValueError(f"{where}: {column!r} holds one class ({', '.join(names)}); at least two are needed")
     number = {name: index for index, name in enumerate(names)}
     return names, {source: _number(kind, number) for source, kind in kinds.items()}
 
@@ -74,10 +70,8 @@ def shares_of(sources: Sequence[Source], key: str) -> list[str]:
                 classes = classes or len(shares or ())
                 good = len(shares or ()) == classes and all(share is not None and share >= 0 for share in shares)
                 if not good or not np.isclose(sum(shares), 1.0, atol=1e-3):
-                    raise ValueError(
-                        f"{rows.where(before + number)}: {shares} in {column!r} are no shares of {classes} classes,"
-                        " which are 0 or more and sum to 1"
-                    )
+                    good_ = f"shares of {classes} classes, which are 0 or more and sum to 1"
+                    raise ValueError(f"{rows.where(before + number)}: {shares} in {column!r} are no {good_}")
             before += len(array)
     if classes < 2:
         raise ValueError(f"{sources[0].where}: {sources[0].columns[key]!r} holds one class; at least two are needed")

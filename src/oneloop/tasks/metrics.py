@@ -177,10 +177,8 @@ class _Collection:
 def _figures_of(name: str, metric: Any) -> Sequence[str]:
     empty = _of_nothing(metric)
     if isinstance(empty, Tensor) and empty.numel() != 1:
-        raise ValueError(
-            f"the metric {name!r} computes {empty.numel()} values without names; wrap it in torchmetrics'"
-            " ClasswiseWrapper, or average it"
-        )
+        advice = "wrap it in torchmetrics' ClasswiseWrapper, or average it"
+        raise ValueError(f"the metric {name!r} computes {empty.numel()} values without names; {advice}")
     return list(empty) if isinstance(empty, dict) else [name]
 
 

@@ -17,10 +17,9 @@ from oneloop.tasks.language.chat import DAY, Chat, template_of
 from oneloop.tasks.language.completions import end_of, ends_in, other_ends
 from oneloop.tasks.language.conversations import asked, encoded, is_text
 from oneloop.tasks.language.generation import written
-from oneloop.tasks.language.language_model import Fused, LanguageModel
+from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.lessons import LESSONS, Lessons
-from oneloop.tasks.language.lora import LoRA
-from oneloop.tasks.language.models import SCRATCH, Architecture, Shape, from_scratch
+from oneloop.tasks.language.models import SCRATCH, Architecture
 from oneloop.tasks.language.samples import IGNORE, Asked, Overlong, Packed, Padded, collated, spans
 from oneloop.tasks.language.tokens import chat_tokenizer, tokenizer_key
 from oneloop.tasks.metrics import TextSums
@@ -42,16 +41,9 @@ class SFT(LanguageModel):
         tools: column of JSON schemas that the chat template is given, where it is there.
         held_out: share of the rows for validation, and as much for test, where the data has no such parts.
         window: megabytes of parquet rows that a process may hold while it makes tokens of them.
-        model: a folder that transformers saved, or hf:ID[@REVISION], with its tokenizer (null: one from scratch, as the
-            next keys say).
-        pretrained: with its weights; false: only its shape.
-        trust_remote_code: run Python that lies beside those weights (only of people you trust).
         chat_template: file of a Jinja template to use instead of the tokenizer's own.
         day: YYYY-MM-DD: today, for chat templates that write the date.
         architecture: llama or gpt2, built from scratch.
-        layers: transformer blocks.
-        heads: attention heads.
-        width: of the residual stream.
         vocab: entries of the tokenizer from scratch, a byte-level BPE trained on the conversations.
         length: tokens of a sample.
         answer: tokens of an answer, at most, in the report and in what predict writes.
@@ -59,11 +51,6 @@ class SFT(LanguageModel):
         unreadable: of rows that no sample can be made of: stop, or skip them and list them in environment.json.
         pack: documents (samples that fit together fill one row, and none sees another); none (each by itself, padded;
             those of a step of similar length).
-        fused_loss: output layer and cross-entropy in one, without all logits in memory; auto does it on a GPU, for
-            micro-batches of over 134 million logits (tokens x entries).
-        router_loss: of models that send tokens to experts: refuse them where they have an auxiliary loss, which is no
-            sum over samples; none leaves it out.
-        lora: adapters beside the layers of a trained model; they alone are trained.
     """
 
     needs = SCRATCH | {"vocab": "model=null", "held_out": "data!=lessons"}
@@ -77,40 +64,28 @@ class SFT(LanguageModel):
         tools: str = "tools",
         held_out: float = 0.05,
         window: int = 256,
-        model: str | None = None,
-        pretrained: bool = True,
-        trust_remote_code: bool = False,
         chat_template: str | None = None,
         day: str = DAY,
         architecture: Architecture = "llama",
-        layers: int = 4,
-        heads: int = 4,
-        width: int = 128,
         vocab: int = 512,
         length: int = 256,
         answer: int = 64,
         overlong: Overlong = "cut",
         unreadable: Literal["stop", "skip"] = "stop",
         pack: Literal["documents", "none"] = "documents",
-        fused_loss: Fused = "auto",
-        router_loss: Literal["refuse", "none"] = "refuse",
-        lora: LoRA = LoRA(),
+        **model: Any,
     ) -> None:
-        how: dict[str, Any] = {"packed": pack == "documents", "fused_loss": fused_loss, "router_loss": router_loss}
-        how |= {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
-        super().__init__(model=model, lora=lora, **how)
-        self.shape = Shape(architecture, layers, heads, width, length)
+        super().__init__(packed=pack == "documents", length=length, dropout=0.0, architecture=architecture, **model)
         if answer < 1:
             raise ValueError(f"task.answer {answer} is no answer at all; 64 tokens are usual")
         self.length, self.answer, self.overlong, self.window = length, answer, overlong, window
         self.columns = {"messages": messages, "prompt": prompt, "completion": completion, "tools": tools}
         template = None if chat_template is None else template_of(chat_template)
         self.tokenizer = self.known_tokenizer() if self.name else chat_tokenizer(_texts(Lessons("train")), vocab)
-        self._template, self._day = template, day
+        self._template, self._day, self.end = template, day, self.tokenizer.eos_token_id
         self._chat: Chat | None = None
         self._skip, self.skipped_rows = unreadable == "skip", list[str]()
         self._made_by = [_VERSION, tokenizer_key(self.tokenizer), template]
-        self._of_data: list[str] = []
         sources = self._sources(data, held_out)
         texts = [{part: self._encoded(one, rows) for part, rows in one.parts.items()} for one in sources]
         self._of_data += notes_of(sources)
@@ -208,13 +183,6 @@ class SFT(LanguageModel):
         return collated(samples, width=self.length if isinstance(samples[0], list) else 0, most=self._most)
 
     # --- model ---
-
-    def bare_model(self) -> nn.Module:
-        if self.name is None:
-            return from_scratch(self.shape, entries=self.entries, begin=None, end=self.tokenizer.eos_token_id)
-        model, said = self.known_model(length=self.length, key="length")
-        self.notes = [*self._of_data, *said]
-        return model
 
     @property
     def entries(self) -> int:

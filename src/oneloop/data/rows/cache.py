@@ -36,9 +36,7 @@ def alone(name: str) -> Iterator[Path]:
         lock = FileLock(f"{place}.lock")
         lock.acquire()
     except OSError as error:
-        raise ValueError(
-            f"{place} cannot be written ({error.strerror}); set ONELOOP_CACHE to a folder that can"
-        ) from error
+        raise ValueError(f"{place} cannot be written ({error.strerror}); set ONELOOP_CACHE to another") from error
     try:
         yield place
     finally:
@@ -128,9 +126,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             for name in there.keys() & here.keys():
                 found += [f"{name}: {line}" for line in changes(there[name], here[name])]
         elif key in ("length", "samples"):
-            found.append(
-                f"{here:,} samples, and there were {there:,}" if there and here else f"{there} -> {here} samples"
-            )
+            found.append(f"{here:,} samples, not {there:,}" if there and here else f"{there} -> {here} samples")
         else:
             found.append(f"{key} {there} -> {here}")
     return found

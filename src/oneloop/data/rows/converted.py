@@ -85,9 +85,7 @@ def _csv(files: Sequence[Path], *, tabs: bool) -> Iterator[Any]:
     import pyarrow
     from pyarrow import csv
 
-    parse = csv.ParseOptions(
-        delimiter="\t" if tabs else ",", quote_char=False if tabs else '"', newlines_in_values=not tabs
-    )
+    parse = csv.ParseOptions(delimiter="\t" if tabs else ",", quote_char=not tabs and '"', newlines_in_values=not tabs)
     names: list[str] = []
     for file in files:
         try:
@@ -139,10 +137,9 @@ def _json(files: Sequence[Path]) -> Iterator[Any]:
             nested |= {name} if any(_holds_objects(row.get(name)) for row in rows) else set()
             try:
                 kind = pyarrow.string() if name in nested else pyarrow.array(column(name, rows)).type
-                several = [pyarrow.schema({name: one}) for one in (kinds.get(name, kind), kind)]
-                kinds[name] = (
-                    kind if name in nested else pyarrow.unify_schemas(several, promote_options="permissive").types[0]
-                )
+                both = [pyarrow.schema({name: one}) for one in (kinds.get(name, kind), kind)]
+                either = kind if name in nested else pyarrow.unify_schemas(both, promote_options="permissive").types[0]
+                kinds[name] = either
             except (pyarrow.ArrowException, OverflowError) as error:
                 why = " ".join(str(error).split())
                 raise ValueError(f"{file}: column {name!r} must hold values of one type: {why}") from error
@@ -179,9 +176,8 @@ def _objects(file: Path) -> Iterator[tuple[int, Any]]:
                     value = json.loads(line.decode("utf-8-sig"))
                     yield from ((number, one) for one in (value if whole else [value]))
             except ValueError as error:
-                raise ValueError(
-                    f"{file}, line {getattr(error, 'lineno', 1) if whole else number}: not JSON: {error}"
-                ) from error
+                at = getattr(error, "lineno", 1) if whole else number
+                raise ValueError(f"{file}, line {at}: not JSON: {error}") from error
 
 
 def _holds_objects(value: Any) -> bool:

@@ -19,9 +19,7 @@ PARTS |= dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validatio
 """what files, folders and splits are called, and what they are"""
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # beside images: what they are
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
-_ASIDE = re.compile(
-    r"(readme|licen[sc]e|copying|changelog|dataset_info|state|dataset_dict|metadata)\b.*", re.IGNORECASE
-)
+_ASIDE = re.compile(r"(readme|licen[sc]e|copying|changelog|dataset_info|state|dataset_dict|metadata)\b.*", re.I)
 """what lies beside data, and is none"""
 
 

@@ -27,9 +27,7 @@ class Parquet:
     megabytes. ``content`` is the fingerprint. Raises ValueError if a file or column is missing, or a group exceeds the
     window."""
 
-    def __init__(
-        self, files: Sequence[Path], root: Path, columns: Sequence[str], *, window: int, content: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, files: Sequence[Path], root: Path, columns: Sequence[str], *, window: int, content: Any) -> None:
         self.files, self.columns = list(files), list(columns)
         self.root, self.window, self.content = root, window, content
         groups: list[tuple[int, int, int, int]] = []
@@ -84,10 +82,8 @@ class Parquet:
             types = _types(schema, self.columns, file)
             if self._types and types != self._types:
                 changed = next(name for name in types if types[name] != self._types[name])
-                raise ValueError(
-                    f"{file}: {changed!r} is {types[changed]}, and {self._types[changed]} in {self.files[0]}; write the"
-                    " files with one schema"
-                )
+                apart = f"{types[changed]}, and {self._types[changed]} in {self.files[0]}"
+                raise ValueError(f"{file}: {changed!r} is {apart}; write the files with one schema")
             self._types = types
             found = []
             for group in range(metadata.num_row_groups):
@@ -258,8 +254,6 @@ def _bytes(about: Any) -> int:
 def parquets(there: Found, columns: Sequence[str], *, window: int) -> dict[str, Parquet]:
     """Return the files' rows by split; raises as :class:`Parquet`."""
     return {
-        part: Parquet(
-            files, there.root, columns, window=window, content={**content_of(files, there.root), "part": part}
-        )
+        part: Parquet(files, there.root, columns, window=window, content=content_of(files, there.root) | {"part": part})
         for part, files in there.parts.items()
     }

@@ -19,6 +19,8 @@ from oneloop.basics.progress import tracked
 from oneloop.data.rows.cache import alone, key_of
 from oneloop.data.rows.rows import Row, Rows
 
+Make = Callable[[Row], NDArray[np.int32]]
+Made = tuple[list[Any], list[tuple[int, str]]]  # arrays of a shard's rows; rows that nothing can be made of, and why
 _SHARD = 2000  # rows that a process takes at once
 
 
@@ -31,9 +33,7 @@ class Ragged:
     skipped: Sequence[tuple[int, str]] = ()  # rows that were left out, by index, and why
 
 
-def ragged(
-    rows: Rows, make: Callable[[Row], NDArray[np.int32]], *, made_by: Any, what: str, skip: bool = False
-) -> Ragged:
+def ragged(rows: Rows, make: Make, *, made_by: Any, what: str, skip: bool = False) -> Ragged:
     """Return the arrays that ``make`` returns for each row, cached by the rows' content and ``made_by`` (JSON).
     ``what`` names the progress bar. If ``make`` raises ValueError, the row is named in a ValueError, or omitted
     (``skip``, unless all are)."""
@@ -53,7 +53,7 @@ def ragged(
     return Ragged(values, ends, json.loads((place / "skipped.json").read_text()) if skip else ())
 
 
-def _made(rows: Rows, make: Callable[[Row], NDArray[np.int32]], folder: Path, what: str, *, skip: bool) -> None:
+def _made(rows: Rows, make: Make, folder: Path, what: str, *, skip: bool) -> None:
     shards = [range(start, min(start + _SHARD, len(rows))) for start in range(0, len(rows), _SHARD)]
     lengths, skipped = list[int](), list[tuple[int, str]]()
     with (folder / "values.bin").open("wb") as file:
@@ -68,9 +68,7 @@ def _made(rows: Rows, make: Callable[[Row], NDArray[np.int32]], folder: Path, wh
     np.save(folder / "ends.npy", np.cumsum(lengths, dtype=np.int64))
 
 
-def _in_order(
-    rows: Rows, make: Callable[[Row], NDArray[np.int32]], shards: list[range]
-) -> Iterator[tuple[list[Any], list[tuple[int, str]]]]:
+def _in_order(rows: Rows, make: Make, shards: list[range]) -> Iterator[Made]:
     _work[:] = [rows, make]
     cores = min(len(os.sched_getaffinity(0)), len(shards))
     try:
@@ -96,7 +94,7 @@ def _begin(parent: int) -> None:
     die_with(parent)
 
 
-def _of_shard(shard: range) -> tuple[list[Any], list[tuple[int, str]]]:
+def _of_shard(shard: range) -> Made:
     """What is made of these rows, and what is wrong with the others."""
     rows, make = _work
     made, wrong = [], []

@@ -129,9 +129,8 @@ def _fill(model: nn.Module, folder: Path, origin: Origin) -> str | None:
     own = {origin.outside(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     wrong = sorted(own.keys() ^ loaded.keys()) or [name for name in own if own[name].shape != loaded[name].shape]
     if wrong:
-        raise ValueError(
-            f"{folder}: its adapters are of another model: {wrong[0]}, …; its {CONFIG} names {origin.place}"
-        )
+        names = f"its {CONFIG} names {origin.place}"
+        raise ValueError(f"{folder}: its adapters are of another model: {wrong[0]}, …; {names}")
     for name, parameter in own.items():
         parameter.copy_(loaded[name])
     return None if there is None else str(there.get("settings", {}).get("quantize", ""))

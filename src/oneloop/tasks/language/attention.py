@@ -202,12 +202,10 @@ def _try(model: nn.Module, own: Tensor, *, packed: bool) -> None:
     behind = _logits(model, tokens, **given)[:, first:]
     behind_another = _logits(model, torch.cat([tokens[:, :first].flip(1), second], dim=1), **given)[:, first:]
     if not _near(behind, behind_another, 2e-6):
-        raise ValueError(
-            f"{name}: its layers carry what they have read over the border of a document (linear attention, a state"
-            " space, a convolution)"
-        )
+        kinds = "linear attention, a state space, a convolution"
+        raise ValueError(f"{name}: its layers carry state from one document to the next ({kinds})")
     if not _near(behind, _logits(model, second, attention_mask=causal(here))):
-        raise ValueError(f"{name} reads a document otherwise than alone when another stands before it in its row")
+        raise ValueError(f"{name}: the logits of a packed document depend on the document before it")
 
 
 def _near(one: Tensor, other: Tensor, tolerance: float = 1e-4) -> bool:

@@ -53,10 +53,7 @@ class Chat:
         own: Any = tokenizer.chat_template
         own = own.get("default") if isinstance(own, Mapping) else own
         if not (template or own):
-            raise ValueError(
-                "the tokenizer has no chat template; give one with --task.chat_template FILE (a Jinja template, as"
-                " transformers' docs on chat templates describe it)"
-            )
+            raise ValueError("the tokenizer has no chat template; give a Jinja file with --task.chat_template FILE")
         self.template: str = template or own
         self.note = "what the assistant says is known from the template's generation marks"
         self.special = {tokenizer.eos_token_id, *tokenizer.all_special_ids}
@@ -144,10 +141,8 @@ class Chat:
             if at < given or message["role"] != "assistant":
                 continue
             if not at:
-                raise ValueError(
-                    "message 0 is by the assistant, and what the template puts before it is not known; put a message"
-                    " before it, or drop it"
-                )
+                why = "message 0 is by the assistant, and the template's text before it is unknown"
+                raise ValueError(f"{why}; put a message before it, or drop it")
             before = self.render(messages[:at], tools, prompt=True)
             upto = text if at == len(messages) - 1 else self.render(messages[: at + 1], tools)
             if not (text.startswith(upto) and upto.startswith(before)):
@@ -166,9 +161,7 @@ class Chat:
         kept = [(start, stop) for start, stop in said if start >= begin]
         turns = [message["role"] == "assistant" for message in messages]
         if len(kept) < sum(turns[given:]) or len(said) - len(kept) < sum(turns[:given]):
-            raise ValueError(
-                f"the chat template does not tell where the prompt ends and the completion begins; {_FILE}"
-            )
+            raise ValueError(f"the chat template does not mark where the prompt ends; {_FILE}")
         return kept
 
     def _check_marks(self) -> None:

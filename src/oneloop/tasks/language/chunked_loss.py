@@ -67,10 +67,8 @@ def chunked_cross_entropy(
         ValueError: the products are float16, in which small gradients of logits are lost.
     """
     if _kind(hidden) is torch.float16:
-        raise ValueError(
-            "the loss without the logits is asked for in fp16, where the gradients of logits are below its range before"
-            " the loss scale reaches them; take bf16, or set task.fused_loss false"
-        )
+        why = "small gradients of the logits underflow in fp16"
+        raise ValueError(f"the loss without logits does not work in fp16: {why}; use bf16, or task.fused_loss false")
     return Losses(*_Chunked.apply(hidden, weight, bias, target, ignore, change, entries, torch.is_grad_enabled()))
 
 
@@ -180,15 +178,10 @@ def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
     """
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if not isinstance(head, nn.Linear):
-        raise ValueError(
-            f"a loss without logits needs a linear output layer, and {type(model).__name__} has"
-            f" {'none' if head is None else f'a {type(head).__name__}'}; leave it out"
-        )
+        kind = "none" if head is None else f"a {type(head).__name__}"
+        raise ValueError(f"a loss without logits needs a linear output layer, and {type(model).__name__} has {kind}")
     if getattr(model, "base_model", model) is model:
-        raise ValueError(
-            f"a loss without logits needs a model under the output layer (base_model), and {type(model).__name__} has"
-            " none; leave it out"
-        )
+        raise ValueError(f"a loss without logits needs a base_model, and {type(model).__name__} has none")
     change = _change(model)
     if not any(parameter.is_meta for parameter in model.parameters()):
         _try(model, head, change)
@@ -251,9 +244,9 @@ def _try(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
             head.forward = ramped  # type: ignore[method-assign,assignment]
             own = model(input_ids=tokens, use_cache=False).logits.double()
         except Exception as error:
+            why = " ".join(str(error).split())
             raise ValueError(
-                f"a loss without logits is tried on eight tokens first, and {name} cannot run them:"
-                f" {' '.join(str(error).split())}; leave it out"
+                f"{name} cannot run eight tokens, on which the loss without logits is tried: {why}"
             ) from error
         finally:
             head.forward = forward  # type: ignore[method-assign]
@@ -262,10 +255,8 @@ def _try(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
     bound = 1e-4 if torch.finfo(head.weight.dtype).bits >= 32 else 2e-2
     off = float((own - mine).abs().max() / own.abs().max()) if own.shape == mine.shape else float("inf")
     if not off <= bound:
-        raise ValueError(
-            f"a loss without logits needs the output layer's logits, or known changes to them, and those of {name}"
-            f" differ from them by {off:.1e} of the largest (at most {bound:.0e}); leave it out"
-        )
+        apart = f"by {off:.1e} of the largest (at most {bound:.0e})"
+        raise ValueError(f"a loss without logits: the logits of {name} differ from its output layer's {apart}")
 
 
 @contextmanager

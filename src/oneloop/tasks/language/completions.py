@@ -25,10 +25,8 @@ def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]
 def end_of(tokenizer: Any) -> int:
     """Return the tokenizer's end token. Raises ValueError if it has none."""
     if tokenizer.eos_token_id is None:
-        raise ValueError(
-            "the tokenizer has no end token, so the model would not learn to stop; set eos_token in the"
-            " tokenizer_config.json beside the model"
-        )
+        advice = "set eos_token in tokenizer_config.json"
+        raise ValueError(f"the tokenizer has no end token, so the model would not learn to stop; {advice}")
     return int(tokenizer.eos_token_id)
 
 

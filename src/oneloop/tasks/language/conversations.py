@@ -28,10 +28,8 @@ def encoded(row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | N
         return _chat(chat).encode(conversation(row[columns["messages"]]), tools)
     prompt, completion = row[columns["prompt"]], row[columns["completion"]]
     if is_text(prompt) != is_text(completion):
-        raise ValueError(
-            f"the prompt is {_briefly(prompt)}, and the completion {_briefly(completion)}; both must be texts, or both"
-            " messages"
-        )
+        kinds = f"the prompt is {_briefly(prompt)}, and the completion {_briefly(completion)}"
+        raise ValueError(f"{kinds}; both must be texts, or both messages")
     if is_text(prompt):
         if not completion:
             raise ValueError("the completion is empty; fill it, or leave the row out")

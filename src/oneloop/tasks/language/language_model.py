@@ -1,9 +1,8 @@
 """What all language tasks share: the loss over target tokens, its figures, and what is to be seen of a model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -16,7 +15,7 @@ from oneloop.tasks.language.adapted import merged, put_on, save_config
 from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.chunked_loss import without_logits
 from oneloop.tasks.language.lora import LoRA, adapters
-from oneloop.tasks.language.models import known, made_ready
+from oneloop.tasks.language.models import Architecture, Shape, from_scratch, known, made_ready
 from oneloop.tasks.language.samples import IGNORE
 from oneloop.tasks.metrics import TextSums
 from oneloop.tasks.transformers_models import is_transformers, seen, tokenizer_of
@@ -30,30 +29,57 @@ MANY_LOGITS = 1 << 27
 class LanguageModel(Task):
     """Text, predicted token by token; the weight of a sample is its number of target tokens.
 
-    Batches are those of :func:`oneloop.tasks.language.samples.collated`; arguments as of
-    :class:`oneloop.tasks.causal_lm.CausalLM`. ``packed``: a sample holds several documents, and none sees another.
+    Batches are those of :func:`oneloop.tasks.language.samples.collated`.
+
+    Args:
+        packed: whether a sample holds several documents, and none sees another.
+        length: positions of a model from scratch.
+        dropout: of embeddings, attention and residuals (gpt2).
+        model: a folder that transformers saved, or hf:ID[@REVISION], with its tokenizer (null: one from scratch, as the
+            next keys say).
+        pretrained: with its weights; false: only its shape.
+        trust_remote_code: run Python that lies beside those weights (only of people you trust).
+        architecture: gpt2 or llama, built from scratch.
+        layers: transformer blocks.
+        heads: attention heads.
+        width: of the residual stream.
+        fused_loss: output layer and cross-entropy in one, without all logits in memory; auto does it on a GPU, for
+            micro-batches of over 134 million logits (tokens x entries).
+        router_loss: of models that send tokens to experts: refuse them where they have an auxiliary loss, which is no
+            sum over samples; none leaves it out.
+        lora: adapters beside the layers of a trained model; they alone are trained.
     """
 
     unit = "tokens"
+    begin: int | None = None  # tokens that begin and end a text, for a model from scratch
+    end = 0
+    length_key = "length"  # the task's key of a sample's length
 
     def __init__(
         self,
         *,
-        fused_loss: Fused,
         packed: bool,
-        router_loss: str = "refuse",
+        length: int = 128,
+        dropout: float = 0.0,
         model: str | None = None,
-        lora: LoRA | Mapping[str, Any] = MappingProxyType({}),
-        pretrained: bool = False,
+        pretrained: bool = True,
         trust_remote_code: bool = False,
+        architecture: Architecture = "gpt2",
+        layers: int = 4,
+        heads: int = 4,
+        width: int = 128,
+        fused_loss: Fused = "auto",
+        router_loss: Literal["refuse", "none"] = "refuse",
+        lora: LoRA = LoRA(),
     ) -> None:
+        self.shape = Shape(architecture, layers, heads, width, length, dropout)
         self.fused_loss, self.packed, self.router_loss = fused_loss, packed, router_loss
         self.weights = {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
         self.adapters = adapters(model, lora, pretrained=pretrained)
         self.name = model if self.adapters is None else self.adapters.base
         if self.name is not None and not is_transformers(self.name):
             raise ValueError(f"task.model {self.name!r} is neither a folder that transformers saved, nor hf:ID")
-        self.notes: list[str] = []
+        self.notes, self._of_data = list[str](), list[str]()
         self.origin: Origin | None = None
         self._fusible, self._masked = False, False
 
@@ -73,12 +99,6 @@ class LanguageModel(Task):
                     raise ValueError(f"task.fused_loss: {error}") from error
         return model
 
-    def known_model(self, *, length: int, key: str) -> tuple[nn.Module, list[str]]:
-        """:func:`oneloop.tasks.language.models.known`, of the task's own."""
-        assert self.name is not None
-        lora = None if self.adapters is None else self.adapters.settings
-        return known(self.name, entries=self.entries, length=length, key=key, lora=lora, **self.weights)
-
     def known_tokenizer(self) -> Any:
         """The tokenizer of the task's own model, or of its adapters where one lies there."""
         assert self.name is not None
@@ -86,8 +106,14 @@ class LanguageModel(Task):
         return tokenizer_of(place, trust_remote_code=self.weights["trust_remote_code"])
 
     def bare_model(self) -> nn.Module:
-        """A causal language model of transformers."""
-        raise NotImplementedError
+        """Build or load the model, without adapters."""
+        if self.name is None:
+            return from_scratch(self.shape, entries=self.entries, begin=self.begin, end=self.end)
+        lora = None if self.adapters is None else self.adapters.settings
+        length = self.shape.length, self.length_key
+        model, said = known(self.name, entries=self.entries, length=length, lora=lora, **self.weights)
+        self.notes = [*self._of_data, *said]
+        return model
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         return (batch["target"] != IGNORE).sum()

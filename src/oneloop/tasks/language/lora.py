@@ -91,10 +91,8 @@ def adapters(model: str | None, lora: LoRA | Mapping[str, Any], *, pretrained: b
             raise ValueError(f"task.lora.{changed[0]} is given without task.lora.rank; 16 is usual")
         return None
     if model is None or not pretrained:
-        raise ValueError(
-            f"task.lora.rank {settings.rank} is asked for on a model whose weights are drawn; name a trained one with"
-            " task.model, or leave task.lora.rank out"
-        )
+        advice = "name a trained one with task.model, or remove task.lora.rank"
+        raise ValueError(f"task.lora.rank {settings.rank} requires a trained model; {advice}")
     return Adapters(model, settings)
 
 
@@ -143,10 +141,8 @@ def _read(folder: Path, model: str) -> tuple[str, LoRA]:
         raise ValueError(f"task.model {model!r}: adapters of another kind than LoRA's own ({kind})")
     base, rank, alpha = (about.get(key) for key in ("base_model_name_or_path", "r", "lora_alpha"))
     if not base or not isinstance(rank, int) or not isinstance(alpha, int | float):
-        raise ValueError(
-            f"task.model {model!r}: its {CONFIG} must say base_model_name_or_path, r and lora_alpha; it says"
-            f" {base}, {rank}, {alpha}"
-        )
+        needs = f"must say base_model_name_or_path, r and lora_alpha; it says {base}, {rank}, {alpha}"
+        raise ValueError(f"task.model {model!r}: its {CONFIG} {needs}")
     place = str(base)
     if not (Path(place).expanduser() / "config.json").is_file():
         if Path(place).is_absolute() or place.count("/") > 1:

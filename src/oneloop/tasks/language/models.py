@@ -20,9 +20,7 @@ def in_four_bits(kind: FourBits, *, double_quant: bool) -> dict[str, Any]:
     """Return the options with which transformers loads linear layers, except the output layer, in 4 bits. Raises
     ValueError without bitsandbytes."""
     if not import_quietly():
-        raise ValueError(
-            f"task.lora.quantize {kind} needs bitsandbytes, which is not installed (pip install 'oneloop[lora]')"
-        )
+        raise ValueError(f"task.lora.quantize {kind} needs bitsandbytes (pip install 'oneloop[lora]')")
     from transformers import BitsAndBytesConfig
 
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double_quant)
@@ -111,7 +109,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
-            raise ValueError(f"task.width {self.width} cannot be divided by task.heads {self.heads}")
+            raise ValueError(f"task.width {self.width} is not divisible by task.heads {self.heads}")
 
 
 SCRATCH = dict.fromkeys(("architecture", "layers", "heads", "width"), "model=null")
@@ -142,10 +140,10 @@ def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> 
 
 
 def known(
-    name: str, *, entries: int, length: int, key: str, lora: LoRA | None = None, **weights: bool
+    name: str, *, entries: int, length: tuple[int, str], lora: LoRA | None = None, **weights: bool
 ) -> tuple[nn.Module, list[str]]:
     """Load a model of transformers; return it and a line for the log. ``entries`` is the size of its tokenizer,
-    ``length`` that of the samples (by ``key``); with ``lora`` it keeps its dtype, or has 4 bits. Raises ValueError if
+    ``length`` that of a sample, and its key; with ``lora`` it keeps its dtype, or has 4 bits. Raises ValueError if
     it does not fit."""
     options: dict[str, Any] = {} if lora is None else {"dtype": "auto"}
     refuse_quantized(name, lora)
@@ -155,13 +153,11 @@ def known(
     settle_four_bits(model)
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     longest = getattr(config, "max_position_embeddings", None)
-    if longest and length > longest:
-        raise ValueError(f"task.{key} {length} is longer than the {longest} positions of {name}; lower it")
+    if longest and length[0] > longest:
+        raise ValueError(f"task.{length[1]} {length[0]} exceeds the {longest} positions of {name}; lower it")
     if entries > config.vocab_size:
-        raise ValueError(
-            f"{name}: its tokenizer has {entries:,} entries, and the model {config.vocab_size:,}; it is of another"
-            " model, or the embeddings were not resized"
-        )
+        sizes = f"its tokenizer has {entries:,} entries, and the model {config.vocab_size:,}"
+        raise ValueError(f"{name}: {sizes}; it is of another model, or the embeddings were not resized")
     return model, notes
 
 
