@@ -115,9 +115,7 @@ def _prepared(of: Trained, run: Run) -> nn.Module:
     return prepared
 
 
-def _evaluated(
-    of: Trained, model: nn.Module, sets: dict[str, Any], run: Run, options: dict[str, Any], *, as_json: bool
-) -> str:
+def _evaluated(of: Trained, model: nn.Module, sets: Any, run: Run, options: dict[str, Any], *, as_json: bool) -> str:
     found = evaluate_all(of.task, model, sets, accelerator=run.accelerator, **options)
     assert found is not None
     figures = {"weights": of.about, **found["raw"]}

@@ -89,11 +89,8 @@ class EMA:
         self._mine, self._theirs = [mine for mine, _ in pairs], [theirs for _, theirs in pairs]
         self._cast = any(mine.dtype != theirs.dtype for mine, theirs in pairs)
         self._held = [name for name in self._parameters if local(self._shadow[name]).numel()]
-        self._away = (
-            HostCopies(self._theirs, optimizer)
-            if device == "cpu" and pairs and (pairs[0][1].device.type != "cpu")
-            else None
-        )
+        away = device == "cpu" and pairs and pairs[0][1].device.type != "cpu"
+        self._away = HostCopies(self._theirs, optimizer) if away else None
         self.restart()
 
     @torch.no_grad()

@@ -104,11 +104,8 @@ def evaluate(
 def _losses(sources: Sequence[str], totals: Sequence[float], weights: Sequence[float]) -> dict[str, float]:
     figures = {"loss": math.fsum(totals) / math.fsum(weights)}
     if len(totals) > 1:
-        figures |= {
-            f"loss/{name}": total / weight
-            for name, total, weight in zip(sources, totals, weights, strict=True)
-            if weight
-        }
+        each = zip(sources, totals, weights, strict=True)
+        figures |= {f"loss/{name}": total / weight for name, total, weight in each if weight}
     return figures
 
 
@@ -173,11 +170,8 @@ def share_of(sources: Sequence[range], micro: int, ranks: int, rank: int) -> Sha
     ]
     each = math.ceil(len(cut) / ranks)
     mine = range(rank * each, (rank + 1) * each)
-    return Share(
-        [[(0, index) for index in cut[at if at < len(cut) else 0][1]] for at in mine],
-        [cut[at][0] if at < len(cut) else None for at in mine],
-        mine.start,
-    )
+    places = [[(0, index) for index in cut[at if at < len(cut) else 0][1]] for at in mine]
+    return Share(places, [cut[at][0] if at < len(cut) else None for at in mine], mine.start)
 
 
 def evaluate_all(

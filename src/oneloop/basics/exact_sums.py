@@ -93,7 +93,9 @@ def _whole(rows: Sequence[Sequence[float]]) -> tuple[int | None, int]:
 
 
 @torch.no_grad()
-def exact_norm(whole: Sequence[Tensor], shards: Sequence[Tensor] = (), group: object = None) -> Tensor:
+def exact_norm(
+    whole: Sequence[Tensor], shards: Sequence[Tensor] = (), group: dist.ProcessGroup | None = None
+) -> Tensor:
     """L2 norm of all elements together, 0-dim, float64, not finite where one is not. No host sync.
 
     Args:

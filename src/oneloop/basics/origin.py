@@ -88,11 +88,8 @@ class Origin:
 
     def other_settings(self, there: Mapping[str, Any]) -> str:
         """Which settings are others; empty where none is."""
-        return "; ".join(
-            f"{key} {there[key]}, and not {value}"
-            for key, value in self.settings.items()
-            if there.get(key, value) != value
-        )
+        apart = ((key, there.get(key, value), value) for key, value in self.settings.items())
+        return "; ".join(f"{key} {other}, and not {value}" for key, other, value in apart if other != value)
 
     def of_another(self, about: Mapping[str, Any], there: Mapping[str, Any] | None) -> str:
         """Return the other base model that adapters were trained on, empty if it is this one; ``about`` is their

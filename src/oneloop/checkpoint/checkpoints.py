@@ -66,15 +66,9 @@ class Checkpoints:
         self._host: Any = dist.new_group(backend="gloo") if self.ranks > 1 else None
         self._base = Base(self.store, origin=origin, rank=self.rank, agree=self._all, say=say)
         self._attempt = 0
-        self._under_way = UnderWay(
-            self.store,
-            rank=self.rank,
-            agree=self._all if self.ranks > 1 else None,
-            pin=accelerator.device.type == "cuda",
-            max_failures=max_failures,
-            patience=patience,
-            say=say,
-        )
+        how: dict[str, Any] = {"agree": self._all if self.ranks > 1 else None, "pin": accelerator.device.type == "cuda"}
+        how |= {"max_failures": max_failures, "patience": patience, "say": say}
+        self._under_way = UnderWay(self.store, rank=self.rank, **how)
 
     # --- saving ---
 

@@ -184,10 +184,8 @@ class Base:
                 self._say(f"{folder} was damaged ({wrong}), and is written again from the model as built")
         self._agree(None)  # no rank reads it before
         if not same:
-            raise ValueError(
-                f"{folder}, with the frozen parameters of {checkpoint.name}, is damaged ({wrong}), and those of the"
-                " model as it is built now are others; restore the folder from a copy, or what the model was made from"
-            )
+            why = f"the frozen parameters of {checkpoint.name} are damaged ({wrong}), and the new model has others"
+            raise ValueError(f"{folder}: {why}; restore the folder from a copy, or the files of the base model")
 
     def _written(self, folder: Path, model: nn.Module) -> dict[str, Any]:
         made: Any = None

@@ -71,9 +71,7 @@ class RunState:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         parameters = [] if origin else self.model.parameters()
         frozen = sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad)
-        return weights + frozen, weights - frozen + int(
-            optimizer_share * sum(p.numel() * p.element_size() for p in trained)
-        )
+        return weights + frozen, weights - frozen + int(optimizer_share * sum(p.nbytes for p in trained))
 
     def save(
         self, checkpoints: Checkpoints, step: int, *, about: Mapping[str, Any] | None = None, keep: Keep | None = None

@@ -32,10 +32,8 @@ def unsavable(model: nn.Module) -> str:
     """Why a model's state could not be saved and loaded in place, naming the entry; empty where it can be."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name.endswith("_extra_state") or not isinstance(tensor, Tensor):
-            return (
-                f"{name} is a {type(tensor).__name__} of get_extra_state(), and only parameters and buffers are kept;"
-                " register it as a buffer"
-            )
+            kind = f"a {type(tensor).__name__} of get_extra_state()"
+            return f"{name} is {kind}; only parameters and buffers are saved: register it as a buffer"
         if tensor.dtype not in (*_TYPES, torch.complex64):
             known = ", ".join(str(kind).removeprefix("torch.") for kind in _TYPES)
             return f"{name} has {str(tensor.dtype).removeprefix('torch.')}, and what can be kept is {known}, complex64"
@@ -162,10 +160,8 @@ def load_tensors(
         if tuple(about.size) != tuple(target.shape):
             raise ValueError(f"{folder}: {name} is {tuple(about.size)} there and {tuple(target.shape)} here")
         if about.properties.dtype != target.dtype and not cast:
-            raise ValueError(
-                f"{folder}: {name} is of {about.properties.dtype} there and of {target.dtype} here; give the same"
-                " machine.dtype and model, or start another run from those weights with --init.from"
-            )
+            apart = f"{name} is {about.properties.dtype} there and {target.dtype} here"
+            raise ValueError(f"{folder}: {apart}; use the same machine.dtype, or a new run with --init.from")
     if weights != "raw":
         averaged = {name: f"ema.{weights}.{name.removeprefix('model.')}" for name in targets}
         if not any(name in saved for name in averaged.values()):

@@ -41,13 +41,9 @@ class WritingProcess:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), size, 0)))
         package = str(Path(__file__).parents[2])
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(os.getpid()), str(shared), str(size)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[shared],
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        command = [sys.executable, "-m", module, str(os.getpid()), str(shared), str(size)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pass_fds": [shared]}
+        self._process = subprocess.Popen(command, **pipes, env={**os.environ, "PYTHONPATH": path})
         os.close(shared)
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)

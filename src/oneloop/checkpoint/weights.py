@@ -75,12 +75,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def load_weights(
-    model: nn.Module,
-    source: str,
-    weights: str = "raw",
-    *,
-    leave_out: Sequence[str] = (),
-    origin: Origin | None = None,
+    model: nn.Module, source: str, weights: str = "raw", *, leave_out: Sequence[str] = (), origin: Origin | None = None
 ) -> list[str]:
     """Loads weights into a model that is not yet wrapped: from a run folder, a folder, a repository of the hub, or a
     .safetensors file.
@@ -135,11 +130,8 @@ def _file_of(source: str, weights: str, origin: Origin | None) -> Path:
         tried = [f"{source}/{name}" for name in names]
         found = next((file for name in names if (file := fetched(source, name)) is not None), None)
         if found is None and any(fetched(source, f"{folder}{other}.safetensors") for folder in folders):
-            raise ValueError(
-                f"init.from {source!r} holds adapters, and the model has none; give them as task.model"
-                if origin is None
-                else f"init.from {source!r} holds a whole model, and only adapters are trained; give it as task.model"
-            )
+            one, other = ("adapters", "no adapters") if origin is None else ("a whole model", "only adapters to train")
+            raise ValueError(f"init.from {source!r} holds {one}, and the model has {other}; set it as task.model")
     if found is None:
         raise ValueError(f"init.from {source!r}: no weights there (looked for {' and '.join(tried)})")
     return found
@@ -182,7 +174,5 @@ def _refuse_others(own: Tensors, loaded: Tensors, known: Collection[str], source
             for what, names in (("missing", missing), ("unexpected", unexpected), ("other shape", shapes))
             if names
         ]
-        raise ValueError(
-            f"init.from {source!r}: {file.name} is not of this model ({'; '.join(wrong)});"
-            " choose weights of the same task.* settings"
-        )
+        why = f"is of another model ({'; '.join(wrong)})"
+        raise ValueError(f"init.from {source!r}: {file.name} {why}; choose weights of the same task.* settings")

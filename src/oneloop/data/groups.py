@@ -122,18 +122,10 @@ def loader(
     dataset = Batches(samples, collate)
     if not workers and device.type != "cuda":  # a DataLoader would only keep a profiler's record of each (8 us)
         return map(dataset.__getitem__, batches)
-    loading = DataLoader(
-        dataset,
-        batch_size=None,
-        sampler=batches,
-        collate_fn=_as_it_is,
-        num_workers=workers,
-        pin_memory=pinned and device.type == "cuda",
-        persistent_workers=False,
-        prefetch_factor=max(2, math.ceil(ahead / workers)) if workers else None,
-        generator=torch.Generator(),
-        worker_init_fn=partial(_begin_worker, os.getpid()),
-    )
+    how: dict[str, Any] = {"num_workers": workers, "persistent_workers": False, "generator": torch.Generator()}
+    how |= {"prefetch_factor": max(2, math.ceil(ahead / workers)) if workers else None}
+    how |= {"pin_memory": pinned and device.type == "cuda", "worker_init_fn": partial(_begin_worker, os.getpid())}
+    loading = DataLoader(dataset, batch_size=None, sampler=batches, collate_fn=_as_it_is, **how)
     return _of_workers(loading) if workers else loading
 
 
@@ -183,17 +175,8 @@ def groups(
     Worker processes load two groups ahead; the next micro-batch is copied to the device while one is used.
     """
     places = _Places(order, split, rank=rank, start=start)
-    batches = iter(
-        loader(
-            Keyed(dataset, seed=seed, name="train"),
-            collate,
-            places,
-            workers=workers,
-            device=device,
-            ahead=2 * split.accumulate,
-            pinned=pinned,
-        )
-    )
+    keyed, ahead = Keyed(dataset, seed=seed, name="train"), 2 * split.accumulate
+    batches = iter(loader(keyed, collate, places, workers=workers, device=device, ahead=ahead, pinned=pinned))
     loaded: deque[Batch] = deque()
     weights: deque[list[float]] = deque()
 

@@ -79,7 +79,7 @@ class Keyed(Dataset[Any]):
             samples = self._at_once(places) if self._together else self._one_by_one(places)
             if samples is not None:
                 made = collate(samples)
-                if _untouched():
+                if _first() == _UNTOUCHED:
                     return made
             self._draws = True
         samples = []
@@ -163,11 +163,6 @@ def _of_seed_0() -> tuple[int, float, float]:
 
 
 _UNTOUCHED = _of_seed_0()
-
-
-def _untouched() -> bool:
-    """Whether nothing was drawn since :func:`_seed_others` with 0; wrong with a chance below 2^-100."""
-    return _first() == _UNTOUCHED
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -127,5 +127,7 @@ def order_of(dataset: Any, *, seed: int, batch: int) -> Ordered:
         seed: of the order.
         batch: samples of a step.
     """
-    made: Ordered = dataset.order(seed=seed, batch=batch) if hasattr(dataset, "order") else Order(len(dataset), seed=seed)
+    made: Ordered = (
+        dataset.order(seed=seed, batch=batch) if hasattr(dataset, "order") else Order(len(dataset), seed=seed)
+    )
     return made

@@ -56,11 +56,8 @@ def _check(lengths: NDArray[np.int64], capacity: int) -> None:
         raise ValueError(f"bins of capacity {capacity} hold nothing; the capacity must be 1 or more")
     wrong = np.flatnonzero((lengths < 1) | (lengths > capacity))
     if wrong.size:
-        raise ValueError(
-            f"bins of capacity {capacity} take lengths from 1 to {capacity}, but {wrong.size} of {len(lengths)} are "
-            f"outside, the first at index {wrong[0]}: {lengths[wrong[0]]}; leave these out or cut them, or raise the "
-            "capacity"
-        )
+        first = f"the first at index {wrong[0]}: {lengths[wrong[0]]}"
+        raise ValueError(f"{wrong.size} of {len(lengths)} lengths are not from 1 to the capacity {capacity}, {first}")
 
 
 def _bins_of(falling: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:

@@ -24,10 +24,9 @@ class Split:
 
     def __post_init__(self) -> None:
         if self.grain and (self.ranks & (self.ranks - 1) or self.ranks > self.size // self.grain):
-            raise ValueError(
-                f"batch.grain {self.grain} parts batch.size {self.size} into {self.size // self.grain} leaves, and"
-                f" {self.ranks} ranks are asked for; the same bits need a power of two of them, at most a rank a leaf"
-            )
+            leaves = f"batch.size {self.size} / batch.grain {self.grain} gives {self.size // self.grain} micro-batches"
+            needs = "both must be powers of two, with at most one process per micro-batch"
+            raise ValueError(f"{leaves} on {self.ranks} ranks; {needs}")
         micro = self.grain or self.micro or max(1, self.size // self.ranks)
         if self.size % (self.ranks * micro):
             unit = self.ranks * micro
@@ -35,10 +34,8 @@ class Split:
             share, rest = divmod(self.size, self.ranks)
             if not rest and not self.grain:  # another micro-batch trains the same model, another size does not
                 fits = min((n for n in range(1, share + 1) if not share % n), key=lambda n: (abs(n - micro), -n))
-                raise ValueError(
-                    f"batch.size {self.size} over {self.ranks} ranks is {share} samples each, which batch.micro {micro}"
-                    f" does not divide; nearest batch.micro: {fits}"
-                )
+                each = f"batch.size {self.size} over {self.ranks} ranks is {share} samples each"
+                raise ValueError(f"{each}, which batch.micro {micro} does not divide; nearest: {fits}")
             asked = "" if self.micro is None else f" x micro {micro}"
             raise ValueError(f"batch.size {self.size} does not fit on {self.ranks} ranks{asked}; nearest: {nearest}")
         object.__setattr__(self, "micro", micro)

@@ -24,10 +24,8 @@ def hold_frozen(model: nn.Module, dtype: str | None, *, sharded: bool, stored: s
     if dtype is not None:
         _hold_matrices(frozen, dtype, precision)
     if precision == "no" and any(p.dtype is torch.float16 and not _in_four_bits(p) for p in frozen):
-        raise ValueError(
-            "the frozen model is in float16, and without mixed precision gradients in it would vanish unseen; give"
-            " accelerate --mixed_precision fp16 or bf16, or --machine.base_dtype float32"
-        )
+        why = "a frozen model in float16 without mixed precision: small gradients would underflow"
+        raise ValueError(f"{why}; set --mixed_precision fp16 or bf16, or --machine.base_dtype float32")
     packed = [module for module in model.modules() if _in_four_bits(getattr(module, "weight", None))]
     if packed:
         _store(packed, stored, precision, sharded=sharded)
@@ -79,10 +77,8 @@ def _store(packed: Iterable[Any], stored: str, precision: str, *, sharded: bool)
     wanted = (products if sharded else torch.uint8) if stored == "auto" else getattr(torch, stored)
     if sharded and (wanted is torch.uint8 or (precision in HALF and wanted is not products)):
         name = str(products).removeprefix("torch.")
-        raise ValueError(
-            f"machine.quant_storage {stored} is asked for under FSDP2 with products in {name}, which would"
-            f" {'not shard it' if wanted is torch.uint8 else 'cast its bytes'}; set {name}, or leave it out"
-        )
+        why = "FSDP2 would not shard it" if wanted is torch.uint8 else "FSDP2 would cast its bytes"
+        raise ValueError(f"machine.quant_storage {stored} with compute dtype {name}: {why}; set {name} or remove it")
     for module in packed:
         if sharded and precision in HALF:
             module.compute_dtype = products

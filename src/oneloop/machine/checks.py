@@ -178,10 +178,8 @@ def disagreement(ran: Sequence[tuple[list[str], list[str]]]) -> Inexact:
     if units := other_units([calls for calls, _ in ran]):
         return Inexact(units)
     rank, names = next((rank, unused) for rank, (_, unused) in enumerate(ran) if unused != ran[0][1] or unused)
-    return Inexact(
-        f"{', '.join(names[:3])} took no part in the loss of this step on rank {rank}, but did on another rank; set"
-        f" {SEARCH}, with which the processes compare what they used, by a small sum at every step"
-    )
+    apart = f"{', '.join(names[:3])} took no part in the loss of this step on rank {rank}, but did on another rank"
+    return Inexact(f"{apart}; set {SEARCH}, with which the processes compare what they used at every step")
 
 
 def other_units(calls: Sequence[Sequence[str]]) -> str:
@@ -189,21 +187,16 @@ def other_units(calls: Sequence[Sequence[str]]) -> str:
     for number in range(max(map(len, calls))):
         ran = {(names[number] or "the root") if number < len(names) else "nothing" for names in calls}
         if len(ran) > 1:
-            return (
-                f"FSDP2 needs all processes to run the same units, and which units run depends on the samples: call"
-                f" {number + 1} of a step was {' or '.join(sorted(ran))}; run every unit for every batch, set"
-                f" machine.blocks to classes that always run, or use ddp.yaml with {SEARCH}"
-            )
+            why = "FSDP2 needs all processes to run the same units, and which units run depends on the samples"
+            ways = f"run every unit for every batch, set machine.blocks to them, or use ddp.yaml with {SEARCH}"
+            return f"{why}: call {number + 1} of a step was {' or '.join(sorted(ran))}; {ways}"
     return ""
 
 
 def changed(name: str) -> str:
     """What is wrong with a forward that changes this tensor."""
-    return (
-        f"a forward in training changes the {name} in place, in each process by its own samples, so that the weights"
-        " would depend on the parallel layout; change it outside of the forward, or train on one process without"
-        " batch.grain"
-    )
+    why = f"a forward in training changes the {name} in place, so the weights would depend on the parallel layout"
+    return f"{why}; change it outside of the forward, or train on one process without batch.grain"
 
 
 def froze(name: str) -> str:
@@ -217,10 +210,9 @@ def unreduced(error: BaseException, names: Sequence[str]) -> Inexact | None:
         return None
     numbers = str(error).rpartition("did not receive grad for rank")[2].partition(":")[2].split()
     missing = [names[int(number)] for number in numbers if number.isdecimal() and int(number) < len(names)]
-    return Inexact(
-        f"{', '.join(missing[:3]) or 'a parameter'} took no part in the loss of a step, and DDP waits for its gradient;"
-        f" set {SEARCH}, or freeze it (requires_grad_(False) in model())"
-    )
+    names = ", ".join(missing[:3]) or "a parameter"
+    why = f"{names} took no part in the loss of a step, and DDP waits for its gradient"
+    return Inexact(f"{why}; set {SEARCH}, or freeze it (requires_grad_(False) in model())")
 
 
 def search_unused(model: nn.Module) -> bool:

@@ -45,17 +45,12 @@ def compile_(
     """
     if scope == "none":
         if budget is not None:
-            raise ValueError(
-                "recompute budget is asked for without compile, which alone can choose; set machine.compile"
-                " regional or whole, or machine.recompute selective"
-            )
+            raise ValueError("recompute budget requires machine.compile regional or whole; or set recompute selective")
         return 0
     layers = blocks(model, names)
     if scope == "regional" and not layers:
-        raise ValueError(
-            f"compile regional: {type(model).__name__} has no repeated blocks; set machine.compile whole, or"
-            " name the classes of its layers with machine.blocks"
-        )
+        none = f"{type(model).__name__} has no repeated blocks"
+        raise ValueError(f"compile regional: {none}; set machine.compile whole, or machine.blocks")
     if scope == "whole" and sharded and layers:
         raise ValueError("machine.compile whole does not work with FSDP2, which gathers block by block; set regional")
     if budget is not None:

@@ -46,10 +46,8 @@ def recompute(model: nn.Module, mode: str = "full", *, names: Sequence[str] = ()
         return 0
     layers = blocks(model, names)
     if not layers:
-        raise ValueError(
-            f"recompute {mode}: {type(model).__name__} has no repeated blocks; name the classes of its layers"
-            " with machine.blocks, or set machine.recompute none"
-        )
+        none = f"{type(model).__name__} has no repeated blocks"
+        raise ValueError(f"recompute {mode}: {none}; set machine.blocks, or machine.recompute none")
     if offload and kind == "selective":
         raise ValueError("offload is asked for with recompute selective; it can offload what full and every:K keep")
     step = int(share) if kind == "every" else 1
@@ -73,13 +71,8 @@ def parsed(mode: str) -> tuple[str, float]:
         share = float(text) if colon else 0.0
     except ValueError:
         share = -1.0
-    good = {
-        "none": not colon,
-        "full": not colon,
-        "selective": not colon,
-        "every": bool(colon) and share >= 1 and share.is_integer(),
-        "budget": bool(colon) and 0 <= share <= 1,
-    }
+    good = dict.fromkeys(("none", "full", "selective"), not colon)
+    good |= {"every": bool(colon) and share >= 1 and share.is_integer(), "budget": bool(colon) and 0 <= share <= 1}
     if not good.get(kind, False):
         modes = "none, full, every:K (a whole number), selective, and budget:SHARE (0 to 1)"
         raise ValueError(f"recompute {mode!r} is none of {modes}")

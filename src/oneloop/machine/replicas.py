@@ -63,10 +63,9 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int) -> None
         if several:
             name, odd = several[0]
             more = f" (and in {len(several) - 1} more tensors)" if len(several) > 1 else ""
-            raise ReplicasDiffer(
-                f"step {step}: rank {', '.join(map(str, odd))} differs from the others in {name}{more}: a device or its"
-                " memory is at fault; start again without it, from the last checkpoint"
-            )
+            which = f"rank {', '.join(map(str, odd))} differs from the others in {name}{more}"
+            why = "a device or its memory is faulty; resume without it, from the last checkpoint"
+            raise ReplicasDiffer(f"step {step}: {which}: {why}")
 
 
 def _hash(tensor: Tensor, device: torch.device) -> Tensor:

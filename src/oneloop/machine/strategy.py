@@ -37,10 +37,9 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
         prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     except (ValueError, NotImplementedError, RuntimeError) as error:  # an unknown layer class, a container
         policy = os.environ.get("FSDP_AUTO_WRAP_POLICY")
-        raise BadInput(
-            f"FSDP2 cannot shard the model as accelerate's config file says (fsdp_auto_wrap_policy {policy}, layers"
-            f" {', '.join(asked) or 'none'}): {error}; use TRANSFORMER_BASED_WRAP, with machine.blocks for own layers"
-        ) from error
+        asked_ = f"fsdp_auto_wrap_policy {policy}, layers {', '.join(asked) or 'none'}"
+        advice = "use TRANSFORMER_BASED_WRAP, with machine.blocks for your own layers"
+        raise BadInput(f"FSDP2 cannot shard the model with {asked_}: {error}; {advice}") from error
     accelerator._optimizers.clear()
     if accelerator.native_amp and plugin.mixed_precision_policy == MixedPrecisionPolicy():
         _autocast(prepared, accelerator)

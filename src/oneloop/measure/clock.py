@@ -128,7 +128,9 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
 SIGNIFICANT = 0.15  # share of the time from which something is worth a sentence
 
 
-def diagnosis(shares: Mapping[str, float], *, workers: int, cores: int, eval_every: int = 0, save_every: int = 0) -> str:
+def diagnosis(
+    shares: Mapping[str, float], *, workers: int, cores: int, eval_every: int = 0, save_every: int = 0
+) -> str:
     """Return the largest part of the time that a setting could spare, and which; or that the model's own work fills it.
 
     ``shares`` come from :meth:`oneloop.measure.clock.Clock.read`. ``workers`` and ``cores`` are those for this process.
@@ -148,20 +150,16 @@ def diagnosis(shares: Mapping[str, float], *, workers: int, cores: int, eval_eve
     if largest == data:
         return f"{percent} the device waits for data: {_more_workers(data, workers, cores)}"
     if largest == transfer:
-        return (
-            f"{percent} the device waits for batches on their way to it: send smaller types (pixels as uint8, tokens as"
-            " int32) and convert them in the model"
-        )
+        advice = "send smaller types (pixels as uint8, tokens as int32) and convert them in the model"
+        return f"{percent} the device waits for batches on their way to it: {advice}"
     if largest == evaluate:
         every = f" from {eval_every} steps to {_rounder(eval_every * largest / 0.05)}" if eval_every else ""
         return f"{percent} goes into evaluation: raise eval.every{every}, or eval.micro"
     if largest == save:
         every = f" from {save_every} steps to {_rounder(save_every * largest / 0.02)}" if save_every else ""
         return f"{percent} training waits for checkpoints: raise save.every{every}"
-    return (
-        f"{percent} goes into the optimizer's update: a larger batch.size has fewer updates; adamw and sgd are"
-        " fused, other optimizers may not be"
-    )
+    advice = "a larger batch.size has fewer updates; adamw and sgd are fused, other optimizers may not be"
+    return f"{percent} goes into the optimizer's update: {advice}"
 
 
 class Advice:
@@ -199,10 +197,8 @@ def _more_workers(share: float, workers: int, cores: int) -> str:
     if workers < needed <= cores:
         return f"raise machine.workers from {workers} to {needed}"
     if workers < cores:
-        return (
-            f"raise machine.workers from {workers} to {cores}, and make the samples cheaper to load; {needed} would be"
-            " needed"
-        )
+        more = f"make the samples cheaper to load; {needed} would be needed"
+        return f"raise machine.workers from {workers} to {cores}, and {more}"
     return "all cores load already; store the samples in a form that is cheaper to load"
 
 

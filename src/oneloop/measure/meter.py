@@ -52,10 +52,8 @@ def _with(rows: Any, row: Tensor) -> Tensor:
     return torch.cat([rows, row[None]]) if torch.is_tensor(rows) else row[None]
 
 
-OWN_FIGURES = frozenset(
-    f"train/{name}"
-    for name in ("loss", "grad_norm", "lr", "epoch", "samples_per_second", "update_ratio", "noise_scale")
-)
+_OWN = ("loss", "grad_norm", "lr", "epoch", "samples_per_second", "update_ratio", "noise_scale")
+OWN_FIGURES = frozenset(f"train/{name}" for name in _OWN)
 """figures of training that every run has"""
 
 
@@ -141,11 +139,8 @@ class Meter:
         seconds = times.pop("seconds")
         norms, *rest, memory, busy = zip(*others, strict=True)
         loss, *named = self._totals(losses, rest[len(update) :])
-        figures = {
-            "train/loss": loss / self._weight,
-            "train/grad_norm": statistics.fmean(norms),
-            "train/samples_per_second": self._timed_samples / seconds,
-        }
+        figures = {"train/loss": loss / self._weight, "train/grad_norm": statistics.fmean(norms)}
+        figures |= {"train/samples_per_second": self._timed_samples / seconds}
         figures |= {f"train/{name}": total / self._weight for name, total in zip(self._names, named, strict=True)}
         if (ratio := self._update.ratio([*zip(*rest[: len(update)], strict=True)])) is not None:
             figures["train/update_ratio"] = ratio

@@ -12,7 +12,6 @@ https://pytorch.org/memory_viz; ``operators.txt`` is for reading.
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -56,9 +55,7 @@ class Profiling:
     def __enter__(self) -> "Profiling":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._stop_trace()
         self._stop_memory()
 
@@ -102,10 +99,8 @@ class Profiling:
             self._say(f"watch.memory: {memory_snapshot(self._folder / 'memory.pickle')} (pytorch.org/memory_viz)")
             torch.cuda.memory._record_memory_history(enabled=None)
         else:
-            self._say(
-                f"watch.memory: a snapshot needs a GPU; the peak of this process is {peak_memory() / 2**30:.2f} GiB"
-                " (watch.profile shows what each operator allocates)"
-            )
+            peak = f"the peak of this process is {peak_memory() / 2**30:.2f} GiB"
+            self._say(f"watch.memory: a snapshot needs a GPU; {peak} (watch.profile shows what operators allocate)")
         self._recording, self._memory = False, None
 
 

@@ -39,9 +39,7 @@ def build(
         ValueError: ``weight_decay`` for a class that has none, or ``elementwise`` for one that cannot.
     """
     arguments = inspect.signature(make).parameters
-    wanted = weight_decay or next(
-        (own["weight_decay"] for own in (settings or {}).values() if own.get("weight_decay")), 0
-    )
+    wanted = weight_decay or next((w for own in (settings or {}).values() if (w := own.get("weight_decay"))), 0)
     if wanted and isinstance(make, type) and "weight_decay" not in arguments:
         raise ValueError(f"optimizer.weight_decay {wanted}: {make.__name__} has no weight decay; set it to 0")
     extra = {"model": model} if "model" in arguments else {}
@@ -80,10 +78,8 @@ def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[st
     except Exception as error:
         given = "".join(f" {key}={value!r}" for key, value in options.items())
         needs = " (it needs a closure that computes the loss again, and the loop computes it once)"
-        raise ValueError(
-            f"optimizer.name {name}{given} cannot be used: {error}{needs if 'closure' in str(error) else ''};"
-            " correct its options, or choose another"
-        ) from error
+        why = f"{error}{needs if 'closure' in str(error) else ''}"
+        raise ValueError(f"optimizer.name {name}{given} cannot be used: {why}; correct its options") from error
     held = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     return sum(value.numel() for value in held if value.ndim) / sum(parameter.numel() for parameter in toy.parameters())
 
@@ -95,9 +91,7 @@ def refuse_if_sharded(make: Callable[..., Optimizer]) -> None:
         ValueError: for Adafactor, whose row and column means torch takes over a shard only.
     """
     if make in (adafactor, torch.optim.Adafactor):
-        raise ValueError(
-            "optimizer.name adafactor cannot update parameters sharded by FSDP2; use adamw, muon or ddp.yaml"
-        )
+        raise ValueError("optimizer.name adafactor cannot update parameters under FSDP2; use adamw, muon or ddp.yaml")
 
 
 def _fused(groups: Groups) -> bool:
@@ -173,16 +167,9 @@ def muon(
         for chosen in (True, False):
             if members := [p for p in group["params"] if (p in matrices) is chosen]:
                 groups.append({**group, "params": members, "muon": chosen})
-    return Muon(
-        groups,
-        lr=lr,
-        momentum=momentum,
-        nesterov=nesterov,
-        iterations=iterations,
-        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
-        betas=betas,
-        eps=eps,
-    )
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    how: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "iterations": iterations, "betas": betas}
+    return Muon(groups, lr=lr, dtype=dtype, eps=eps, **how)
 
 
 def adafactor(

@@ -45,10 +45,8 @@ def chosen(model: nn.Module, rules: Settings) -> tuple[dict[str, dict[str, Any]]
             own = found.setdefault(name, {})
             for key, value in settings.items():
                 if own.setdefault(key, value) != value:
-                    raise ValueError(
-                        f"optimizer.groups: {said[name, key]!r} and {pattern!r} both take {name}, and disagree on"
-                        f" {key} ({own[key]} and {value}); narrow one of them"
-                    )
+                    both = f"{said[name, key]!r} and {pattern!r} both take {name}, and disagree on {key}"
+                    raise ValueError(f"optimizer.groups: {both} ({own[key]} and {value}); narrow one of them")
                 said.setdefault((name, key), pattern)
     return found, taken
 
@@ -87,10 +85,8 @@ def layer_decay(model: nn.Module, blocks: Sequence[nn.Module], decay: float) -> 
         ValueError: the model has no blocks.
     """
     if not blocks:
-        raise ValueError(
-            f"optimizer.layer_decay {decay} is asked for, and {type(model).__name__} has no repeated blocks; name their"
-            " class with machine.blocks, or set rates by optimizer.groups"
-        )
+        none = f"{type(model).__name__} has no repeated blocks"
+        raise ValueError(f"optimizer.layer_decay {decay}: {none}; set machine.blocks, or optimizer.groups")
     inside = {id(p): depth for depth, block in enumerate(blocks, 1) for p in block.parameters()}
     last = {id(p) for p in blocks[-1].parameters()}
     factors: dict[str, float] = {}

@@ -91,9 +91,7 @@ class Guard:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
 
-    def step(
-        self, norm: Tensor, *, loss: Tensor | None = None, weight: float = 1.0, figures: Tensor | None = None
-    ) -> None:
+    def step(self, norm: Tensor, *, loss: Tensor | None = None, weight: float = 1.0, figures: Any = None) -> None:
         """Update the weights, unless the step is bad. The previous step must be resolved.
 
         Args:

@@ -68,10 +68,8 @@ class Muon(Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         if not all(0 <= value < 1 for value in (momentum, *betas)) or not eps >= 0 or iterations < 1:
-            raise ValueError(
-                f"muon needs momentum and betas from 0 to below 1, eps of at least 0 and an iteration or more; got"
-                f" momentum {momentum}, betas {betas}, eps {eps}, iterations {iterations}"
-            )
+            got = f"momentum {momentum}, betas {betas}, eps {eps}, iterations {iterations}"
+            raise ValueError(f"muon needs momentum and betas in [0, 1), eps >= 0 and iterations >= 1; got {got}")
         defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "iterations": iterations}
         defaults |= {"betas": betas, "eps": eps, "weight_decay": weight_decay, "muon": True}
         super().__init__(params, defaults)
@@ -82,11 +80,9 @@ class Muon(Optimizer):
                 if group["muon"]:
                     self.state[parameter] = {"momentum": torch.zeros_like(parameter)}
                 else:
-                    self.state[parameter] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
+                    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                    self.state[parameter] = {"step": step, **moments}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -80,10 +80,8 @@ class BadSteps:
         """What to do about one more bad step, and why, in words."""
         action = self.policy.action(fault)
         self._in_a_row[action] += 1
-        why = {
-            Fault.NONFINITE: "the gradient is not finite",
-            Fault.SPIKE: f"loss or gradient norm is {self.policy.sigma:g} deviations above those before",
-        }[fault]
+        spike = f"loss or gradient norm is {self.policy.sigma:g} deviations above those before"
+        why = spike if fault is Fault.SPIKE else "the gradient is not finite"
         if self._in_a_row[action] > self.patience:
             why += f", and these are {self._in_a_row[action]} bad steps in a row (guard.patience {self.patience})"
             return "stop", why

@@ -105,10 +105,8 @@ def learning_rate(
     }
     for name, value in options.items():
         if isinstance(value, Duration) and given[name] > total - steps:
-            raise ValueError(
-                f"schedule.{name} {value} is {given[name]} steps, and the run has {total - steps} after a warm-up of"
-                f" {steps}; shorten one of them"
-            )
+            room = f"the run has {total - steps} after a warm-up of {steps}"
+            raise ValueError(f"schedule.{name} {value} is {given[name]} steps, and {room}; shorten one of them")
     if "final" in inspect.signature(factor).parameters:
         given["final"] = final
     return LearningRate(peak, steps, total, factor, given)

@@ -94,8 +94,5 @@ TECHNIQUES = (
 def words(keys: Mapping[str, Any]) -> list[str]:
     """As typed: ``--batch.micro 16``."""
     typed = {key: value for key, value in keys.items() if key != PRECISION}
-    return [
-        word
-        for key, value in typed.items()
-        for word in (f"--{key}", value if isinstance(value, str) else json.dumps(value))
-    ]
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in typed.items()}
+    return [word for key, text in texts.items() for word in (f"--{key}", text)]

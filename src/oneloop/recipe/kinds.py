@@ -79,10 +79,8 @@ def without_effect(
             if values[key] == defaults[key] or (_text(values[other]) in wanted.split("|")) != bool(unlike):
                 continue
             if key in typed or other not in typed:
-                raise BadInput(
-                    f"{key} {_text(values[key])} has no effect with {other} {_text(values[other])}; remove {key}, or"
-                    f" change {other}"
-                )
+                why = f"{key} {_text(values[key])} has no effect with {other} {_text(values[other])}"
+                raise BadInput(f"{why}; remove {key}, or change {other}")
             ways.add(key)
     return ways
 
@@ -98,13 +96,9 @@ def refuse_inexact(grain: int, evaluation: EvalConfig, optimizer: OptimizerConfi
     """Raise BadInput for a key that cannot be combined with ``batch.grain``, and say what to do."""
     asked = f"batch.grain {grain} asks for the same bits on any number of processes, and"
     if evaluation.micro not in (None, grain):
-        raise BadInput(
-            f"eval.micro {evaluation.micro} differs from batch.grain {grain}; set eval.micro to {grain} or remove it"
-        )
+        raise BadInput(f"eval.micro {evaluation.micro} differs from batch.grain; set it to {grain}, or remove it")
     if optimizer.name not in _OPTIMIZERS:
-        what = (
-            "takes means over rows and columns" if optimizer.name == "adafactor" else "is not known to be elementwise"
-        )
+        what = "takes means over rows and columns" if optimizer.name == "adafactor" else "may not be elementwise"
         raise BadInput(f"{asked} optimizer.name {optimizer.name} {what}; use {', '.join(_OPTIMIZERS)}")
     if machine.compile == "whole":
         raise BadInput(f"{asked} machine.compile whole makes one graph, which DDP and FSDP2 cut; use regional")

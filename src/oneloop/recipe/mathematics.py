@@ -48,15 +48,10 @@ class BatchConfig:
         if rest or leaves & (leaves - 1) or not leaves:
             powers = [grain << power for power in range(self.size.bit_length() + 1)]
             nearest = min(powers, key=lambda size: abs(size - self.size))
-            raise BadInput(
-                f"batch.grain {grain}: batch.size {self.size} is {self.size / grain:.4g} times as much; the same bits"
-                f" need a power of two of leaves; nearest size: {nearest}"
-            )
+            why = f"batch.size {self.size} is {self.size / grain:.4g} times batch.grain {grain}"
+            raise BadInput(f"{why}, and batch.grain requires a power of two; nearest size: {nearest}")
         if self.micro not in (None, grain):
-            raise BadInput(
-                f"batch.micro {self.micro} is given with batch.grain {grain}, which is what goes through the model at"
-                " once; leave batch.micro out"
-            )
+            raise BadInput(f"batch.micro {self.micro} cannot be combined with batch.grain {grain}; remove batch.micro")
 
 
 @dataclass(frozen=True)
@@ -153,10 +148,8 @@ class EmaConfig:
         at_least(1, ema__every=self.every)
         if not (self.decay or self.half_lives or self.power) and (self.every != 1 or self.ramp != 0.05):
             key = "every" if self.every != 1 else "ramp"
-            raise BadInput(
-                f"ema.{key} {getattr(self, key)} has no effect without EMA weights; set ema.half_life, ema.decay or"
-                f" ema.power, or remove ema.{key}"
-            )
+            why = f"ema.{key} {getattr(self, key)} has no effect without EMA weights"
+            raise BadInput(f"{why}; set ema.half_life, ema.decay or ema.power, or remove ema.{key}")
         if self.decay >= 1:
             raise BadInput(f"ema.decay must be below 1, got {self.decay}; 0.999 is usual")
         if self.decay and self.half_lives:

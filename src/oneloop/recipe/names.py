@@ -38,24 +38,19 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
             module = module_of(Path(place)) if ":" in name else _imported(place)
         chosen = getattr(module, attribute)
     except ModuleNotFoundError as error:
-        raise BadInput(
-            f"{group}.name {name!r} needs the module {error.name!r}, which is not installed and not found from this"
-            f" folder; install it or correct the path{_extra(error.name)}"
-        ) from error
+        lacks = f"needs the module {error.name!r}, which is not installed and not found from this folder"
+        raise BadInput(f"{group}.name {name!r} {lacks}; install it or correct the path{_extra(error.name)}") from error
     except AttributeError:
         if place == "__main__":
-            raise BadInput(
-                f"{group}.name {name!r} was defined in a notebook, and is not there now; put it into a file, and name"
-                f" that: my_file.py:{attribute} (of a run that has ended: --task my_file.py:{attribute})"
-            ) from None
+            file = f"my_file.py:{attribute}"
+            where = f"put it into a file, and name that: {file} (of a run that has ended: --task {file})"
+            raise BadInput(f"{group}.name {name!r} was defined in a notebook, and is gone; {where}") from None
         raise BadInput(f"{group}.name {name!r}: {place!r} has no {attribute!r}{_has(module)}") from None
     except BadInput as error:
         raise BadInput(f"{group}.name {name!r}: {error}" if ":" in name else str(error)) from error
     except SystemExit:
-        raise BadInput(
-            f"{group}.name {name!r}: {place!r} ends the interpreter (sys.exit) when it is imported; put what it does"
-            ' under if __name__ == "__main__":'
-        ) from None
+        why = f"{place!r} calls sys.exit when it is imported"
+        raise BadInput(f'{group}.name {name!r}: {why}; put that under if __name__ == "__main__":') from None
     except Exception as error:
         raise BadInput(f"{group}.name {name!r}: importing {place!r} failed: {type(error).__name__}: {error}") from error
     if wrong := "" if name in known else _FITS[group](chosen):
@@ -75,10 +70,8 @@ def _importing(place: str) -> Iterator[None]:
 def refuse_while_importing(what: str) -> None:
     """Raise BadInput if a class is being imported from a script, which must not train meanwhile."""
     if _UNDER_WAY:
-        raise BadInput(
-            f"{what} while {_UNDER_WAY[-1]} is imported for a class in it; put the call under if __name__ =="
-            ' "__main__":'
-        )
+        advice = 'put the call under if __name__ == "__main__":'
+        raise BadInput(f"{what} while {_UNDER_WAY[-1]} is imported for a class in it; {advice}")
 
 
 def _divided(group: str, name: str) -> tuple[str, str]:
@@ -92,10 +85,8 @@ def _divided(group: str, name: str) -> tuple[str, str]:
         return file, attribute
     module, _, attribute = known.get(name, name).rpartition(".")
     if not module:
-        raise BadInput(
-            f"{group}.name {name!r} is none of {', '.join(known)}, nor the path of one of your own"
-            f" (my_file.py:Name or module.Name){suggestion(name, known)}"
-        )
+        own = "nor the path of your own (my_file.py:Name or module.Name)"
+        raise BadInput(f"{group}.name {name!r} is none of {', '.join(known)}, {own}{suggestion(name, known)}")
     if module.partition(".")[0] in sys.stdlib_module_names:
         raise BadInput(f"{group}.name {name!r} is of Python's standard library, where {_WANTED[group]} cannot be")
     return module, attribute
@@ -122,10 +113,7 @@ def path_of(chosen: Any) -> str:
     script, ``__main__.Name`` of a notebook, else ``module.Name``. Raises BadInput if there is none."""
     name, module = getattr(chosen, "__qualname__", ""), getattr(chosen, "__module__", "")
     if not module or not name.isidentifier():
-        raise BadInput(
-            f"{chosen!r} cannot be found by its name again; give a class or function that is defined outside of any"
-            " function or class"
-        )
+        raise BadInput(f"{chosen!r} cannot be found by its name; define it outside of any function or class")
     main = sys.modules["__main__"]
     if getattr(sys.modules.get(module), name, None) is not chosen:
         raise BadInput(f"{module}.{name} now refers to a different object than {chosen!r}; rename your class")
@@ -243,11 +231,7 @@ def _parameters(chosen: Any) -> Mapping[str, inspect.Parameter] | None:
     return inspect.signature(chosen).parameters if inspect.isfunction(chosen) else None
 
 
-_FITS: dict[str, Callable[[Any], str]] = {
-    "task": _task_like,
-    "optimizer": _optimizer_like,
-    "schedule": _schedule_like,
-}
+_FITS: dict[str, Callable[[Any], str]] = {"task": _task_like, "optimizer": _optimizer_like, "schedule": _schedule_like}
 """what is looked at before a thing that a name leads to is called: it may be any function of any package"""
 _WANTED = {
     "task": "a class with the members of oneloop.tasks.base.Task",

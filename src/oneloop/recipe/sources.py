@@ -59,9 +59,7 @@ def load(source: str) -> tuple[str, dict[str, Any]]:
         if path.suffix not in (".yaml", ".yml"):
             if source in CHOICES["task"]:
                 known = ", ".join(packaged())
-                raise BadInput(
-                    f"{source!r} is a task, not a recipe ({known}); name the task after it: RECIPE --task {source}"
-                )
+                raise BadInput(f"{source!r} is a task, not a recipe ({known}); write RECIPE --task {source}")
             known = ", ".join(packaged())
             raise BadInput(f"recipe {source!r} is none of {known}, nor a .yaml file{suggestion(source, packaged())}")
         try:

@@ -27,9 +27,7 @@ from oneloop.tasks.contract import theirs
 from oneloop.tasks.metrics import directions, prefix
 
 
-def build_job(
-    recipe: Recipe, *, ranks: int, sharded: bool = False, device: str = "cpu", micro: int | None = None
-) -> Job:
+def build_job(recipe: Recipe, *, ranks: int, sharded: bool = False, device: str = "cpu", micro: Any = None) -> Job:
     """Build what the recipe names; ``micro`` is what ``batch.micro auto`` found. Raise ValueError for bad input."""
     if sharded:
         refuse_if_sharded(resolve("optimizer", recipe.optimizer.name))
@@ -103,21 +101,15 @@ def make_task(recipe: Recipe) -> Task:
         try:
             task.progress = Progress(lambda: 0, 1, 1)  # until the run knows better
         except (AttributeError, TypeError) as error:
-            raise ValueError(
-                f"task.name {recipe.task.name}: its progress cannot be set ({error}); a run puts its own there: write"
-                " progress = None in the class"
-            ) from error
+            why = f"its progress cannot be set ({error})"
+            raise ValueError(f"task.name {recipe.task.name}: {why}; write progress = None in the class") from error
     return task
 
 
 def _direction(best: str, task: Task, eval_sets: Iterable[str], averages: Iterable[str]) -> bool:
     """Return whether a larger ``eval.best`` is better. Raise ValueError if no evaluation measures it."""
-    known = {
-        f"{prefix(name)}/{metric}": upward
-        for name in eval_sets
-        if name != "test"
-        for metric, upward in sorted(directions(task).items())
-    }
+    measured, names = sorted(directions(task).items()), [prefix(name) for name in eval_sets if name != "test"]
+    known = {f"{name}/{metric}": upward for name in names for metric, upward in measured}
     known |= {f"{average}/{metric}": upward for average in averages for metric, upward in known.items()}
     if known and best not in known:
         raise ValueError(f"eval.best {best!r} is none of this task's metrics: {', '.join(known)}")
@@ -129,11 +121,8 @@ def _rhythm(recipe: Recipe, scale: Scale, total: int) -> Rhythm:
         return every.steps(scale, total=total, key=key)
 
     machine = recipe.machine
-    every = {
-        "log": max(1, steps(recipe.log.every, "log.every")),
-        "eval": steps(recipe.eval.every, "eval.every"),
-        "save": steps(recipe.save.every, "save.every"),
-    }
+    every = {"log": max(1, steps(recipe.log.every, "log.every")), "eval": steps(recipe.eval.every, "eval.every")}
+    every |= {"save": steps(recipe.save.every, "save.every")}
     if machine.check_every.amount:
         every["check"] = steps(machine.check_every, "machine.check_every")
     if machine.gc_every.amount:

@@ -140,11 +140,7 @@ class Book:
         self._display.figures(self._count.step, figures, remarks)
 
     def evaluated(
-        self,
-        by_weights: Mapping[str, Mapping[str, float]],
-        examples: Examples | None = None,
-        *,
-        of: int | None = None,
+        self, by_weights: Mapping[str, Mapping[str, float]], examples: Examples | None = None, *, of: int | None = None
     ) -> None:
         """The results of an evaluation by the weights that were evaluated (``raw``, an average's name). At the end they
         may be ``of`` an earlier step, the best: what was written down then is not written again."""

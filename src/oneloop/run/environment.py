@@ -40,18 +40,10 @@ def _git_revision() -> str | None:
 
 def environment(**more: Any) -> dict[str, Any]:
     """What a run stood on: versions, machine, git revision, command, accelerate's settings."""
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "host": socket.gethostname(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "versions": _versions(),
-        "git": _git_revision(),
-        "accelerate": {
-            key: value for key, value in sorted(os.environ.items()) if key.startswith(("ACCELERATE_", "FSDP_"))
-        },
-        **more,
-    }
+    settings = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("ACCELERATE_", "FSDP_"))}
+    host = {"host": socket.gethostname(), "cpus": len(os.sched_getaffinity(0)), "git": _git_revision()}
+    system = {"python": platform.python_version(), "platform": platform.platform(), "versions": _versions()}
+    return {**system, **host, "accelerate": settings, **more}
 
 
 def computed_by(recipe: Recipe, device: torch.device) -> dict[str, Any]:
@@ -59,12 +51,9 @@ def computed_by(recipe: Recipe, device: torch.device) -> dict[str, Any]:
     machine, versions = recipe.machine, _versions(_COMPUTE)
     if device.type == "cuda":
         versions |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
-    return {
-        "device": _kind(device),
-        "versions": versions,
-        "machine.matmul": machine.matmul,
-        "machine.compile": f"{machine.compile}, {machine.compile_mode}" if machine.compile != "none" else "none",
-    }
+    compiled = f"{machine.compile}, {machine.compile_mode}" if machine.compile != "none" else "none"
+    about = {"device": _kind(device), "versions": versions}
+    return {**about, "machine.matmul": machine.matmul, "machine.compile": compiled}
 
 
 def _kind(device: torch.device) -> str:

@@ -72,10 +72,9 @@ class Folder:
             self.say(f"{self.path}/recipe.yaml says otherwise than the newest checkpoint, whose recipe is this one")
             changed = []
         if changed and not accept_changes and not goes_on(old, resolved):
-            raise BadInput(
-                f"run.dir {self.path} holds a run of another recipe ({'; '.join(changed)}); choose another"
-                " run.dir, give the same recipe, or go on with --run.accept_changes true"
-            )
+            apart = f"a run of another recipe ({'; '.join(changed)})"
+            ways = "choose another run.dir, use the same recipe, or go on with --run.accept_changes true"
+            raise BadInput(f"run.dir {self.path} holds {apart}; {ways}")
         ended = self._plain("summary.json", _summary)
         done = str((ended or {}).get("exit_reason", "")).startswith(("done", "early stop"))
         if not ended or ended.get("exit_code") != 0 or not done or changed or not same_place(old, resolved):
@@ -173,10 +172,8 @@ class Folder:
             raise BadInput(f"run.dir {self.path} is in use by {self._owner()}; choose another run.dir") from None
         except OSError as error:
             self.abandon()
-            raise BadInput(
-                f"run.dir {self.path} cannot be written: {error.strerror or error}; make room there, or choose another"
-                " run.dir"
-            ) from None
+            why = error.strerror or error
+            raise BadInput(f"run.dir {self.path} cannot be written: {why}; make room, or choose another") from None
 
     def abandon(self) -> None:
         """What :meth:`hold` made is removed again, where the run did not begin."""
@@ -192,11 +189,9 @@ class Folder:
         there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
         free = shutil.disk_usage(there).free
         if free < need:
-            raise BadInput(
-                f"run.dir {self.path}: the run needs about {need / 2**20:,.0f} MiB for checkpoints and its end, and"
-                f" {free / 2**20:,.0f} MiB are free there; make room, choose another run.dir, or keep fewer"
-                " (--save.keep 1, --save.best false)"
-            )
+            sizes = f"the run needs about {need / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free there"
+            ways = "make room, choose another run.dir, or keep fewer (--save.keep 1, --save.best false)"
+            raise BadInput(f"run.dir {self.path}: {sizes}; {ways}")
 
     def _remove(self, name: str) -> None:
         path = self.path / name

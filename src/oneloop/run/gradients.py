@@ -133,10 +133,6 @@ def _checks(job: Job, run: Run, model: nn.Module, seen: Rehearsal) -> Checks:
         run.display.say(f"a forward in training changes the {name}; {DEPENDS}")
 
     watched = not seen.moved and not has_batch_statistics(model)
-    return Checks(
-        model,
-        parameters=run.ranks > 1 or job.exact,
-        buffers=job.exact,
-        report=report if watched else None,
-        union=run.union if run.sharded and able and (asked or seen.unused) else None,
-    )
+    union = run.union if run.sharded and able and (asked or seen.unused) else None
+    how: dict[str, Any] = {"parameters": run.ranks > 1 or job.exact, "buffers": job.exact, "union": union}
+    return Checks(model, report=report if watched else None, **how)

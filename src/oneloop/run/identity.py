@@ -41,16 +41,12 @@ class Identity:
         """Compare a checkpoint that is not yet loaded with what there is now. Raise ValueError if data, model or
         precision differ, and that is not accepted."""
         if not (there := saved.get("identity")):
-            self._say(
-                "the checkpoint does not say what it was made of (it is of an older oneloop): nothing is compared"
-            )
+            self._say("the checkpoint does not say what it was made of (of an older oneloop): nothing is compared")
             return
         changed = differences(there, self.about)
         if changed and not self._accept:
-            raise ValueError(
-                f"what the run was trained with has changed: {'; '.join(changed)}; give it what it had, choose another"
-                " run.dir, or go on with --run.accept_changes true"
-            )
+            ways = "restore it, choose another run.dir, or go on with --run.accept_changes true"
+            raise ValueError(f"what the run was trained with has changed: {'; '.join(changed)}; {ways}")
         for line in changed:
             self._say(f"accepted: {line}")
         before, now = there.get("source") or {}, self.about.get("source") or {}
@@ -101,14 +97,10 @@ def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
             if there["length"] != here["length"]:
                 found.append(f"the {name} set has {here['length']:,} samples, and had {there['length']:,}")
             elif there.get("checksum") != here.get("checksum") and there.get("checksum") and here.get("checksum"):
-                found.append(
-                    f"the {name} set has as many samples, but some of the {SAMPLES} that were looked at are others"
-                )
+                found.append(f"the {name} set has as many samples, but some of {SAMPLES} compared ones differ")
     if not compared and not found and not same_place(before["recipe"], now["recipe"]):
-        found.append(
-            f"task.data: {before['recipe']['task']['data']!r} -> {now['recipe']['task']['data']!r}, and its content is"
-            " not known"
-        )
+        before_, now_ = (one["recipe"]["task"]["data"] for one in (before, now))
+        found.append(f"task.data: {before_!r} -> {now_!r}, and its content is not known")
     return found + [f"data ({', '.join(names)}): {line}" for line, names in told.items()]
 
 

@@ -144,10 +144,8 @@ def launch_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
         why = why.replace("training_script, ", "a recipe")
         raise BadInput(f"{why}; for example: oneloop launch --config_file single digits") from None
     if unknown:
-        raise BadInput(
-            f"{unknown[0]} is no option of accelerate launch; the keys of a recipe come after its name: oneloop launch"
-            f" --config_file single RECIPE {unknown[0]} …"
-        )
+        example = f"oneloop launch --config_file single RECIPE {unknown[0]} …"
+        raise BadInput(f"{unknown[0]} is no option of accelerate launch; keys come after the recipe: {example}")
     training = [parsed.training_script, *parsed.training_script_args]
     options, file = list(words[: len(words) - len(training)]), parsed.config_file
     precision = parsed.mixed_precision

@@ -173,10 +173,8 @@ def _lay_out(model: nn.Module, recipe: Recipe, names: list[str], *, sharded: boo
     if count := recompute(model, machine.recompute, names=machine.blocks, offload=machine.offload):
         notes.append(f"recompute {machine.recompute}: {count} blocks of {', '.join(names)}")
     if kind == "budget":
-        notes.append(
-            f"recompute {machine.recompute} sets torch's activation_memory_budget; a smaller share may have a higher"
-            " peak (pytorch #197838), so measure several"
-        )
+        hint = "a smaller share may have a higher peak (pytorch #197838), so measure several"
+        notes.append(f"recompute {machine.recompute} sets torch's activation_memory_budget; {hint}")
     if count := compile_(
         model,
         machine.compile,
@@ -192,33 +190,23 @@ def _lay_out(model: nn.Module, recipe: Recipe, names: list[str], *, sharded: boo
 
 def _refuse_inexact(recipe: Recipe, model: nn.Module, split: Split) -> None:
     if split.grain and any(parameter.is_complex() for parameter in model.parameters() if parameter.requires_grad):
-        raise ValueError(
-            f"batch.grain {split.grain} asks for the same bits on any number of processes, and sums of complex"
-            " gradients are not known to be exact; take real parameters, or leave batch.grain out"
-        )
+        why = "sums of complex gradients are not known to be exact"
+        raise ValueError(f"batch.grain {split.grain} requires real parameters: {why}; or remove batch.grain")
     hooked = [name for name, p in model.named_parameters() if p.requires_grad and p._post_accumulate_grad_hooks]
     if hooked and not split.grain:
-        raise ValueError(
-            f"the parameter {hooked[0]} has a post-accumulate gradient hook, which sees the sum of the micro-batches so"
-            " far, so the weights would depend on batch.micro; use register_hook, or set batch.grain"
-        )
+        why = "has a post-accumulate gradient hook, so the weights would depend on batch.micro"
+        raise ValueError(f"the parameter {hooked[0]} {why}; use register_hook, or set batch.grain")
     if split.grain and has_batch_statistics(model):
-        raise ValueError(
-            f"batch.grain {split.grain} asks for the same bits on any number of processes, and the model has BatchNorm,"
-            " whose running statistics each process moves by the leaves that it has; take a model with GroupNorm or"
-            " LayerNorm, or freeze it in eval mode"
-        )
+        why = "the running statistics of BatchNorm would depend on the micro-batches of each process"
+        ways = "use GroupNorm or LayerNorm, or freeze it in eval mode"
+        raise ValueError(f"batch.grain {split.grain} does not work with BatchNorm: {why}; {ways}")
     skips = "skip" in (recipe.guard.nonfinite, recipe.guard.spike if recipe.guard.sigma else "")
     if skips and has_batch_statistics(model):
-        raise ValueError(
-            "guard skip is asked for, and the model has BatchNorm, whose running statistics take in a bad batch"
-            " before it is known to be bad; set guard.nonfinite and guard.spike to rewind or stop"
-        )
+        why = "its running statistics take in a bad batch before it is known to be bad"
+        raise ValueError(f"guard skip does not work with BatchNorm: {why}; set rewind or stop")
     mode = recipe.machine.compile_mode
     graphs = recipe.machine.compile != "none" and mode in ("reduce-overhead", "max-autotune")
     if graphs and split.accumulate > 1:
-        raise ValueError(
-            f"machine.compile_mode {mode} is asked for with {split.accumulate} micro-batches a step: CUDA graphs reuse"
-            " memory in which gradients of the last one may lie; set max-autotune-no-cudagraphs or default, or"
-            " batch.micro to the whole share of a process"
-        )
+        why = f"with {split.accumulate} micro-batches a step, because CUDA graphs reuse the memory of gradients"
+        ways = "set max-autotune-no-cudagraphs or default, or batch.micro to the whole share of a process"
+        raise ValueError(f"machine.compile_mode {mode} does not work {why}; {ways}")

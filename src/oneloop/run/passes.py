@@ -35,15 +35,11 @@ class Wrapped(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            raise AttributeError(
-                f"under DDP the model is wrapped, and has no {name!r} of its own: call model(...) itself, and do in its"
-                " forward what is needed of it"
-            ) from None
+            why = f"under DDP the model is wrapped, and has no {name!r}"
+            raise AttributeError(f"{why}: call model(...), and do what you need in its forward") from None
 
 
-def batch_of(
-    contract: Contract, job: Job, run: Run, samples: Samples, *, trained: bool = True
-) -> tuple[dict[str, Any], float]:
+def batch_of(contract: Contract, job: Job, run: Run, samples: Samples, *, trained: bool = True) -> tuple[Any, float]:
     """These samples on the device, and what they weigh."""
     before = random_states(run.device)
     collated = contract.collated([sample for _, sample in samples])
@@ -68,14 +64,7 @@ class Pass(NamedTuple):
 
 
 def one_pass(
-    contract: Contract,
-    job: Job,
-    run: Run,
-    model: nn.Module,
-    checks: Checks,
-    samples: Samples,
-    *,
-    backward: bool = True,
+    contract: Contract, job: Job, run: Run, model: nn.Module, checks: Checks, samples: Samples, *, backward: bool = True
 ) -> Pass:
     """Forward and backward over these samples, from the same seeds each time."""
     with undone(model, run.device), Operations(modules=run.sharded) as counted:

@@ -157,9 +157,7 @@ def _refuse_strategy(*, sharding: bool) -> None:
 def _refuse_inexact(precision: str, device: torch.device | None) -> None:
     asked = "batch.grain asks for the same bits on any number of processes, and"
     if int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1)) > 1:
-        raise BadInput(
-            f"{asked} hybrid sharding (HSDP) sums over replicas in another order; use fsdp2.yaml or ddp.yaml"
-        )
+        raise BadInput(f"{asked} hybrid sharding (HSDP) sums in another order; use fsdp2.yaml or ddp.yaml")
     if precision == "fp8":
         raise BadInput(f"{asked} fp8 scales by what each process has seen; use bf16 or no")
     if device is not None and device.type == "mps":

@@ -138,17 +138,9 @@ def _trained(
             _near(total, sum(one.gradients.get(name, (0.0, 0.0))[0] for one in parts), 10 * tolerance, size)
             for name, (total, size) in last.gradients.items()
         )
-    return Rehearsal(
-        flops=last.flops / len(samples),
-        additive=contract.additive,
-        draws=draws,
-        figures=_figures(contract, last.outputs),
-        unused=last.unused,
-        moved=moved[0] if moved else "",
-        stateful=stateful,
-        linear=linear,
-        graph=graph,
-    )
+    found: dict[str, Any] = {"additive": contract.additive, "draws": draws, "stateful": stateful, "linear": linear}
+    found |= {"figures": _figures(contract, last.outputs), "unused": last.unused, "moved": moved[0] if moved else ""}
+    return Rehearsal(flops=last.flops / len(samples), graph=graph, **found)
 
 
 def _near(a: float, b: float, tolerance: float, size: float | None = None) -> bool:
@@ -164,20 +156,17 @@ def _refuse(job: Job, run: Run, seen: Pass, moved: list[str], units: str, losses
     if job.exact and moved:
         raise BadInput(f"batch.grain requires the same buffers on every process, but {changed(moved[0])}")
     if job.exact and losses:
-        raise BadInput(
-            "batch.grain requires that the same samples with the same seeds give the same loss; got"
-            f" {losses[0]:.9g} and {losses[1]:.9g}: the data set, the model or the loss keeps a generator or a counter"
-            " of its own. Use torch's global generator instead, or remove batch.grain"
-        )
+        got = f"got {losses[0]:.9g} and {losses[1]:.9g}"
+        why = "the data set, the model or the loss keeps a generator or a counter of its own"
+        needs = "batch.grain requires that the same samples with the same seeds give the same loss"
+        raise BadInput(f"{needs}; {got}: {why}. Use torch's global generator, or remove batch.grain")
     if seen.sparse:
         raise BadInput(f"the gradient of {seen.sparse[0]} is sparse, which is not supported; set sparse=False")
     unused = seen.unused
     if unused and run.ranks > 1 and not run.sharded and not job.recipe.machine.find_unused_parameters:
-        raise BadInput(
-            f"{', '.join(unused[:3])}{f' and {len(unused) - 3} more' if len(unused) > 3 else ''} of the model took no"
-            " part in the loss, and DDP would wait for their gradients; freeze them (requires_grad_(False) in model()),"
-            " or set --machine.find_unused_parameters true, which costs a walk through the graph at every step"
-        )
+        names = f"{', '.join(unused[:3])}{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}"
+        ways = "freeze them (requires_grad_(False) in model()), or set --machine.find_unused_parameters true"
+        raise BadInput(f"{names} took no part in the loss, and DDP would wait for their gradients; {ways}")
 
 
 def _figures(contract: Contract, outputs: dict[str, Any]) -> tuple[str, ...]:
@@ -185,9 +174,7 @@ def _figures(contract: Contract, outputs: dict[str, Any]) -> tuple[str, ...]:
     names = [name for name, value in outputs.items() if torch.is_tensor(value) and not value.ndim and name != "loss"]
     for name in names:
         if f"train/{name}" in OWN_FIGURES:
-            raise contract.wrong(
-                "loss", f"returned the output {name!r}, a figure", "train/… has one of its own: rename it"
-            )
+            raise contract.wrong("loss", f"returned the output {name!r}, a figure", "train/… has its own: rename it")
     return tuple(name for name in names if not outputs[name].is_complex())
 
 

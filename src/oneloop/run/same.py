@@ -41,11 +41,10 @@ def refuse_other_jobs(job: Job, run: Run) -> None:
 
 
 def _model_of(job: Job) -> dict[str, str]:
-    return {
-        name: f"{tuple(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
-        + ("" if parameter.requires_grad else ", frozen")
-        for name, parameter in job.model.named_parameters()
-    }
+    named = job.model.named_parameters()
+    kinds = {name: f"{tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}" for name, p in named}
+    frozen = {name for name, p in job.model.named_parameters() if not p.requires_grad}
+    return {name: kind + ", frozen" * (name in frozen) for name, kind in kinds.items()}
 
 
 def _compare(name: str, told: Sequence[Mapping[str, Any] | None]) -> None:
@@ -59,10 +58,8 @@ def _compare(name: str, told: Sequence[Mapping[str, Any] | None]) -> None:
             apart = f"{first['length']:,} samples on rank 0 and {other['length']:,} on rank {rank}"
             raise BadInput(f"the {name} set has {apart}; give every process the whole set")
         elif first["content"] and other["content"] and first["content"] != other["content"]:
-            raise BadInput(
-                f"the {name} set holds other samples on rank 0 ({first['content']}) and on rank {rank}"
-                f" ({other['content']}, of the first ones); give every process the same data in the same order"
-            )
+            apart = f"on rank 0 ({first['content']}) and on rank {rank} ({other['content']}, of the first ones)"
+            raise BadInput(f"the {name} set holds other samples {apart}; give every process the same data")
 
 
 def refuse_other_folders(folder: Path, run: Run, *, patience: float) -> None:

@@ -15,13 +15,12 @@ from oneloop.run.job import Job
 from oneloop.run.processes import Run
 from oneloop.run.rehearsal import Rehearsal
 
-_IGNORED = {
+_IGNORED: dict[str, tuple[str, ...]] = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1",),
     "FSDP_STATE_DICT_TYPE": ("SHARDED_STATE_DICT",),
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": ("false", "False"),
-    "XLA_DOWNCAST_BF16": ("0",),
-    "ACCELERATE_DOWNCAST_BF16": ("false",),
 }
+_IGNORED |= {"FSDP_CPU_RAM_EFFICIENT_LOADING": ("false", "False"), "XLA_DOWNCAST_BF16": ("0",)}
+_IGNORED |= {"ACCELERATE_DOWNCAST_BF16": ("false",)}
 """accelerate's settings that oneloop does not use, and their values that ask for nothing"""
 DEPENDS = "another parallel layout trains another model; the same layout is bit-identical"
 
@@ -33,10 +32,8 @@ def start_lines(
     recipe, split = job.recipe, job.split
     number = job.built.number
     strategy = "FSDP2" if run.sharded else "DDP" if run.ranks > 1 else "one process"
-    yield (
-        f"{recipe.name}: {number:,} parameters, {len(job.train_set):,} samples, {strategy} on {run.device.type},"
-        f" precision {run.accelerator.mixed_precision}"
-    )
+    sizes, precision = f"{number:,} parameters, {len(job.train_set):,} samples", run.accelerator.mixed_precision
+    yield f"{recipe.name}: {sizes}, {strategy} on {run.device.type}, precision {precision}"
     yield f"{split}; {job.steps:,} steps ({recipe.duration}, {job.steps * split.size:,} samples)"
     yield f"{recipe.optimizer.name}, learning rate {job.rate.peak:.3g} at most; schedule {recipe.schedule.name}"
     if job.eval_sets:
@@ -58,11 +55,8 @@ def start_lines(
         if recipe.machine.sync_each_batch:
             yield f"machine.sync_each_batch: {moved:,.1f} MiB of gradients are scattered per step, none kept whole"
         else:
-            yield (
-                f"each process keeps whole gradients between micro-batches: {held:,.1f} MiB;"
-                f" machine.sync_each_batch true keeps none, and scatters {moved:,.1f} MiB per step, not"
-                f" {held:,.1f}"
-            )
+            keeps = f"each process keeps whole gradients between micro-batches: {held:,.1f} MiB"
+            yield f"{keeps}; machine.sync_each_batch true keeps none, and scatters {moved:,.1f} MiB per step"
     yield from job.built.notes
     if ignored := [name for name, effective in _IGNORED.items() if os.environ.get(name, effective[0]) not in effective]:
         names = ", ".join(f"{name}={os.environ[name]}" for name in ignored)
@@ -81,27 +75,19 @@ def start_lines(
 def _promise(job: Job, run: Run, model: nn.Module, seen: Rehearsal) -> str:
     if job.exact:
         leaves, about = job.split.size // job.split.each, computed_by(job.recipe, run.device)
-        return (
-            f"batch.grain {job.split.each}, {leaves} leaves: the same bits on 1 to {leaves} processes (powers of two),"
-            f" sharded or not, as long as the device ({about['device']}) and the versions (torch"
-            f" {about['versions']['torch']}, …) are the same"
-        )
+        same = f"the same bits on 1 to {leaves} processes (powers of two), sharded or not"
+        kind = f"the device ({about['device']}) and the versions (torch {about['versions']['torch']}, …)"
+        return f"batch.grain {job.split.each}, {leaves} leaves: {same}, as long as {kind} are the same"
     if seen.stateful and not seen.moved:
-        return (
-            "the same samples with the same seeds give another loss: the data set, the model or the loss keeps a"
-            " generator or a counter of its own, so neither another parallel layout nor a resume trains the same model;"
-            " use torch's global generator"
-        )
+        why = "the data set, the model or the loss keeps a generator or a counter of its own"
+        fix = "so neither another parallel layout nor a resume trains the same model; use torch's global generator"
+        return f"the same samples with the same seeds give another loss: {why}, {fix}"
     if not seen.additive:
-        return (
-            "the task says that its loss is no sum over samples: another split of the batch trains another model; the"
-            " same split is exact to the bit"
-        )
+        why = "the task says that its loss is no sum over samples: another split of the batch trains another model"
+        return f"{why}; the same split is exact to the bit"
     if has_batch_statistics(model):
-        return (
-            "the model has BatchNorm: its statistics depend on the micro-batch, so another split trains another"
-            " model; the same split is exact to the bit"
-        )
+        why = "its statistics depend on the micro-batch, so another split trains another model"
+        return f"the model has BatchNorm: {why}; the same split is exact to the bit"
     if seen.moved:
         return f"a forward in training changes the {seen.moved}: {DEPENDS}"
     if not seen.linear:

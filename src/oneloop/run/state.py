@@ -91,16 +91,9 @@ class State(RunState):
                 folder.begin(recipe.yaml(), environment(command=[*run.command], **about))
         LINK.tell(folder=str(folder.path.absolute()))
         self.count.begin()  # the clock
-        tracking = self.parts["tracking"] = Tracking(
-            run.accelerator,
-            folder.path,
-            project=recipe.name,
-            config=recipe.resolved,
-            resumed=saved.get("tracking"),
-            step=self.count.step,
-            graph=graph,
-            say=say,
-        )
+        how: dict[str, Any] = {"project": recipe.name, "config": recipe.resolved, "resumed": saved.get("tracking")}
+        how |= {"step": self.count.step, "graph": graph, "say": say}
+        tracking = self.parts["tracking"] = Tracking(run.accelerator, folder.path, **how)
         run.closing.callback(tracking.close)
         book = Book(self.count, self.results, tracking, run.display, unit=job.unit, resumed="tracking" in saved)
         if saved:

@@ -79,11 +79,9 @@ def _trusted(name: str, run: Path) -> str:
         place = recorded  # which is somewhere else
     elif place is None or not (place.is_relative_to(there) or (":" in name and not place.is_relative_to(here))):
         return name
-    where = "in the run folder" if place.is_relative_to(there) else "not below the current folder"
-    raise BadInput(
-        f"{run}: its task {name} would be imported from {place}, which is {where}; if you trust that file, name it with"
-        f" --task {place}:{name.rpartition(':')[2].rpartition('.')[2]}"
-    )
+    where = "which is in the run folder" if place.is_relative_to(there) else "which is not below the current folder"
+    trust = f"--task {place}:{name.rpartition(':')[2].rpartition('.')[2]}"
+    raise BadInput(f"{run}: its task {name} would be imported from {place}, {where}; to trust that file, set {trust}")
 
 
 def _recorded(run: Path) -> dict[str, Any]:
@@ -117,7 +115,7 @@ def trained(
     if plain.base_dtype != "float32":
         plain = replace(plain, base_dtype=None)
     options = recipe.task.options
-    named = _stands_on_another(chosen)
+    named = "base" in read_manifest(chosen)["about"] if chosen.name == FINAL else origin_of(chosen) is not None
     if not named and recipe.task.name in CHOICES["task"] and options.get("pretrained") not in (None, False):
         options = {**options, "pretrained": False}  # the weights are the run's own
     bare = replace(recipe, init=InitConfig(), machine=plain, task=replace(recipe.task, options=options))
@@ -141,10 +139,6 @@ def trained(
     return Trained(recipe, task, built, about, micro if isinstance(micro, int) and micro > 0 else None)
 
 
-def _stands_on_another(chosen: Path) -> bool:
-    return "base" in read_manifest(chosen)["about"] if chosen.name == FINAL else origin_of(chosen) is not None
-
-
 def _compare(run: Path, recipe: Recipe, task: Task) -> None:
     """Refuses data that is not what the run was trained with: its classes and held-out rows might be others."""
     sealed = Store(run / "checkpoints").sealed()
@@ -160,7 +154,5 @@ def _compare(run: Path, recipe: Recipe, task: Task) -> None:
     sets = {"train": task.train_set(), **task.eval_sets()}
     now = {"data": data_of(task, sets, seed=recipe.seed), "recipe": there["recipe"]}
     if changed := data_differences(there, now):
-        raise ValueError(
-            f"{run} was trained with other data: {'; '.join(changed)}; its classes and held-out rows may be others;"
-            " give it what it had, or --accept_changes"
-        )
+        ways = "restore it, or set --accept_changes (classes and held-out rows may differ)"
+        raise ValueError(f"{run} was trained with other data: {'; '.join(changed)}; {ways}")

@@ -41,13 +41,8 @@ class Trial:
         float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
         if run.device.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(0.95)  # DDP's and NCCL's own buffers need a little too
-        job = build_job(
-            self.recipe,
-            ranks=run.ranks,
-            sharded=run.sharded,
-            device=run.device.type,
-            micro=max(1, self.recipe.batch.size // run.ranks),
-        )
+        micro = max(1, self.recipe.batch.size // run.ranks)
+        job = build_job(self.recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=micro)
         model = run.prepare(job.model, blocks=job.built.blocks)
         optimizer = job.make_optimizer(model)
         emas = [EMA(model, optimizer=optimizer, **ema) for ema in job.emas]
@@ -149,10 +144,8 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
 
 def _refuse_notebook(recipe: Recipe) -> None:
     if recipe.task.name.startswith("__main__."):
-        raise ValueError(
-            f"batch.micro {recipe.batch.micro} tries micro-batches in a process of its own, which cannot see a class"
-            " of a notebook; put it into a file (my_task.py:MyTask), or give batch.micro a number"
-        )
+        why = f"batch.micro {recipe.batch.micro} needs a second process, which cannot see a class of a notebook"
+        raise ValueError(f"{why}; put it into a file (my_task.py:MyTask), or give batch.micro a number")
 
 
 def _everyone(run: Run, answered: bool, failed: bool) -> tuple[bool, bool]:
@@ -237,10 +230,8 @@ def explained(job: Job, run: Run) -> str:
     if job.recipe.machine.recompute == "none" and job.built.blocks:
         advice.append("--machine.recompute full (activations are computed again: about a third more time)")
     if not run.sharded:
-        advice.append(
-            f"fsdp2.yaml (weights, gradients and optimizer, here about {4 * number / gib:.2f} GiB with AdamW, are"
-            " divided among the processes)"
-        )
+        size = f"here about {4 * number / gib:.2f} GiB with AdamW"
+        advice.append(f"fsdp2.yaml (weights, gradients and optimizer, {size}, are divided among the processes)")
     else:
         advice.append(f"more processes (each now holds {4 * number / gib:.2f} GiB of weights, gradients and optimizer)")
     held = ""

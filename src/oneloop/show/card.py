@@ -45,16 +45,10 @@ def model_card(run: Path, name: str, about: Mapping[str, Any], *, licence: str |
         for key, value in figures.items()
         for place in data[:1]
     ]
-    head = ModelCardData(
-        license=licence,
-        library_name=library,
-        pipeline_tag=kind,
-        base_model=_of_the_hub(base),
-        datasets=[found for place in data if (found := _of_the_hub(place))] or None,
-        tags=["oneloop", *(["lora"] if "base" in about else [])],
-        model_name=name.rpartition("/")[2],
-        eval_results=results or None,
-    )
+    how: dict[str, Any] = {"datasets": [found for place in data if (found := _of_the_hub(place))] or None}
+    how |= {"tags": ["oneloop", *(["lora"] if "base" in about else [])], "base_model": _of_the_hub(base)}
+    how |= {"license": licence, "library_name": library, "pipeline_tag": kind, "eval_results": results or None}
+    head = ModelCardData(model_name=name.rpartition("/")[2], **how)
     parts = [f"# {name}", _sentence(record, about, base), _results(figures), _content(record, base, about)]
     parts += [_curves(record), "## Recipe\n\nAs `recipe.yaml` in this repository, in full.\n\n" + _recipe(record)]
     return f"---\n{head.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"

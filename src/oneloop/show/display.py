@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import Token
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -101,9 +100,7 @@ class Display:
             self.bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._outer is not None:
             BARS.reset(self._outer)
         if self.bars:

@@ -112,9 +112,7 @@ def _usual(run: Follower) -> list[list[str]]:
     names = list(dict.fromkeys(name for line in run.lines for name in line if "/" in name))
     losses: list[str] = [name for name in ("train/loss", "eval/loss") if name in names]
     metrics = [name for name in names if name.startswith("eval/") and name != "eval/loss"]
-    rest = [
-        name for name in ("train/grad_norm", "speed/tokens_per_second", "train/samples_per_second") if name in names
-    ]
+    rest = [one for one in ("train/grad_norm", "speed/tokens_per_second", "train/samples_per_second") if one in names]
     return [losses, *([name] for name in [*metrics[:1], *rest[:2]])]
 
 

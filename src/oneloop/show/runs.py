@@ -158,13 +158,8 @@ def read_record(folder: Path) -> Record:
             return {}
         return found if isinstance(found, dict) else {}
 
-    record = Record(
-        folder.resolve().name,
-        summary=content("summary.json", json.loads),
-        recipe=content("recipe.yaml", yaml.safe_load),
-        environment=content("environment.json", json.loads),
-        examples=content("examples.json", json.loads),
-    )
+    files: Any = {name: content(f"{name}.json", json.loads) for name in ("summary", "environment", "examples")}
+    record = Record(folder.resolve().name, recipe=content("recipe.yaml", yaml.safe_load), **files)
     try:
         with (folder / "metrics.jsonl").open("rb") as file:
             for line in parsed(file):

@@ -41,9 +41,7 @@ class Supervisor:
     """Watches one training process, and on rank 0 the run. ``started_by`` is the launcher's process id, if there is
     one."""
 
-    def __init__(
-        self, child: Trainee, peers: Peers, selector: selectors.BaseSelector, *, started_by: int | None
-    ) -> None:
+    def __init__(self, child: Trainee, peers: Peers, selector: Any, *, started_by: int | None) -> None:
         self.child, self.peers, self._selector, self._started_by = child, peers, selector, started_by
         self.watch = Watch(peers.ranks, say=say)
         self._signals: list[int] = []

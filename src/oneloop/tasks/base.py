@@ -135,8 +135,6 @@ def check_sets(train: Any, evals: dict[str, Any]) -> None:
     for name, dataset in {"train": train, **evals}.items():
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             kind = type(dataset).__name__
-            raise ValueError(
-                f"task: the {name} set is a {kind} without length or items; a map-style data set is required"
-            )
+            raise ValueError(f"task: the {name} set is a {kind} without length or items; give a map-style one")
         if len(dataset) == 0:
             raise ValueError(f"task: the {name} set is empty; it needs at least one sample")

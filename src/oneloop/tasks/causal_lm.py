@@ -37,11 +37,8 @@ class CausalLM(LanguageModel):
     """
 
     length_key = "block"
-    needs = SCRATCH | {
-        "tokenizer": "model=null",
-        "vocab": "model=null tokenizer=bpe",
-        "dropout": "model=null architecture=gpt2",
-    }
+    needs = SCRATCH | {"tokenizer": "model=null", "vocab": "model=null tokenizer=bpe"}
+    needs |= {"dropout": "model=null architecture=gpt2"}
 
     def __init__(
         self,

@@ -29,9 +29,7 @@ def columns_of(sources: Sequence[Source], key: str) -> Iterator[tuple[Source, st
 def refused(source: Source, key: str, kind: Any, wanted: str) -> ValueError:
     """The error that says what a column holds, and what is needed."""
     column = source.columns[key]
-    return ValueError(
-        f"{source.where}: {column!r} holds {named(kind)}, and {wanted}; name another column with task.{key}"
-    )
+    return ValueError(f"{source.where}: {column!r} holds {named(kind)}, and {wanted}; set task.{key} to another")
 
 
 def check_texts(sources: Sequence[Source], key: str) -> None:
@@ -60,9 +58,7 @@ def check_as_long(sources: Sequence[Source], one: str, other: str) -> None:
                 before = 0
                 pairs = () if kept.exists() else zip(*(rows.values(source.columns[key]) for key in (one, other)))
                 for first, second in pairs:
-                    lengths = [
-                        compute.list_value_length(array).to_numpy(zero_copy_only=False) for array in (first, second)
-                    ]
+                    lengths = [compute.list_value_length(one).to_numpy(zero_copy_only=False) for one in (first, second)]
                     if len(wrong := np.flatnonzero(lengths[0] != lengths[1])):
                         a, b = (int(several[wrong[0]]) for several in lengths)
                         apart = f"{a} {source.columns[one]} and {b} {source.columns[other]}"

@@ -83,10 +83,9 @@ def check_signatures(task: Any) -> None:
             try:
                 inspect.signature(method).bind(*takes)
             except TypeError as error:
-                raise BadInput(
-                    f"{named(task)}.{member} is called with ({', '.join(takes)}), and that does not fit:"
-                    f" {error}; write def {member}({', '.join(('self', *takes))})"
-                ) from None
+                given, write = ", ".join(takes), ", ".join(("self", *takes))
+                why = f"{named(task)}.{member} is called with ({given}), and that does not fit: {error}"
+                raise BadInput(f"{why}; write def {member}({write})") from None
             except ValueError:  # of a function written in C, which tells nothing
                 continue
     sample_weight, unit = getattr(task, "sample_weight", None), getattr(task, "unit", "samples")
@@ -125,11 +124,8 @@ class Contract:
                 raise TypeError(f"{_kind(state)} is no dict")
             return json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
-            raise self.wrong(
-                "state_dict",
-                f"cannot be saved as it is ({error})",
-                "return a dict of numbers, texts, lists and dicts; tensors belong into buffers of the model",
-            ) from None
+            advice = "return a dict of numbers, texts, lists and dicts; tensors belong into buffers of the model"
+            raise self.wrong("state_dict", f"cannot be saved as it is ({error})", advice) from None
 
     def collated(self, samples: Sequence[Any]) -> dict[str, Any]:
         """A batch: a dict, with the same keys each time."""
@@ -138,11 +134,10 @@ class Contract:
             raise self.wrong("collate", f"returned {_kind(batch)}", "return a dict of tensors by name")
         keys = sorted(batch)
         if self._keys is not None and keys != self._keys:
-            raise self.wrong(
-                "collate",
-                f"returned the keys {', '.join(keys)} for {len(samples)} samples, and {', '.join(self._keys)} before",
-                "return the same keys each time",
+            found = (
+                f"returned the keys {', '.join(keys)} for {len(samples)} samples, and {', '.join(self._keys)} before"
             )
+            raise self.wrong("collate", found, "return the same keys each time")
         self._keys = keys
         return batch
 
@@ -160,11 +155,8 @@ class Contract:
             raise self.wrong("weight", f"returned {weight}", "a weight is finite and never below 0")
         each = getattr(self.task, "sample_weight", None)
         if trained and each is not None and not math.isclose(weight, each * samples, rel_tol=1e-6):
-            raise self.wrong(
-                "weight",
-                f"returned {weight:g} for {samples} samples, and sample_weight says {each:g} for each",
-                "leave sample_weight out, or let weight return as much",
-            )
+            found = f"returned {weight:g} for {samples} samples, and sample_weight says {each:g} for each"
+            raise self.wrong("weight", found, "leave sample_weight out, or let weight return as much")
         return weight
 
     def loss(self, model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
@@ -179,11 +171,8 @@ class Contract:
         if outputs is not None and not isinstance(outputs, Mapping):
             raise self.wrong("loss", f"returned {_kind(outputs)} as the outputs", fix)
         if torch.is_grad_enabled() and not loss.requires_grad:
-            raise self.wrong(
-                "loss",
-                "returned a loss without a gradient in training",
-                "compute it from the model's outputs, without detach(), .item() or torch.no_grad()",
-            )
+            advice = "compute it from the model's outputs, without detach(), .item() or torch.no_grad()"
+            raise self.wrong("loss", "returned a loss without a gradient in training", advice)
         return loss, dict(outputs or {})
 
     def measured(self, batch: Mapping[str, Any], outputs: Mapping[str, Any], device: torch.device) -> None:

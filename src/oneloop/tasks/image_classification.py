@@ -60,12 +60,9 @@ class ImageClassification(Task):
         dropout: of the CNN, before its last layer.
     """
 
-    needs = dict.fromkeys(("image_size", "held_out", "mean", "std"), f"data!=digits|{'|'.join(TORCHVISION)}") | {
-        "width": "model=cnn",
-        "dropout": "model=cnn",
-        "trust_remote_code": "model!=cnn",
-        **dict.fromkeys(("root", "download"), f"data={'|'.join(TORCHVISION)}"),
-    }
+    needs = dict.fromkeys(("image_size", "held_out", "mean", "std"), f"data!=digits|{'|'.join(TORCHVISION)}")
+    needs |= {"width": "model=cnn", "dropout": "model=cnn", "trust_remote_code": "model!=cnn"}
+    needs |= dict.fromkeys(("root", "download"), f"data={'|'.join(TORCHVISION)}")
 
     def __init__(
         self,
@@ -186,9 +183,7 @@ class ImageClassification(Task):
         if isinstance(asked, list):
             if len(asked) != len(self.classes) or not all(0 < weight < float("inf") for weight in asked):
                 names = f"{', '.join(self.classes[:8])}{', …' if len(self.classes) > 8 else ''}"
-                raise ValueError(
-                    f"task.class_weights {asked}: {len(self.classes)} weights above 0 are needed, for {names}"
-                )
+                raise ValueError(f"task.class_weights {asked}: {len(self.classes)} weights above 0 for {names}")
             return torch.tensor(asked)
         if asked == "none":
             return None
@@ -239,13 +234,8 @@ class ImageClassification(Task):
         image, label = sample
         label = int(label.argmax()) if isinstance(label, Tensor) else label
         confidence, found = outputs["logits"].float().softmax(-1).max(-1)
-        return {
-            "image": image,
-            "target": self.classes[label],
-            "prediction": self.classes[int(found)],
-            "right": int(found) == label,
-            "confidence": float(confidence),
-        }
+        shown = {"image": image, "target": self.classes[label], "prediction": self.classes[int(found)]}
+        return {**shown, "right": int(found) == label, "confidence": float(confidence)}
 
 
 class CNN(nn.Module):

@@ -86,10 +86,9 @@ def _of_torchvision(name: str, classes: int) -> nn.Module:
 
     known = models.list_models(module=models)
     if name not in known:
-        raise ValueError(
-            f"task.model {name!r} is neither cnn, a folder that transformers saved, hf:ID, timm:NAME, module.Class, nor"
-            f" one of torchvision's {len(known)} classification models (resnet18, vit_b_16, …)"
-        )
+        names = "cnn, a folder that transformers saved, hf:ID, timm:NAME, module.Class"
+        own = f"one of torchvision's {len(known)} classification models (resnet18, vit_b_16, …)"
+        raise ValueError(f"task.model {name!r} is neither {names}, nor {own}")
     made: nn.Module = models.get_model(name, num_classes=classes)
     return made
 
@@ -110,9 +109,7 @@ def _own(path: str, classes: int) -> nn.Module:
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-def fitted(
-    model: nn.Module, weights: Mapping[str, Tensor], classes: int, *, source: str = "task.pretrained"
-) -> list[str]:
+def fitted(model: nn.Module, weights: Mapping[str, Any], classes: int, *, source: str = "task.pretrained") -> list[str]:
     """Load weights, without the last layer if their classes differ; return a line for the log. Raises ValueError if
     they are of another model."""
     own = model.state_dict()
@@ -120,11 +117,8 @@ def fitted(
     missing = own.keys() - weights.keys() - _tied(model, weights)
     heads = _heads(model, other, classes)
     new = {name for name in (*missing, *other) if name.rpartition(".")[0] in heads}
-    wrong = {
-        "missing": sorted(missing - new),
-        "unexpected": sorted(weights.keys() - own.keys()),
-        "of another shape": sorted(other - new),
-    }
+    wrong = {"missing": sorted(missing - new), "unexpected": sorted(weights.keys() - own.keys())}
+    wrong |= {"of another shape": sorted(other - new)}
     if any(wrong.values()):
         raise ValueError(f"{source}: the weights are of another model ({listed(wrong)}); name the model they are of")
     with torch.no_grad():

@@ -30,10 +30,8 @@ def classes_of(sources: Sequence[Source], key: str, *, lists: bool = False) -> t
             wanted = f"{'a list of labels' if lists else 'one label'} for each row is needed (text or a whole number)"
             raise refused(source, key, rows.types[column], wanted)
         if getattr(kinds.setdefault(source.name, kind), "names", None) != getattr(kind, "names", None):
-            raise ValueError(
-                f"{source.where}: {column!r} numbers its classes {kind} in {part}, and {kinds[source.name]} before;"
-                " write all parts with one list of classes"
-            )
+            apart = f"numbers its classes {kind} in {part}, and {kinds[source.name]} before"
+            raise ValueError(f"{source.where}: {column!r} {apart}; write all parts with one list of classes")
         seen[source.name or source.where, part] = {_name(kind, value) for value in values_of(rows, column)}
         trained |= seen[source.name or source.where, part] if part == "train" else set()
     for (where, part), found in seen.items():

@@ -217,10 +217,8 @@ def adapted(metrics: Any) -> Metrics:
     if hasattr(metrics, "sums"):
         return metrics  # type: ignore[no-any-return]
     if not hasattr(metrics, "items") or not hasattr(metrics, "compute"):
-        raise ValueError(
-            f"task: metrics() returned a {type(metrics).__name__}; a torchmetrics.MetricCollection is needed, or an"
-            " object like oneloop.tasks.metrics.Metrics (compute, to, sums, higher_is_better)"
-        )
+        needed = "a torchmetrics.MetricCollection, or a tasks.metrics.Metrics (compute, to, sums, higher_is_better)"
+        raise ValueError(f"task: metrics() returned a {type(metrics).__name__}, expected {needed}")
     return _Collection(metrics)
 
 
@@ -246,10 +244,8 @@ def confusion(task: object, computed: Mapping[str, Any]) -> dict[str, Any] | Non
         return None
     counts = tables[-1].tolist()
     classes = [str(name) for name in getattr(task, "classes", range(len(counts)))]
-    return {
-        "classes": classes if len(classes) == len(counts) else [str(n) for n in range(len(counts))],
-        "counts": counts,
-    }
+    classes = classes if len(classes) == len(counts) else [str(number) for number in range(len(counts))]
+    return {"classes": classes, "counts": counts}
 
 
 def _is_table(value: Any) -> bool:

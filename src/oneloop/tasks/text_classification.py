@@ -73,13 +73,12 @@ class TextClassification(TextRows):
     def show(self, sample: tuple[Any, int], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, label = sample
         confidence, found = outputs["logits"].float().softmax(-1).max(-1)
-        return {
+        shown = {
             "text": self.reader.decode(text),
             "target": self.classes[label],
             "prediction": self.classes[int(found)],
-            "right": int(found) == label,
-            "confidence": float(confidence),
         }
+        return {**shown, "right": int(found) == label, "confidence": float(confidence)}
 
 
 def _snippets(packages: int, lines: int) -> dict[str, list[tuple[str, str]]]:

@@ -58,10 +58,9 @@ class TextRegression(TextRows):
     def metrics(self) -> Any:
         from torchmetrics import MeanAbsoluteError, MetricCollection, PearsonCorrCoef, SpearmanCorrCoef
 
-        return MetricCollection(
-            {"spearman": SpearmanCorrCoef(), "pearson": PearsonCorrCoef(), "mean_absolute_error": MeanAbsoluteError()},
-            compute_groups=False,
-        ).set_dtype(self._wide)
+        metrics: Any = {"spearman": SpearmanCorrCoef(), "pearson": PearsonCorrCoef()}
+        metrics["mean_absolute_error"] = MeanAbsoluteError()
+        return MetricCollection(metrics, compute_groups=False).set_dtype(self._wide)
 
     def update(self, metrics: Any, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
         metrics.update(outputs["said"].to(self._wide), batch["number"].to(self._wide))
@@ -71,8 +70,5 @@ class TextRegression(TextRows):
 
     def show(self, sample: tuple[Any, float], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, number = sample
-        return {
-            "text": self.reader.decode(text),
-            "target": f"{number:.4g}",
-            "prediction": f"{float(outputs['said']):.4g}",
-        }
+        shown = {"target": f"{number:.4g}", "prediction": f"{float(outputs['said']):.4g}"}
+        return {"text": self.reader.decode(text), **shown}

@@ -92,9 +92,6 @@ class TokenClassification(TextRows):
         wanted = [self.classes[number] for number in target[at].tolist()]
         words = [self.reader.decode(text, *span) for span in zip(at, [*at[1:], len(target)], strict=True)]
         losses = outputs["loss"][at].tolist()
-        return {
-            "tokens": [(f"{word}[{tag}]", loss) for word, tag, loss in zip(words, said, losses, strict=True)],
-            "target": " ".join(wanted),
-            "prediction": " ".join(said),
-            "right": said == wanted,
-        }
+        tokens = [(f"{word}[{tag}]", loss) for word, tag, loss in zip(words, said, losses, strict=True)]
+        shown = {"target": " ".join(wanted), "prediction": " ".join(said), "right": said == wanted}
+        return {"tokens": tokens, **shown}

@@ -112,11 +112,8 @@ def _judged(
     def of_a_head(name: str) -> bool:
         return not name.startswith(base) or name.startswith(f"{base}pooler.")
 
-    wrong = {
-        "missing": sorted(name for name in missing if not of_a_head(name)),
-        "unexpected": sorted(name for name in strange if not of_a_head(name)),
-        "of another shape": sorted(name for name in other if not of_a_head(name)),
-    }
+    found = {"missing": missing, "unexpected": strange, "of another shape": other}
+    wrong = {what: sorted(name for name in names if not of_a_head(name)) for what, names in found.items()}
     if any(wrong.values()):
         raise ValueError(f"{where}: the weights are of another model ({listed(wrong)}); name the model they are of")
     notes = []

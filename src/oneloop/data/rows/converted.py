@@ -103,10 +103,8 @@ def _csv(files: Sequence[Path], *, tabs: bool) -> Iterator[Any]:
                 for batch in opened:
                     yield batch
             if not tabs and _is_open(file, batch.column(own[-1])[-1].as_py() or ""):
-                raise ValueError(
-                    f"{file} ends within a quoted text: a quote that is not closed would make one row of all that"
-                    f" follows it; it begins with {batch.column(own[-1])[-1].as_py()[:40]!r}"
-                )
+                begins = f"it begins with {batch.column(own[-1])[-1].as_py()[:40]!r}"
+                raise ValueError(f"{file} ends within a quoted text: a quote is not closed; {begins}")
         except pyarrow.ArrowException as error:
             raise ValueError(f"{file} cannot be read as csv: {' '.join(str(error).split())}") from error
 
@@ -194,13 +192,8 @@ def _by_datasets(there: Found, files: Sequence[Path], draft: Path) -> None:
     options = {"sample_by": "document"} if there.kind == "text" else {}
     work = draft.with_suffix(".work")  # of its own: what datasets keeps goes by time and place
     try:
-        made = load_dataset(
-            there.kind,
-            data_files=[glob.escape(str(file)) for file in files],
-            split="train",
-            cache_dir=str(work),
-            **options,
-        )
+        named = [glob.escape(str(file)) for file in files]
+        made = load_dataset(there.kind, data_files=named, split="train", cache_dir=str(work), **options)
         _write(iter(made.data.table.to_batches()), draft)
     except Exception as error:  # datasets raises whatever its reader raised
         raise ValueError(_reason(error, there.root)) from error

@@ -97,10 +97,9 @@ def parted(files: Iterable[Path], root: Path, kind: str) -> dict[str, list[Path]
         return {"": sorted(file for several in parts.values() for file in several)}
     if "" in parts or "train" not in parts:
         strange = below(parts[""][0], root) if "" in parts else "nothing to train on"
-        raise ValueError(
-            f"{str(root)!r} has files of {', '.join(sorted(filter(None, parts)))}, and {strange} beside them; name what"
-            " is trained on train.… or put it into a folder train/, or move the others away"
-        )
+        there = ", ".join(sorted(filter(None, parts)))
+        advice = "name the training data train.…, or put it into a folder train/, or move the others away"
+        raise ValueError(f"{str(root)!r} has files of {there}, and {strange} beside them; {advice}")
     return parts
 
 

@@ -99,11 +99,12 @@ class Parquet:
 
     def _too_large(self, file: Path, group: int, rows: int, size: int) -> str:
         fitting = max(1, rows * self.window * _MEGABYTE // (16 * size))
-        return (
-            f"{file}: row group {group} holds {rows:,} rows of {size / _MEGABYTE:,.1f} MB, and task.window is"
-            f" {self.window} MB; write smaller groups (python -m oneloop.data.rows.rewrite {self.root} NEW_FOLDER"
-            f" --rows {fitting}), or give it more memory (--task.window {2 ** int(8 * size / _MEGABYTE).bit_length()})"
+        held = (
+            f"row group {group} holds {rows:,} rows of {size / _MEGABYTE:,.1f} MB, and task.window is {self.window} MB"
         )
+        smaller = f"python -m oneloop.data.rows.rewrite {self.root} NEW_FOLDER --rows {fitting}"
+        larger = f"--task.window {2 ** int(8 * size / _MEGABYTE).bit_length()}"
+        return f"{file}: {held}; write smaller groups ({smaller}), or give it more memory ({larger})"
 
     def _opened(self, file: Path) -> Any:
         import pyarrow

@@ -94,10 +94,8 @@ def first_columns(source: Source, choices: Sequence[Mapping[str, str]], open_: C
     keys = " or ".join(f"task.{key}" for key in dict.fromkeys(key for one in wanted for key in one))
     needed = [choices[at][key] for at, keys_ in enumerate(wanted) for key in keys_ if " and ".join(keys_) in fewest]
     lacking = " and no ".join(repr(name) for name in dict.fromkeys(missing) if name in needed)
-    raise ValueError(
-        f"{source.where}: {there}; {' or '.join(fewest)} are needed, and there is no {lacking}; name other columns with"
-        f" {keys}"
-    )
+    lacks = f"{' or '.join(fewest)} are needed, and there is no {lacking}"
+    raise ValueError(f"{source.where}: {there}; {lacks}; name other columns with {keys}")
 
 
 def _named(source: Source, window: int, kinds: Sequence[str], *, whole: bool = False) -> Mapping[str, Rows]:
@@ -157,9 +155,7 @@ def checked(held_out: float, window: int) -> None:
 
 def sets_of(sources: Sequence[Source], make: Callable[[Source], Callable[[Row], Any]]) -> dict[str, Any]:
     """Return the data sets by split: the samples that ``make(source)`` makes of each row, several sources mixed."""
-    return combined(
-        sources, [{part: Mapped(rows, make(source)) for part, rows in source.parts.items()} for source in sources]
-    )
+    return combined(sources, [{part: Mapped(rows, make(s)) for part, rows in s.parts.items()} for s in sources])
 
 
 def combined(sources: Sequence[Source], each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

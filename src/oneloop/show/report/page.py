@@ -117,9 +117,7 @@ def _headline(run: Record, *, several: bool) -> str:
         if name in summary
     ]
     shown = "".join(f"<div><dt>{_safe(name)}</dt><dd>{_safe(value)}</dd></div>" for name, value in cards)
-    reason = summary.get("exit_reason") or (
-        f"not finished: at step {run.last:,}" if run.last is not None else "not begun"
-    )
+    reason = summary.get("exit_reason") or (f"at step {run.last:,}" if run.last is not None else "not begun")
     said = [str(summary[key]) for key in ("time", "noise_scale") if summary.get(key)]
     said += [
         f"Of the profiled steps {100 * value:.1f} % was communication that nothing else overlapped."

@@ -19,9 +19,7 @@ from numpy.typing import NDArray
 from oneloop.tasks.language.completions import first_behind, placed, upto
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_FILE = (
-    "give one whose assistant turns stand between {% generation %} and {% endgeneration %}: --task.chat_template FILE"
-)
+_FILE = "give one whose assistant turns are between {% generation %} and {% endgeneration %}: --task.chat_template FILE"
 DAY = "2025-01-01"
 """today, for templates that write the date: their tokens must not depend on the day of training"""
 _PROBE: list[dict[str, Any]] = [
@@ -146,10 +144,8 @@ class Chat:
             before = self.render(messages[:at], tools, prompt=True)
             upto = text if at == len(messages) - 1 else self.render(messages[: at + 1], tools)
             if not (text.startswith(upto) and upto.startswith(before)):
-                raise ValueError(
-                    f"the chat template does not tell what the assistant says in message {at}: it renders the"
-                    f" beginning otherwise when more follows (it drops thoughts, say), and has no marks; {_way_out()}"
-                )
+                why = "the template renders earlier turns differently when more follow, and has no marks"
+                raise ValueError(f"cannot find the assistant's tokens of message {at}: {why}; {_way_out()}")
             said.append((len(before), len(upto)))
         return said
 
@@ -171,10 +167,8 @@ class Chat:
             return  # it wants other conversations
         for answer in ("first answer", "second answer"):
             if not any(answer in text[start:stop] for start, stop in said):
-                raise ValueError(
-                    f"the chat template's generation marks are not around what the assistant says ({answer!r} stands"
-                    " outside; a mark inside {% set %} is counted from another place); move them"
-                )
+                why = f"{answer!r} is outside; a mark inside {{% set %}} is counted from another place"
+                raise ValueError(f"the generation marks do not enclose the answers ({why}); move them")
 
     def _keeps_prefixes(self) -> bool:
         try:
@@ -192,16 +186,14 @@ class Chat:
         if not ends or self.tokenizer.decode(tokens[end:last]).strip():
             where = "put it before {% endgeneration %}" if self.marked else "end each turn with one"
             own = f" (this tokenizer's is {self.tokenizer.eos_token!r})" if self.tokenizer.eos_token else ""
-            raise ValueError(
-                f"no special token ends what the assistant says ({whole[-40:]!r}), so the model would not learn to"
-                f" stop; {where}{own} in --task.chat_template FILE"
-            )
+            why = f"no special token ends the answer ({whole[-40:]!r}), so the model would not learn to stop"
+            raise ValueError(f"{why}; {where}{own} in --task.chat_template FILE")
         plain = [token for token in tokens[first:end] if token not in self.special]
         if not self.tokenizer.decode(plain).strip():
-            raise ValueError(
-                f"the chat template writes nothing of what the assistant says ({whole!r}: it may have tool calls,"
-                " thoughts or blanks alone); take a template that writes them, or leave the row out"
+            why = (
+                f"the chat template writes nothing of what the assistant says ({whole!r}: only tool calls or thoughts?)"
             )
+            raise ValueError(f"{why}; use a template that writes them, or leave the row out")
         return last if self.marked else end
 
 

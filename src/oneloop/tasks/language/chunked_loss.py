@@ -91,11 +91,9 @@ class _Chunked(torch.autograd.Function):
         layer = weight.detach().to(kind), None if bias is None else bias.detach().to(kind)
         each = torch.empty(target.shape, dtype=exact, device=hidden.device)
         right = torch.empty(target.shape, dtype=torch.bool, device=hidden.device)
-        sums = [
-            torch.empty_like(hidden) if needs[0] else None,
-            torch.zeros_like(weight, dtype=exact) if needs[1] else None,
-            torch.zeros_like(bias, dtype=exact) if bias is not None and needs[2] else None,
-        ]
+        sums: list[Tensor | None] = [torch.empty_like(hidden) if needs[0] else None]
+        wide = [(weight, needs[1]), (bias, needs[2])]
+        sums += [torch.zeros_like(own, dtype=exact) if need and own is not None else None for own, need in wide]
         size = max(1, entries // len(weight))
         with torch.autocast(device, enabled=False) if _autocast(hidden) else nullcontext():
             for number in range(-(-len(hidden) // size)):  # so torch.compile's guard is on this, not on the tokens
@@ -107,11 +105,8 @@ class _Chunked(torch.autograd.Function):
                 if slopes is not None:
                     _add(sums, part, states, layer[0], slopes)
         ctx.mark_non_differentiable(each, right)
-        ctx.save_for_backward(
-            sums[0],
-            None if sums[1] is None else sums[1].to(weight.dtype),
-            None if sums[2] is None or bias is None else sums[2].to(bias.dtype),
-        )
+        kinds = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(*(None if one is None else one.to(own) for one, own in zip(sums, kinds, strict=True)))
         return each.sum(), each, right
 
     @staticmethod
@@ -245,9 +240,7 @@ def _try(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
             own = model(input_ids=tokens, use_cache=False).logits.double()
         except Exception as error:
             why = " ".join(str(error).split())
-            raise ValueError(
-                f"{name} cannot run eight tokens, on which the loss without logits is tried: {why}"
-            ) from error
+            raise ValueError(f"{name} cannot run eight tokens to try the loss without logits: {why}") from error
         finally:
             head.forward = forward  # type: ignore[method-assign]
     mine = ramped(hidden).double()

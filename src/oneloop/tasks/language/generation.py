@@ -40,13 +40,9 @@ def written(
     stops = torch.tensor(ends, dtype=torch.int64, device=device)
     done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     for at in range(longest, longest + count):
-        made = model(
-            input_ids=tokens,
-            attention_mask=mask[:, :at],
-            position_ids=places[:, at - tokens.shape[1] : at],
-            past_key_values=past,
-            use_cache=True,
-        )
+        here = places[:, at - tokens.shape[1] : at]
+        given = {"input_ids": tokens, "attention_mask": mask[:, :at], "position_ids": here}
+        made = model(**given, past_key_values=past, use_cache=True)
         past, token = made.past_key_values, choose(made.logits[:, -1].float())
         token = torch.where(done, tokens[:, -1], token)
         done |= torch.isin(token, stops)

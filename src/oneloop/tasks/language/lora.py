@@ -79,10 +79,8 @@ def adapters(model: str | None, lora: LoRA | Mapping[str, Any], *, pretrained: b
     if folder is not None:
         assert model is not None
         if settings != LoRA(quantize=settings.quantize, double_quant=settings.double_quant):
-            raise ValueError(
-                f"task.model {model!r} holds adapters, which are trained on as they are; leave task.lora.* out (but"
-                " quantize), or put new ones on a merged model (oneloop export RUN --merged --to DIR)"
-            )
+            ways = "remove task.lora.* (except quantize), or add others to a merged model (oneloop export RUN --merged)"
+            raise ValueError(f"task.model {model!r} holds adapters, which continue training as they are; {ways}")
         base, found = _read(folder, model)
         return Adapters(base, replace(found, quantize=settings.quantize, double_quant=settings.double_quant), folder)
     if settings.rank is None:
@@ -149,11 +147,6 @@ def _read(folder: Path, model: str) -> tuple[str, LoRA]:
             raise ValueError(f"task.model {model!r}: its adapters are for {place}, which is not there; put it back")
         place = f"{HUB}{place}" + (f"@{about['revision']}" if about.get("revision") else "")
     layers = {name.removeprefix(OUTSIDE).partition(".lora_")[0] for name in names if ".lora_" in name}
-    found = LoRA(
-        rank=rank,
-        alpha=alpha,
-        rslora=bool(about.get("use_rslora")),
-        dropout=about.get("lora_dropout") or 0.0,
-        targets=sorted(layers),
-    )
+    how: dict[str, Any] = {"rslora": bool(about.get("use_rslora")), "dropout": about.get("lora_dropout") or 0.0}
+    found = LoRA(rank=rank, alpha=alpha, targets=sorted(layers), **how)
     return place, found

@@ -170,10 +170,9 @@ def refuse_quantized(name: str, lora: LoRA | None) -> None:
         return
     kind = about.get("bnb_4bit_quant_type") if about.get("load_in_4bit") else None
     if kind is None:
-        raise ValueError(
-            f"task.model {name!r} is saved quantized ({about.get('quant_method')}), and of such models only those in 4"
-            " bits of bitsandbytes can get adapters; name the model it was made from"
-        )
+        method = about.get("quant_method")
+        ways = "only 4-bit models of bitsandbytes can get adapters; name the model it was made from"
+        raise ValueError(f"task.model {name!r} is quantized ({method}), and {ways}")
     if lora is None:
         raise ValueError(f"task.model {name!r} is in 4 bits ({kind}), which cannot be trained; give task.lora.rank 16")
     if lora.quantize is not None:
@@ -186,11 +185,9 @@ def made_ready(model: nn.Module, *, packed: bool, router_loss: str) -> bool:
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     coefficient = getattr(config, "router_aux_loss_coef", None)
     if coefficient and router_loss == "refuse":
-        raise ValueError(
-            f"{type(model).__name__} sends tokens to experts, and balances them by an auxiliary loss"
-            f" (router_aux_loss_coef {coefficient}) that is a statistic of a whole micro-batch: another split of the"
-            " batch would train another model; task.router_loss none leaves it out"
-        )
+        loss = f"an auxiliary loss over the micro-batch (router_aux_loss_coef {coefficient})"
+        why = "another split of the batch would train another model"
+        raise ValueError(f"{type(model).__name__} balances experts by {loss}: {why}; set task.router_loss none")
     try:
         attend_within_documents(model, packed=packed)
     except ValueError as error:

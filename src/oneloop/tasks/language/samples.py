@@ -51,9 +51,7 @@ class Spans:
         said = {"cut": "cut there", "split": "split into several", "drop": "left out"}[overlong]
         lines = [f"{self.overlong:,} of {self.whole:,} texts are longer than {self.length:,} tokens, and {said}"]
         lines = lines if self.overlong else []
-        return lines + (
-            [f"{self.without:,} samples hold no token to be trained, and are left out"] * bool(self.without)
-        )
+        return lines + [f"{self.without:,} samples hold no token to be trained, and are left out"] * bool(self.without)
 
 
 def spans(texts: Ragged, length: int, overlong: Overlong) -> Spans:
@@ -74,9 +72,7 @@ def spans(texts: Ragged, length: int, overlong: Overlong) -> Spans:
         starts = starts[of] + number * length
         stops = np.minimum(starts + length + 1, stops[of])
     keep = _targets(texts.values, starts, stops) > 0
-    made = Spans(
-        texts.values, starts[keep], stops[keep], length, of[keep], int(long.sum()), int((~keep).sum()), len(long)
-    )
+    made = Spans(texts.values, starts[keep], stops[keep], length, of[keep], long.sum(), (~keep).sum(), len(long))
     if not len(made):
         raise ValueError(_nothing(texts, made, overlong))
     return made
@@ -92,10 +88,8 @@ def _nothing(texts: Ragged, made: Spans, overlong: Overlong) -> str:
     starts = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
     text = np.searchsorted(ends, trained, side="right")
     least = int((trained - starts[text]).min())
-    return (
-        f"none of {made.whole:,} texts holds a token to be trained within {made.length:,} tokens; the first one"
-        f" stands at token {least:,}: raise the length"
-    )
+    none = f"none of {made.whole:,} texts holds a token to be trained within {made.length:,} tokens"
+    return f"{none}; the first one is token {least:,}: raise the length"
 
 
 def _targets(values: NDArray[np.int32], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -150,10 +144,8 @@ class Asked(Padded):
         starts = np.concatenate([np.zeros(1, np.int64), stops])[:-1]
         cut = int((stops - starts > length + 1).sum())
         super().__init__(Spans(texts.values, starts, stops, length, np.arange(len(stops)), cut, 0, len(stops)), content)
-        self.warning = (
-            f"{cut:,} of {len(stops):,} rows are longer than {length:,} tokens: what fits of the end of their prompts"
-            " is answered, and they have no figures"
-        ) * bool(cut)
+        cut_ = f"{cut:,} of {len(stops):,} rows are longer than {length:,} tokens"
+        self.warning = f"{cut_}: the end of their prompts is answered, without metrics" * bool(cut)
 
     def __getitem__(self, index: int) -> NDArray[np.int32]:
         tokens, length = super().__getitem__(index), self.spans.length
@@ -195,10 +187,8 @@ class Packed:
     def about(self) -> str:
         """How full the rows are, for a person."""
         full = self.spans.lengths.sum() / (len(self) * self.spans.length)
-        return (
-            f"{len(self.spans):,} documents packed into {len(self):,} samples of {self.spans.length:,} tokens,"
-            f" {100 * full:.1f} % full, {self.most} in one at most; none sees another"
-        )
+        packed_ = f"{len(self.spans):,} documents packed into {len(self):,} samples of {self.spans.length:,} tokens"
+        return f"{packed_}, {100 * full:.1f} % full, {self.most} in one at most; none sees another"
 
 
 def collated(samples: Sequence[Any], *, width: int = 0, most: int = 1) -> dict[str, Tensor]:

@@ -134,13 +134,8 @@ def chat_tokenizer(texts: Iterable[str], vocab: int) -> Any:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     made.decoder = decoders.ByteLevel()
-    how: dict[str, Any] = {
-        "vocab_size": vocab,
-        "special_tokens": special,
-        "initial_alphabet": alphabet,
-        "show_progress": False,
-    }
-    made.train_from_iterator(texts, trainers.BpeTrainer(**how))
+    how: dict[str, Any] = {"vocab_size": vocab, "special_tokens": special, "initial_alphabet": alphabet}
+    made.train_from_iterator(texts, trainers.BpeTrainer(**how, show_progress=False))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token=special[1], pad_token=special[1])
     tokenizer.add_special_tokens({"additional_special_tokens": special[:1]})
     tokenizer.chat_template = _CHATML
