@@ -22,11 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-RECIPES = {
-    "digits": ["digits"],
-    "gpt": ["gpt", "--task.data", str(HERE.parent / "src")],
-    "snippets": ["snippets"],
-}
+RECIPES = {"digits": ["digits"], "gpt": ["gpt", "--task.data", str(HERE.parent / "src")], "snippets": ["snippets"]}
 STEPS = 12
 
 

@@ -183,9 +183,7 @@ GOOD = {
         code=0,
     ),
     "a figure that is there now and then": Case(
-        ("done",),
-        LOSS + "        return each.sum(), {'big': each.max().detach()} if len(each) < 8 else {}",
-        code=0,
+        ("done",), LOSS + "        return each.sum(), {'big': each.max().detach()} if len(each) < 8 else {}", code=0
     ),
     "sparse samples and sets": Case(
         ("done",),

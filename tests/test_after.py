@@ -143,10 +143,7 @@ BAD = {
     "another ending": (["predict", "run", "--to", "said.xlsx"], "is none of .parquet, .jsonl, .csv"),
     "a file that is there": (["predict", "run", "--to", "there.csv"], "exists; remove it, or name another file"),
     "no folder": (["predict", "run", "--to", "no/said.csv"], "there is no folder no"),
-    "lists in csv": (
-        ["predict", "run", "--to", "said.csv", "--raw"],
-        "logits hold a list for each sample",
-    ),
+    "lists in csv": (["predict", "run", "--to", "said.csv", "--raw"], "logits hold a list for each sample"),
     "no number": (["predict", "run", "--to", "said.csv", "--micro", "0"], "--micro: must be a positive integer, got 0"),
     "an unknown option": (["evaluate", "run", "--to", "x"], "unrecognized arguments: --to x"),
 }

@@ -355,12 +355,7 @@ def test_special_tokens_that_take_the_blanks_behind_them_are_not_trained_as_head
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "gemma 3",
-        "glm 4",
-        *(name for name in ("llama 3", "qwen 2.5", "qwen 3", "phi 3", "ours")),
-    ],
+    "name", ["gemma 3", "glm 4", *(name for name in ("llama 3", "qwen 2.5", "qwen 3", "phi 3", "ours"))]
 )
 def test_contents_in_parts_are_their_texts(name):
     parts = [{"role": one["role"], "content": [{"type": "text", "text": one["content"]}]} for one in turns("hi", "yo")]
@@ -573,10 +568,7 @@ def test_keys_that_hold_nothing_in_all_rows(tmp_path, qwen):
     assert trained_of(task)[0].endswith("«yo<|im_end|>»\n")
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["[2, 1] sorted?", "[2, 1]"],
-)
+@pytest.mark.parametrize("text", ["[2, 1] sorted?", "[2, 1]"])
 def test_prompts_that_look_like_lists_are_texts(tmp_path, qwen, text):
     rows = [{"prompt": "sort: ", "completion": "[1]"}, {"prompt": text, "completion": "[1, 2]"}]
     task = SFT(str(written(tmp_path / "data", rows)), model=str(qwen), pack="none")

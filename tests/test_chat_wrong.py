@@ -123,12 +123,7 @@ USER, IMAGE = {"role": "user", "content": "?"}, {"type": "image", "url": "a.png"
 BAD = {
     "a template that changes a turn when more follows": Bad(
         with_template(CHANGED, data=LONGER),
-        (
-            "train.jsonl, row 0",
-            "does not tell what the assistant says in message 1",
-            "{% generation %}",
-            "--task.chat",
-        ),
+        ("train.jsonl, row 0", "does not tell what the assistant says in message 1", "{% generation %}", "--task.chat"),
     ),
     "a template of TRL's that is changed": Bad(
         lambda folder: with_template("{#- mine #}" + of_trl("qwen3"), data=LONGER)(folder),

@@ -268,12 +268,7 @@ def test_a_model_gone_bad_still_writes():
 
 
 def test_a_matrix_is_no_figure_to_go_by(tmp_path):
-    assert directions(ImageClassification()) == {
-        "loss": False,
-        "accuracy": True,
-        "macro_f1": True,
-        "matthews": True,
-    }
+    assert directions(ImageClassification()) == {"loss": False, "accuracy": True, "macro_f1": True, "matthews": True}
 
 
 def test_pictures():

@@ -156,8 +156,8 @@ def _helped(file):
 
 NEW = {
     (): "takes the file to write",
-    ("a.py", "b.py"): "takes the file to write",
-    ("--force",): "takes the file to write",
+    ("a.py", "b.py"): "unrecognized arguments",
+    ("--force",): "unrecognized arguments",
     ("here.txt",): "cannot be a module of yours",
     ("json.py",): "cannot be a module of yours",
     ("my-task.py",): "cannot be a module of yours",

@@ -79,12 +79,7 @@ def left(folder: Path) -> tuple[dict[str, bytes], list[dict], list[dict]]:
 
 @pytest.mark.parametrize(
     ("ranks", "config", "more"),
-    [
-        (1, "single", ()),
-        (2, "ddp", ()),
-        (2, "fsdp2", ()),
-        (1, "single", ("--optimizer.name", "torch.optim.RMSprop")),
-    ],
+    [(1, "single", ()), (2, "ddp", ()), (2, "fsdp2", ()), (1, "single", ("--optimizer.name", "torch.optim.RMSprop"))],
 )
 @pytest.mark.parametrize("policy", ["skip", "rewind"])
 def test_a_bad_step_might_as_well_not_have_been(tmp_path, recipe, ranks, config, more, policy):

@@ -141,8 +141,7 @@ def test_a_wrong_rank_is_found_at_its_step_and_tensor(proved, since, step):
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"),
-    [("dropout", "has dropout"), pytest.param("batchnorm", "has BatchNorm", marks=pytest.mark.slow)],
+    ("kind", "reason"), [("dropout", "has dropout"), pytest.param("batchnorm", "has BatchNorm", marks=pytest.mark.slow)]
 )
 def test_randomness_is_the_reason(proved, kind, reason):
     found = proved("odd.py:Odd", "--config_file", "ddp", *SMALL, "--task.kind", kind)
@@ -182,10 +181,10 @@ def test_the_config_file_decides_the_layout_and_precision(proved, tmp_path):
     [
         (["digits", "--batch.sise", "3", "--config_file", "ddp"], "unknown key 'batch.sise'"),
         (["digits", "--batch.size", "3", "--config_file", "ddp"], "batch.size 3 cannot be split over 2 ranks"),
-        (["digits"], "needs --config_file"),
+        (["digits"], "required: --config_file"),
         (["digits", "--config_file", "none.yaml"], "cannot be read"),
-        (["digits", "--config_file", "ddp", "--steps", "0"], "steps must be at least 1"),
-        (["digits", "--config_file", "ddp", "--processes", "two"], "invalid int value"),
+        (["digits", "--config_file", "ddp", "--steps", "0"], "--steps: must be a positive integer, got 0"),
+        (["digits", "--config_file", "ddp", "--processes", "two"], "--processes: must be a positive integer, got two"),
         (["nothing", "--config_file", "ddp"], "nothing"),
     ],
 )
@@ -224,14 +223,7 @@ def test_from_the_command_line_with_the_launcher(tmp_path):
 
 
 TINY = ["--task.layers", "1", "--task.heads", "2", "--task.width", "32"]
-RECIPES = {
-    "digits": [],
-    "gpt": TINY,
-    "llama": TINY,
-    "snippets": TINY,
-    "sft": [],
-    "images": ["--task.data", "images"],
-}
+RECIPES = {"digits": [], "gpt": TINY, "llama": TINY, "snippets": TINY, "sft": [], "images": ["--task.data", "images"]}
 
 
 @pytest.mark.slow

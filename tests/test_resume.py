@@ -328,10 +328,7 @@ def test_a_pickle_in_place_of_any_file_is_never_run(tmp_path, recipe):
         world = run(train, [recipe, "--run.dir", str(hurt), "--save.keep", "1"], folder=tmp_path)
         assert not (tmp_path / "boom").exists(), file
         assert "Traceback" not in world.output, world.output
-        assert world.codes == ([2] if "checkpoints" in file.parts else [0]), (
-            file,
-            world.output,
-        )
+        assert world.codes == ([2] if "checkpoints" in file.parts else [0]), (file, world.output)
 
 
 def audited(words: list[str]) -> None:

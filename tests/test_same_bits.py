@@ -326,7 +326,7 @@ def test_a_loss_that_draws_and_metrics_that_are_no_sums(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["verify", "--same", "one"], "takes two runs"),
+        (["verify", "--same", "one"], "arguments are required: RUN"),
         (["verify", "--same", "one", "two"], "one holds no run"),
         (["verify", "--same", "plain", "plain"], "no hashes in metrics.jsonl"),
         (["verify", "--same", "odd", "plain"], "no hashes in metrics.jsonl"),

@@ -230,10 +230,7 @@ class Experts(Animal):
     net = ExpertsNet
 
 
-@animal(
-    ddp=late("find_unused_parameters"),
-    ddp_grain=late("find_unused_parameters"),
-)
+@animal(ddp=late("find_unused_parameters"), ddp_grain=late("find_unused_parameters"))
 class ExpertsUnannounced(Experts):
     """DDP needs a switch for it."""
 

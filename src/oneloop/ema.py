@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from oneloop.basics.host_copies import HostCopies
+from oneloop.basics.names import bare_name
 from oneloop.basics.power_function import gamma
-from oneloop.basics.tensors import as_real, bare_name, local, reshard
+from oneloop.basics.tensors import as_real, local, reshard
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
-"""Names and shards of tensors under DDP and FSDP2, and buffers that all ranks share."""
+"""Shards of tensors and their names under DDP and FSDP2, and buffers that all ranks share."""
 
 import math
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -12,20 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-_INSERTED = ("_orig_mod.", "_checkpoint_wrapped_module.")
-
-
-def bare_name(name: str) -> str:
-    """A parameter's name without what DDP, torch.compile and recompute put into it."""
-    name = name.removeprefix("module.")
-    for inserted in _INSERTED:
-        name = name.replace(inserted, "")
-    return name
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern takes the parameter of this name."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+from oneloop.basics.names import bare_name
 
 
 def local(tensor: Tensor) -> Tensor:

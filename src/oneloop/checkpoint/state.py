@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from oneloop.basics.tensors import as_real, bare_name, optimized
+from oneloop.basics.names import bare_name
+from oneloop.basics.tensors import as_real, optimized
 from oneloop.checkpoint.chosen import base_of, origin_of
 
 Tensors = Mapping[str, Tensor]

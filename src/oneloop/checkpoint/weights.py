@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from oneloop.basics.files import replacing
+from oneloop.basics.names import matches
 from oneloop.basics.origin import HUB, Origin, fetched
-from oneloop.basics.tensors import matches
 from oneloop.checkpoint.state import Tensors, model_tensors
 from oneloop.checkpoint.store import MANIFEST, read_manifest
 

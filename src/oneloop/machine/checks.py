@@ -20,7 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from oneloop.basics.beats import BEATS
 from oneloop.basics.errors import Inexact
-from oneloop.basics.tensors import as_real, bare_name
+from oneloop.basics.names import bare_name
+from oneloop.basics.tensors import as_real
 
 SEARCH = "--machine.find_unused_parameters true"
 _MODULI = (1_048_573, 1_048_571)  # of two hashes, whose squares are exact in float64 when 4,096 ranks add them

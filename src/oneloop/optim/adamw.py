@@ -93,17 +93,11 @@ class AdamW(torch.optim.AdamW):
                 if not self.state[parameter]:  # as torch begins it
                     self.state[parameter] = {name: torch.zeros_like(parameter) for name in _KEPT[:2]}
                     self.state[parameter]["step"] = torch.zeros((), device=local(parameter).device)
-            adamw_(
-                [local(parameter.detach()) for parameter in parameters],
-                [local(parameter.grad) for parameter in parameters],
-                *([local(self.state[parameter][name]) for parameter in parameters] for name in _KEPT),
-                lr=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                found_inf=getattr(self, "found_inf", None),
-            )
+            weights = [local(parameter.detach()) for parameter in parameters]
+            state = [[local(self.state[parameter][name]) for parameter in parameters] for name in _KEPT]
+            how = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+            how["found_inf"] = getattr(self, "found_inf", None)
+            adamw_(weights, [local(parameter.grad) for parameter in parameters], *state, **how)
 
     def _torchs_way(self, closure: Any) -> Any:
         step = torch.optim.AdamW.step

@@ -20,8 +20,7 @@ def adamw_(
     steps: list[Tensor],
     *,
     lr: float,
-    beta1: float,
-    beta2: float,
+    betas: tuple[float, float],
     eps: float,
     weight_decay: float,
     found_inf: Tensor | None = None,
@@ -35,8 +34,7 @@ def adamw_(
         exp_avg_sqs: second moments.
         steps: updates that each has had, 0-dim, float32.
         lr: learning rate.
-        beta1: decay rate of the first moment.
-        beta2: of the second.
+        betas: decay rates of the first and the second moment.
         eps: added to the root of the second moment.
         weight_decay: as a share of the learning rate.
         found_inf: 0-dim.
@@ -44,6 +42,7 @@ def adamw_(
     if not parameters:
         return
     counted = torch.stack([*steps]) + (1 if found_inf is None else 1 - found_inf)
+    beta1, beta2 = betas
     first = torch._foreach_lerp(exp_avgs, gradients, 1 - beta1)
     second = torch._foreach_mul(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from oneloop.basics.tensors import matches
+from oneloop.basics.names import matches
 
 LR_FACTOR = "lr_factor"
 """the key of a parameter group under which stands what share of the learning rate it gets"""

@@ -94,15 +94,15 @@ class Muon(Optimizer):
                     self._update(parameter, group)
             elif params:
                 states = [self.state[parameter] for parameter in params]
-                beta1, beta2 = group["betas"]
                 mine, gradients = [local(p) for p in params], [local(p.grad) for p in params]
                 first, second = ([local(s[name]) for s in states] for name in ("exp_avg", "exp_avg_sq"))
                 steps = [s["step"] for s in states]
                 how: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-                how |= {"beta1": beta1, "beta2": beta2, "found_inf": self.found_inf}
+                how |= {"found_inf": self.found_inf}
                 if self.elementwise:
-                    adamw_(mine, gradients, first, second, steps, **how)
+                    adamw_(mine, gradients, first, second, steps, betas=group["betas"], **how)
                     continue
+                how |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
                 how |= {"fused": True, "grad_scale": None, "amsgrad": False, "maximize": False}
                 adamw(mine, gradients, first, second, [], steps, **how)
 

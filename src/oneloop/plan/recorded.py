@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from oneloop.basics.tensors import bare_name
+from oneloop.basics.names import bare_name
 from oneloop.checkpoint.state import model_tensors
 from oneloop.run import entry
 from oneloop.run.folder import Folder

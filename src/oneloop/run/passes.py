@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from oneloop.basics.names import bare_name
 from oneloop.basics.seeds import reseed
-from oneloop.basics.tensors import as_real, bare_name, local, reshard
+from oneloop.basics.tensors import as_real, local, reshard
 from oneloop.data.groups import transferred
 from oneloop.machine.checks import Checks
 from oneloop.measure.throughput import Operations
