@@ -154,7 +154,11 @@ def main() -> None:
     parser.add_argument("--endings", nargs="+", default=[""], help="parts of the names of those that are wanted")
     given = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(HERE.parent / "src"), str(HERE.parent / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        [
+            str(HERE.parent / "src"),
+            str(HERE.parent / "tests" / "helpers"),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
     )
     os.environ["OMP_NUM_THREADS"] = "1"
     print(

@@ -34,7 +34,7 @@ from oneloop.ema import EMA
 from oneloop.optim.adamw import AdamW
 from oneloop.tasks.image_classification import ImageClassification
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 TOY = "--toy" in sys.argv
 GPU = torch.cuda.is_available() and not TOY
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")

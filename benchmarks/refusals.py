@@ -3,7 +3,7 @@
     git worktree add ../before COMMIT
     python benchmarks/refusals.py ../before .
 
-The cases are those of tests/silent_cases.py, run as tests/worlds.py runs them; a run that does not end in a minute is
+The cases are those of tests/helpers/silent_cases.py, run as worlds.py there runs them; a run that does not end in a minute is
 killed. A table in Markdown, on standard output.
 """
 
@@ -25,7 +25,11 @@ WIDTH = 150
 
 def take(checkout: Path, to: Path) -> None:
     """Runs every case with the code of ``checkout``, and writes what became of each."""
-    sys.path[:0] = [str(checkout / "tests"), str(HERE.parent / "tests")]
+    sys.path[:0] = [
+        str(checkout / "tests" / "helpers"),
+        str(checkout / "tests"),
+        str(HERE.parent / "tests" / "helpers"),
+    ]
     import worlds
 
     assert str(checkout) in worlds.__file__

@@ -82,7 +82,7 @@ def left(folder: Path, ranks: int, code: Any) -> dict[str, Any]:
 
 def take(checkout: Path, to: Path) -> None:
     """Runs every case with the code of ``checkout``, and writes what each left."""
-    sys.path[:0] = [str(checkout / "tests"), str(HERE)]
+    sys.path[:0] = [str(checkout / "tests" / "helpers"), str(checkout / "tests"), str(HERE)]
     import worlds
 
     assert str(checkout.resolve()) in worlds.__file__

@@ -5,7 +5,7 @@
 One process, DDP on two and FSDP2 on two, each process with one thread; runs with and without alternate, and each round
 ends with a run without again (control). A step has eight leaves. Under FSDP2 also `machine.sync_each_batch`, which
 sends as often. Times are of the logged lines after the first. Bytes are what a rank sends in a step where collectives
-are rings: counted by the profiler, from ten steps more. Runs are forked from a warm server (tests/worlds.py).
+are rings: counted by the profiler, from ten steps more. Runs are forked from a warm server (tests/helpers/worlds.py).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--only", help="the beginning of a recipe's name")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "src")]
+    sys.path[:0] = [str(HERE.parent / "tests" / "helpers"), str(HERE.parent / "src")]
     import torch
 
     from worlds import run, train

@@ -291,7 +291,7 @@ def _in_a_thread() -> None:
 SCRIPT = """
 import sys
 import torch
-sys.path.insert(0, {tests!r})
+sys.path[:0] = [{tests!r}, {tests!r} + "/helpers"]
 import test_fit
 
 class Mine(test_fit.Points):

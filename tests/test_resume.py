@@ -400,7 +400,7 @@ def test_chaos(config):
     made = subprocess.run(
         [
             sys.executable,
-            str(Path(__file__).parent / "chaos.py"),
+            str(Path(__file__).parent / "helpers" / "chaos.py"),
             "--kills",
             "5",
             "--config_file",
@@ -422,7 +422,7 @@ def test_a_hundred_kills(config):
     made = subprocess.run(
         [
             sys.executable,
-            str(Path(__file__).parent / "chaos.py"),
+            str(Path(__file__).parent / "helpers" / "chaos.py"),
             "--kills",
             "100",
             "--config_file",

@@ -1,6 +1,6 @@
 """Kills a real run at random moments, starts it again with the same command until it is done, and compares.
 
-    python tests/chaos.py --recipe digits --kills 100 --config_file accelerate_configs/fsdp2.yaml
+    python tests/helpers/chaos.py --recipe digits --kills 100 --config_file accelerate_configs/fsdp2.yaml
 
 Imports once and forks. Most kills are aimed at saving, renaming, pruning and loading; the victims are launchers, single
 ranks and writing processes. All is drawn from the printed seed.
@@ -22,7 +22,7 @@ from functools import wraps
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "src")]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 PHASES = ("writing", "background writing", "renaming", "pruning", "loading")

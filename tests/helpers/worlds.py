@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 CONFIGS = ROOT / "accelerate_configs"
 
 # The server takes its path from here (Python 3.11 gives it no other).
-os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["warm"])
 

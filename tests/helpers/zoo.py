@@ -1,6 +1,6 @@
 """Small unusual models as tasks, each with what must become of it on every parallel layout.
 
-``python tests/zoo.py [NAMES]`` prints a table: model x layout x grain -> outcome (see zoo_outcomes.py).
+``python tests/helpers/zoo.py [NAMES]`` prints a table: model x layout x grain -> outcome (see zoo_outcomes.py).
 """
 
 from __future__ import annotations
@@ -568,7 +568,7 @@ class ComplexNet(Net):
 
 @animal(all=rejected("complex"))
 class Complex(Animal):
-    """No file of a run holds 128 bits; one of 64 is trained by tests/silent_cases.py."""
+    """No file of a run holds 128 bits; one of 64 is trained by tests/helpers/silent_cases.py."""
 
     net = ComplexNet
 
