@@ -3,8 +3,8 @@
     git worktree add ../before COMMIT
     python benchmarks/refusals.py ../before .
 
-The cases are those of tests/helpers/silent_cases.py, run as worlds.py there runs them; a run that does not end in a minute is
-killed. A table in Markdown, on standard output.
+The cases are those of tests/helpers/silent_cases.py, run as worlds.py there runs them; a run that does not end in a
+minute is killed. A table in Markdown, on standard output.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@ against a step.
 
     python benchmarks/trial_cost.py --pairs 6
 
-Each run is a process of its own, forked from a warm server (tests/helpers/worlds.py), so that imports are not in it; runs
-with and without alternate. `--against ../before`: the same stretch in another checkout, where operations were counted on the
+Each run is a process of its own, forked from a warm server (tests/helpers/worlds.py), so that imports are not in it;
+runs with and without alternate. `--against ../before`: the same stretch in another checkout, where operations were
+counted on the
 meta device instead.
 """
 
@@ -80,7 +81,7 @@ def timed(words: list[str], kind: str) -> tuple[float, float]:
 
 def measure(checkout: Path, kind: str, words: list[str]) -> tuple[float, float]:
     code = (
-        f"import sys; sys.path[:0] = [{str(checkout / 'tests/helpers')!r}, {str(checkout / 'tests')!r}, {str(HERE)!r}]\n"
+        f"import sys; sys.path[:0] = {[*(str(checkout / name) for name in ('tests/helpers', 'tests')), str(HERE)]!r}\n"
         f"import worlds, trial_cost\n"
         f"print(*worlds.run(trial_cost.timed, {words!r}, {kind!r}).ok()[0])"
     )
