@@ -101,7 +101,7 @@ def test_what_is_damaged_is_made_anew_or_refused(tmp_path, config, ranks):
     before = {path: path.stat().st_mtime_ns for path in here.rglob("*") if path.name not in (".lock", "owner.json")}
     world = trained(tmp_path, *words, config=config, ranks=ranks)
     assert set(world.codes) == {2}, world.output
-    assert "those of the model as it is built now are others; restore the folder from a copy" in world.output
+    assert "the new model has others; restore the folder from a copy" in world.output
     kept = {path: path.stat().st_mtime_ns for path in here.rglob("*") if path.name not in (".lock", "owner.json")}
     assert {path for path in before.keys() | kept.keys() if before.get(path) != kept.get(path)} <= {here}
 
@@ -144,7 +144,7 @@ def test_their_type_may_be_another(tmp_path, config, ranks):
 
 def test_another_type_needs_mixed_precision(tmp_path):
     world = trained(tmp_path, "--machine.base_dtype", "bfloat16")
-    assert world.codes == [2] and "give accelerate --mixed_precision bf16" in world.output
+    assert world.codes == [2] and "set --mixed_precision bf16" in world.output
     world = trained(tmp_path, "--machine.base_dtype", "bfloat16", rules={"head": {"lr_factor": 2}})
     assert world.codes == [2] and "and no parameter is frozen" in world.output
 
@@ -159,7 +159,7 @@ def test_parts_of_other_weights_are_left_out(tmp_path):
     assert "init.leave_out: 2 tensors begin as the task makes them" in world.output
     last = load_file(tmp_path / "run" / "final" / "model.safetensors")
     assert all(torch.equal(last[name], other[name]) for name in FROZEN)
-    for given, says in (('["heads"]', "'heads' takes no parameter of the model"), ("[]", "is not of this model")):
+    for given, says in (('["heads"]', "'heads' takes no parameter of the model"), ("[]", "is of another model")):
         world = trained(tmp_path, *words, given, "--run.dir", "none")
         assert world.codes == [2] and says in world.output
     world = trained(tmp_path, "--init.leave_out", '["head"]', "--run.dir", "none")

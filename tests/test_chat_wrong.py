@@ -123,11 +123,11 @@ USER, IMAGE = {"role": "user", "content": "?"}, {"type": "image", "url": "a.png"
 BAD = {
     "a template that changes a turn when more follows": Bad(
         with_template(CHANGED, data=LONGER),
-        ("train.jsonl, row 0", "does not tell what the assistant says in message 1", "{% generation %}", "--task.chat"),
+        ("train.jsonl, row 0", "cannot find the assistant's tokens of message 1", "{% generation %}", "--task.chat"),
     ),
     "a template of TRL's that is changed": Bad(
         lambda folder: with_template("{#- mine #}" + of_trl("qwen3"), data=LONGER)(folder),
-        ("train.jsonl, row 0", "does not tell what the assistant says in message 1", "--task.chat_template FILE"),
+        ("train.jsonl, row 0", "cannot find the assistant's tokens of message 1", "--task.chat_template FILE"),
     ),
     "no chat template": Bad(with_template(None), ("the tokenizer has no chat template", "--task.chat_template FILE")),
     "a template file that is not there": Bad(with_file(None), ("task.chat_template", "mine.jinja", "cannot be read")),
@@ -142,7 +142,7 @@ BAD = {
         with_template("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"),
         (
             "train.jsonl, row 0",
-            "no special token ends what the assistant says",
+            "no special token ends the answer",
             "end each turn with one (this tokenizer's is '<|im_end|>')",
             "--task.chat",
         ),
@@ -152,7 +152,7 @@ BAD = {
             "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"
             "{% endfor %}"
         ),
-        ("no special token ends what the assistant says", "put it before {% endgeneration %}"),
+        ("no special token ends the answer", "put it before {% endgeneration %}"),
     ),
     "an assistant that says nothing": Bad(
         chat(USER, {"role": "assistant", "content": ""}),
@@ -225,9 +225,9 @@ BAD = {
     "experts": Bad(
         with_model(mixtral),
         (
-            "MixtralForCausalLM sends tokens to experts",
+            "MixtralForCausalLM balances experts by an auxiliary loss",
             "router_aux_loss_coef 0.02",
-            "task.router_loss none leaves it out",
+            "set task.router_loss none",
         ),
     ),
 }

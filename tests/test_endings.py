@@ -349,7 +349,7 @@ def test_another_folder_on_each_rank_is_refused(folder):
     [
         ("shorter", "the train set has 64 samples on rank 0 and 60 on rank 1"),
         ("other", "the train set holds other samples on rank 0"),
-        ("wider", "the model is another one on each rank: embedding.weight is (13, 8) float32 on rank 0 and (13, 9)"),
+        ("wider", "the model differs between ranks: embedding.weight is (13, 8) float32 on rank 0 and (13, 9)"),
     ],
 )
 @pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])

@@ -157,7 +157,7 @@ def test_it_goes_on_where_it_was_and_not_on_a_longer_run(folder):
 def test_a_model_that_is_not_called_is_told_of_where_it_is_wrapped(folder):
     run(train, ["mine.py:Inside", *COMMON, "--run.dir", "one"], folder=folder).ok()
     refused = run(train, ["mine.py:Inside", *COMMON, "--run.dir", "two"], ranks=2, config="ddp", folder=folder)
-    assert refused.codes == [2, 2] and "has no 'decoder' of its own: call model(...) itself" in refused.output
+    assert refused.codes == [2, 2] and "has no 'decoder': call model(...)" in refused.output
     assert not (folder / "two").exists()
 
 
@@ -286,7 +286,7 @@ def test_another_file_of_the_same_name_is_another_task(folder):
 
 WRONG = {
     "progress that cannot be set": ("    progress = property(lambda self: None)\n", "its progress cannot be set"),
-    "a file that ends the interpreter": ("    pass\n\nraise SystemExit(0)\n", "ends the interpreter (sys.exit)"),
+    "a file that ends the interpreter": ("    pass\n\nraise SystemExit(0)\n", "calls sys.exit when it is imported"),
 }
 
 
@@ -324,9 +324,9 @@ def _again_in_a_notebook() -> None:
     ):
         fit(module.Annealed, **how)
     module.Annealed.loss = before
-    with pytest.raises(BadInput, match="batch.micro auto tries micro-batches in a process of its own"):
+    with pytest.raises(BadInput, match="batch.micro auto needs a second process"):
         fit(module.Annealed, **{**how, "run": {"dir": "auto"}}, batch={"micro": "auto"})
-    with pytest.raises(BadInput, match="fit takes a recipe or a task's class, not <.*give the class"):
+    with pytest.raises(BadInput, match="fit takes a recipe or the class of a task, got <.*pass its arguments"):
         fit(module.Annealed())
     with pytest.raises(BadInput) as refused:
         fit(module.Annealed, task={"width": "wide"})

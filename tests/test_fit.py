@@ -362,8 +362,8 @@ def test_recipes_from_python():
     other = type("Points", (Points,), {})  # of the same name
 
     refused = {
-        "cannot be found by its name again": {"task": Hidden},
-        "is another one now than": {"task": other},
+        "cannot be found by its name": {"task": Hidden},
+        "now refers to a different object than": {"task": other},
         "batch.size is given twice": {"source": "digits", "batch.size": 16, "batch": {"size": 32}},
         r"batch.size is given \{3\}": {"source": "digits", "batch": {"size": {3}}},
         "is a group of keys: give it a dict": {"source": "digits", "batch": 64},

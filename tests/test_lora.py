@@ -293,14 +293,14 @@ WRONG = [
         "task.lora.targets 'self_attn' leads to LlamaAttention, which can have no adapter",
     ),
     (["--task.lora.rank", "4", "--task.lora.targets", '["lm_head"]'], "task.lora.targets 'lm_head' leads to Linear"),
-    (["--task.lora.rank", "4", "--task.pretrained", "false"], "is asked for on a model whose weights are drawn"),
-    (["--task.lora.rank", "4", "--init.from", "BASE"], "holds a whole model, and only adapters are trained"),
-    (["--init.from", "ADAPTER"], "holds adapters, and the model has none; give them as task.model"),
-    (["--task.lora.rank", "8", "--init.from", "ADAPTER"], "is not of this model (other shape: "),
+    (["--task.lora.rank", "4", "--task.pretrained", "false"], "requires a trained model"),
+    (["--task.lora.rank", "4", "--init.from", "BASE"], "holds a whole model, and the model has only adapters to train"),
+    (["--init.from", "ADAPTER"], "holds adapters, and the model has no adapters; set it as task.model"),
+    (["--task.lora.rank", "8", "--init.from", "ADAPTER"], "is of another model (other shape: "),
     (["--task.lora.rank", "4", "--init.from", "OTHER"], "its adapters are for "),
     (["--task.lora.rank", "4", "--init.from", "ADAPTER"], "are scaled otherwise (lora_alpha 8, and not 32)"),
     (["--task.lora.rank", "4", "--machine.quant_storage", "bfloat16"], "nothing is in 4 bits; see task.lora.quantize"),
-    (["--task.model", "ADAPTER", "--task.lora.rank", "4"], "holds adapters, which are trained on as they are"),
+    (["--task.model", "ADAPTER", "--task.lora.rank", "4"], "holds adapters, which continue training as they are"),
     (["--task.model", "DORA"], "adapters of another kind than LoRA's own (use_dora True)"),
 ]
 
@@ -330,7 +330,7 @@ def test_wrong_inputs_are_told(base, places, tmp_path, words, says):
 def test_a_storage_that_does_not_shard_is_refused_under_fsdp2(base, tmp_path):
     words = ["--task.model", str(base), "--task.lora.rank", "4", "--task.lora.quantize", "nf4", "--duration", "2"]
     world = of_words(tmp_path, *words, "--machine.quant_storage", "uint8", config="fsdp2", ranks=2)
-    assert world.codes == [2, 2] and "which would not shard it; set float32, or leave it out" in world.output
+    assert world.codes == [2, 2] and "FSDP2 would not shard it; set float32 or remove it" in world.output
     assert not (tmp_path / "run").exists()
 
 

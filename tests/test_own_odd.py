@@ -70,7 +70,7 @@ def test_parts_are_found_wherever_their_names_stand(tmp_path, names):
     ],
 )
 def test_parts_of_which_only_some_are_named_are_refused(tmp_path, names):
-    with pytest.raises(ValueError, match="name what is trained on train"):
+    with pytest.raises(ValueError, match="name the training data train"):
         found(lay(tmp_path, *names))
 
 

@@ -189,7 +189,7 @@ def test_the_config_files_are_written_out(tmp_path, monkeypatch, capsys):
     assert config_file("ddp") == "ddp" and config_file("unknown") == "unknown"
     assert cli.main(["new", "--configs"]) == 2 and "is there already" in capsys.readouterr().err
     assert cli.main(["launch", "--config_file", "dpd", "digits"]) == 2
-    assert "give a file, or one of ddp, fsdp2" in capsys.readouterr().err
+    assert "known: ddp, fsdp2" in capsys.readouterr().err
 
 
 STATE = """

@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a state space": ("MambaConfig", {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 2}, "carry a state"),
-    "convolutions": ("Lfm2Config", {**SIZES, "full_attn_idxs": [1]}, "over the border of a document"),
+    "convolutions": ("Lfm2Config", {**SIZES, "full_attn_idxs": [1]}, "carry state from one document to the next"),
     "positions of a mask": (
         "OPTConfig",
         {

@@ -98,7 +98,7 @@ def test_blocks_are_found_in_anyones_model():
     gpt = CausalLM(layers=3, data=__file__).model()
     assert (len(found := blocks(gpt)), class_names(found)) == (3, ["GPT2Block"])
     assert len(blocks(gpt, ["GPT2MLP"])) == 3
-    with pytest.raises(ValueError, match="machine.blocks Blok: no such class in Transformer; it has Block"):
+    with pytest.raises(ValueError, match="machine.blocks Blok: not in Transformer; it has Block"):
         blocks(fresh(), ["Blok"])
     resnet = models.resnet18()
     recompute(resnet, "full")

@@ -349,7 +349,7 @@ def test_a_grain_takes_the_place_of_what_a_packaged_recipe_says():
     recipe = read(["gpt", "--batch.grain", "4"])
     assert (recipe.batch.grain, recipe.eval.micro) == (4, None)
     assert read(["gpt", "--batch.grain", "null"]).eval.micro == 64
-    with pytest.raises(BadInput, match="set eval.micro 4"):
+    with pytest.raises(BadInput, match="set it to 4"):
         read(["gpt", "--batch.grain", "4", "--eval.micro", "8"])
 
 

@@ -135,7 +135,7 @@ def test_steps_are_whole_and_a_micro_batch_is_proposed_before_another_batch():
     with pytest.raises(ValueError, match="duration '3.5' is not a whole number of steps"):
         Duration("3.5").steps(Scale(8, 64))
     assert Duration("2.5ep").steps(Scale(8, 64)) == 20
-    with pytest.raises(ValueError, match="nearest batch.micro: 8"):
+    with pytest.raises(ValueError, match="nearest: 8"):
         Split(64, 1, 7)
     with pytest.raises(ValueError, match="nearest size: 63"):
         Split(64, 3, 7)

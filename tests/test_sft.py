@@ -234,4 +234,4 @@ def test_questions_that_do_not_fit_keep_their_end_and_have_no_figures(tmp_path):
 
 def test_a_recipe_that_is_a_task_is_told(tmp_path):
     world = run(train, ["causal_lm", "--task.data", "texts"], folder=tmp_path)
-    assert world.codes == [2] and "'causal_lm' is a task, and a recipe is needed" in world.output
+    assert world.codes == [2] and "'causal_lm' is a task, not a recipe" in world.output

@@ -390,7 +390,7 @@ CHANGES = {
     "other data": (
         "    def train_set(self):\n        return torch.utils.data.TensorDataset(self.x, self.x.cos())",
         [],
-        "the train set has as many samples, but some of the 16",
+        "the train set has as many samples, but some of 16",
     ),
     "no validation set": ("    def eval_sets(self):\n        return {}", [], "the validation set is gone"),
     "another activation": (
