@@ -78,10 +78,7 @@ BAD = {
         ["recompute budget", "machine.compile"],
     ),
     "compile without blocks": (["digits", "--machine.compile", "regional"], ["CNN has no repeated blocks", "whole"]),
-    "a block that is none": (
-        ["gpt", "--task.data", TEXT, "--machine.blocks", "[GPT3Block]"],
-        ["not in", "GPT2Block"],
-    ),
+    "a block that is none": (["gpt", "--task.data", TEXT, "--machine.blocks", "[GPT3Block]"], ["not in", "GPT2Block"]),
     "offload on a CPU": (
         ["gpt", "--task.data", TEXT, "--machine.recompute", "full", "--machine.offload"],
         ["machine.offload", "CPU"],

@@ -304,13 +304,15 @@ def test_models_that_come_to_their_logits_in_another_way_are_refused():
     import transformers
 
     bert = {key: value for key, value in LLAMA.items() if key not in ("head_dim", "num_key_value_heads")}
-    with pytest.raises(ValueError, match="differ from its output layer's.*BertLMHeadModel.*leave it out"):
+    with pytest.raises(ValueError, match="BertLMHeadModel differ from its output layer's"):
         without_logits(transformers.BertLMHeadModel(transformers.BertConfig(**bert, is_decoder=True)))
     with pytest.raises(ValueError, match="needs a linear output layer, and GPT2Model has none"):
         without_logits(transformers.GPT2Model(transformers.GPT2Config(**MODELS["GPT2"])))
 
     latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
-    with pytest.raises(ValueError, match="differ from its output layer's.*MiniCPM3ForCausalLM"):  # divides before its output layer
+    with pytest.raises(
+        ValueError, match="MiniCPM3ForCausalLM differ from its output layer's"
+    ):  # divides before its output layer
         without_logits(transformers.MiniCPM3ForCausalLM(transformers.MiniCPM3Config(**LLAMA | latent)))
 
     class Capped(transformers.LlamaForCausalLM):
@@ -328,7 +330,7 @@ def test_models_that_come_to_their_logits_in_another_way_are_refused():
     for kind in (Capped, Cut):
         model = kind(transformers.LlamaConfig(**LLAMA))
         forward, head = model.forward, model.lm_head.forward
-        with pytest.raises(ValueError, match=f"differ from its output layer's.*{kind.__name__}"):
+        with pytest.raises(ValueError, match=f"{kind.__name__} differ from its output layer's"):
             without_logits(model)
         assert model.forward == forward and model.lm_head.forward == head and model.training
     model = tiny("Llama")

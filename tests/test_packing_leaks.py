@@ -146,7 +146,9 @@ def test_documents_leak_where_attention_does_not_end(name, monkeypatch):
     monkeypatch.setattr(
         "oneloop.tasks.language.language_model.borders", lambda documents, cuts: attention.causal(documents.device)
     )
-    with pytest.raises(ValueError, match=r"task.pack documents: .*(border of a document|otherwise than alone)"):
+    with pytest.raises(
+        ValueError, match=r"task.pack documents: .*(from one document to the next|depend on the document before)"
+    ):
         Documents(name, packed=True).model()
 
 

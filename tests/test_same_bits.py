@@ -219,8 +219,8 @@ REFUSED = {
     "a buffer that moves": (["--task", "moving.Moving"], [ASKED, "buffer seen"]),
 }
 WORLDS = [
-    (3, "ddp", ["--batch.grain", "8"], ["8 leaves", "3 ranks", "power of two"]),
-    (2, "ddp", ["--batch.grain", "64"], ["1 leaves", "2 ranks"]),
+    (3, "ddp", ["--batch.grain", "8"], ["8 micro-batches", "3 ranks", "powers of two"]),
+    (2, "ddp", ["--batch.grain", "64"], ["1 micro-batches", "2 ranks"]),
     (4, "hsdp", [], [ASKED, "HSDP", "fsdp2.yaml"]),
 ]
 MOVING = """

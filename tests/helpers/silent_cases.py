@@ -268,7 +268,7 @@ START = {
         "    def model(self):\n        return Odd(1, 1)\n\nclass Odd(nn.Linear):\n"
         "    def get_extra_state(self):\n        return {'seen': 3}\n    def set_extra_state(self, state): ...",
     ),
-    "a type that no file holds": Case(("odd is of uint16",), BUFFER.format("torch.zeros(3, dtype=torch.uint16)")),
+    "a type that no file holds": Case(("odd has uint16",), BUFFER.format("torch.zeros(3, dtype=torch.uint16)")),
     "an expanded buffer": Case(("odd is an expanded view",), BUFFER.format("torch.zeros(1).expand(3)")),
     "unused parameters under DDP": Case(
         ("more.weight", "took no part in the loss", "machine.find_unused_parameters"), UNUSED, ranks=2, config="ddp"

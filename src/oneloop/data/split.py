@@ -37,7 +37,8 @@ class Split:
                 each = f"batch.size {self.size} over {self.ranks} ranks is {share} samples each"
                 raise ValueError(f"{each}, which batch.micro {micro} does not divide; nearest: {fits}")
             asked = "" if self.micro is None else f" x micro {micro}"
-            raise ValueError(f"batch.size {self.size} does not fit on {self.ranks} ranks{asked}; nearest: {nearest}")
+            nearest_ = f"{self.ranks} ranks{asked}; nearest size: {nearest}"
+            raise ValueError(f"batch.size {self.size} cannot be split over {nearest_}")
         object.__setattr__(self, "micro", micro)
         object.__setattr__(self, "accumulate", self.size // (self.ranks * micro))
 

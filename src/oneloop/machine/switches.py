@@ -30,7 +30,7 @@ def channels_last(model: nn.Module, wanted: bool | Literal["auto"], *, device: s
     if wanted is True and not has:
         raise ValueError(f"machine.channels_last requires a 2-d convolution, and {type(model).__name__} has none")
     if wanted is True and sharded:
-        raise ValueError("machine.channels_last does not work with FSDP2, which needs contiguous weights; use DDP")
+        raise ValueError("machine.channels_last does not work with FSDP2, which needs contiguous weights; use ddp.yaml")
     on = has and ((device == "cuda" and not sharded) if wanted == "auto" else wanted)
     if on:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -50,7 +50,7 @@ class Lines:
         if self._aside() or not self._holds(state):
             good = [line for line in self._readable() if json.loads(line)["step"] <= state.get("step", float("inf"))]
             rest = f"the {len(good)} readable lines up to there are kept, and the curves have a gap"
-            self._say(f"{self.path} does not match the checkpoint (it was cut or damaged): {rest}")
+            self._say(f"{self.path} is not what the checkpoint says (it was cut or damaged): {rest}")
             self._cut(0)
             self._write(b"".join(good))
             self._step = int(state.get("step", 0))
