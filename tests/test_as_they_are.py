@@ -427,7 +427,7 @@ def test_help_shows_docstrings_in_the_readmes_form(tmp_path):
         check=True,
     )
     shown = " ".join(ended.stdout.split())
-    assert "--task.samples SAMPLES training points." in shown and "--task.width WIDTH of the network." in shown
+    assert "--task.samples INT training points." in shown and "--task.width INT of the network." in shown
 
 
 def test_what_a_key_takes_in_words():

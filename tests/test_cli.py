@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 
 from oneloop.checkpoint.store import Store
 from oneloop.cli import COMMANDS, main
+from oneloop.recipe.parse import read
 from worlds import run, train
 
 
@@ -106,3 +108,12 @@ def test_each_command_has_a_help_page(capsys):
     assert len(set(pages.values())) == len(pages) and "ddp" in pages["launch"]
     assert main([]) == 2 and main(["lunch"]) == 2
     assert "unknown command 'lunch'; known: new, launch, verify, report" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", ["digits", "gpt", "sft", "snippets"])
+def test_help_shows_types_in_words_and_no_twins(recipe, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        read([recipe, "--help"])
+    shown = capsys.readouterr().out
+    assert "--duration DURATION " in shown and "--batch.micro INT|{auto,fastest}|null" in shown
+    assert not [line for line in shown.splitlines() if re.search(r"Union|Optional|Literal|<class|--[a-z_.]+\+", line)]

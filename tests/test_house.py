@@ -136,10 +136,10 @@ def test_nothing_grows_without_bounds():
 
 
 CEILINGS = {  # lines of a package; a ceiling only falls, or rises by the budget of an issue that names it
-    **{"plan": 704, "supervise": 1033, "basics": 1068, "measure": 1130, "optim": 1222, "recipe": 1259},
+    **{"plan": 704, "supervise": 1033, "basics": 1068, "measure": 1130, "optim": 1222, "recipe": 1287},
     **{"machine": 1268, "": 1309, "checkpoint": 1773, "show": 2126, "data": 2490, "run": 4018, "tasks": 5456},
 }
-CODE, FILES = 17_459, 183  # lines of code in all packages (no blank, comment or docstring), and files
+CODE, FILES = 17_479, 183  # lines of code in all packages (no blank, comment or docstring), and files
 
 
 def code(source: str) -> int:

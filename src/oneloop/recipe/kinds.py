@@ -48,6 +48,18 @@ def wanted(kind: Any) -> str:
     return ""
 
 
+def shown(kind: Any) -> str:
+    """``int | Literal["auto"]`` as ``INT|{auto}``, for ``--help``."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return f"{{{','.join(map(str, inside))}}}"
+    if origin in (Union, types.UnionType):
+        return "|".join(map(shown, inside))
+    if origin in (list, tuple):
+        return f"[{shown(inside[0])},…]"
+    return "null" if kind is type(None) else getattr(origin or kind, "__name__", str(kind)).upper()
+
+
 def documented(target: Any) -> dict[str, str]:
     """What the docstrings of a class and its ``__init__``, or of a function, say of each argument, however indented."""
     found: dict[str, str] = {}

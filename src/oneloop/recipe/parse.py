@@ -5,6 +5,7 @@ Precedence: defaults < YAML < command line. Processes, precision and sharding co
 
 import json
 import re
+from argparse import Action
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
@@ -12,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
 from jsonargparse.typing import register_type
 
 from oneloop.basics.duration import Duration
 from oneloop.basics.errors import BadInput
 from oneloop.basics.files import one_line
-from oneloop.recipe.kinds import documented, wanted, without_effect
+from oneloop.recipe.kinds import documented, shown, wanted, without_effect
 from oneloop.recipe.mathematics import OptimizerConfig, ScheduleConfig, TaskConfig
 from oneloop.recipe.names import resolve, suggestion
 from oneloop.recipe.schema import GROUPS, Recipe
@@ -37,6 +38,17 @@ _NOT_OPTIONS = {
 }
 
 
+class _Help(DefaultHelpFormatter):
+    """Types stand in the place of a value, as INT or {auto,none}; the twins that append to a list are left out."""
+
+    def _get_type_str(self, action: Action) -> None:
+        return None
+
+    def _format_action_invocation(self, action: Action) -> str:
+        named = [option for option in action.option_strings if not option.endswith("+")]
+        return f"{', '.join(named)} {action.metavar or ''}".rstrip()
+
+
 def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:
     """The parser of all keys, those of the chosen task, optimizer and schedule among them."""
     chosen = {"task": task, "optimizer": optimizer, "schedule": schedule}
@@ -48,6 +60,7 @@ def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:
         f"Keys of the chosen task ({task}), optimizer ({optimizer}) and schedule ({schedule}) are listed with theirs.",
         exit_on_error=False,
         allow_abbrev=False,
+        formatter_class=_Help,
     )
     made.add_argument("--seed", type=int, default=0, help="seed of everything random")
     made.add_argument(
@@ -83,6 +96,9 @@ def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:
             for action in made._actions:
                 if action.dest.startswith(f"{name}.") and not action.help:
                     action.help = about.get(action.dest.removeprefix(f"{name}."))
+    for action in made._actions:
+        if kind := getattr(action, "_typehint", None) or action.type:
+            action.metavar = shown(kind)
     return made
 
 
