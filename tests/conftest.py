@@ -87,6 +87,39 @@ test_sft.py::test_every_question_is_answered[fsdp2]
 test_zoo.py::test_a_model_trains_the_same_weights_on_two_processes_or_is_rejected[MaxNorm-fsdp2-False]
 test_zoo.py::test_a_model_trains_the_same_weights_on_two_processes_or_is_rejected[Transposed-fsdp2-False]
 test_start.py::test_help_and_bad_input_import_neither_accelerate_nor_the_loop[words1]
+test_chat_wrong.py::test_rows_without_a_sample_are_skipped_if_asked_and_listed
+test_runs.py::test_a_signal_to_one_rank_stops_all_at_the_same_step
+test_start.py::test_a_run_of_digits_imports_no_library_that_it_does_not_use
+test_lora.py::test_wrong_inputs_are_told[--task.lora.rank 4 --init.from
+test_lora.py::test_wrong_inputs_are_told[--task.lora.rank 4 --task.lora.targets
+test_lora.py::test_wrong_inputs_are_told[--task.lora.rank 4 --machine.quant_storage
+test_lora_others.py::test_adapters_that_are_damaged_are_told
+test_own_data.py::test_every_kind_of_file_trains_every_task[numbers in csv
+test_own_data.py::test_every_kind_of_file_trains_every_task[text in parquet
+test_own_data.py::test_every_kind_of_file_trains_every_task[words in json lines
+test_checkpoints.py::test_any_world_loads_what_any_other_wrote[True-1-single]
+test_checkpoints.py::test_any_world_loads_what_any_other_wrote[False-4-hsdp]
+test_going_on.py::test_final_holds_what_it_says[2-ddp]
+test_own_models.py::test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_from[timm-ddp-2]
+test_own_models.py::test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_from[transformers-fsdp2-2]
+test_own_texts.py::test_a_language_model_is_fine_tuned_gone_on_with_and_loaded_by_transformers[text_classification-ddp-2]
+test_after.py::test_every_task_says_something_of_every_row[causal_lm]
+test_after.py::test_every_task_says_something_of_every_row[text_regression]
+test_keyed.py::test_weights_are_those_of_seeding_always[nothing-2-fsdp2-0]
+test_keyed.py::test_weights_are_those_of_seeding_always[numpy, from the middle on-2-fsdp2-0]
+test_as_they_are.py::test_complex_weights_train_are_kept_and_come_back[2-ddp]
+test_as_they_are.py::test_what_is_tried_changes_no_bit[digits-2-ddp]
+test_same_bits.py::test_worlds_that_cannot_be_exact_are_refused[4-hsdp
+test_docs_programs.py::test_both_sides_lose_the_same[from-trainer.md]
+test_bad_input.py::test_all_ranks_end_together[words1
+test_bad_input.py::test_all_ranks_end_together[words2
+test_no_hidden_cost.py::test_ddp_sends_its_bucket_and_one_small_sum[adamw]
+test_endings.py::test_what_a_task_does_once_per_evaluation_or_epoch_has_its_own_limit[epoch]
+test_throughput.py::test_what_is_slow_is_named_with_its_share[words0
+test_own_docs.py::test_a_recipe_of_the_page_trains[mixture.yaml]
+test_prove.py::test_a_wrong_rank_is_found_at_its_step_and_tensor[10-4]
+test_sft.py::test_the_same_weights_and_answers_on_two_processes[fsdp2]
+test_own_task.py::test_a_tasks_own_state_is_saved_and_resumed[fsdp2-2]
 """
 """Tests that are slow too: combinations whose claim another test of the default suite proves, and real waiting."""
 
