@@ -120,6 +120,15 @@ test_own_docs.py::test_a_recipe_of_the_page_trains[mixture.yaml]
 test_prove.py::test_a_wrong_rank_is_found_at_its_step_and_tensor[10-4]
 test_sft.py::test_the_same_weights_and_answers_on_two_processes[fsdp2]
 test_own_task.py::test_a_tasks_own_state_is_saved_and_resumed[fsdp2-2]
+test_endings.py::test_garbage_on_the_supervisors_port_does_not_end_supervision
+test_lora.py::test_wrong_inputs_are_told[--task.lora.rank 8
+test_own_data.py::test_every_kind_of_file_trains_every_task[a
+test_after.py::test_every_task_says_something_of_every_row[text_classification]
+test_after.py::test_every_task_says_something_of_every_row[token_classification]
+test_keyed.py::test_weights_are_those_of_seeding_always[nothing-2-fsdp2
+test_replicas.py::test_one_flipped_bit_is_found_and_named[3-ddp-0]
+test_runs.py::test_a_nan_ends_the_run_with_3[adamw-2-ddp]
+test_bad_input.py::test_the_commands_as_typed[command0
 """
 """Tests that are slow too: combinations whose claim another test of the default suite proves, and real waiting."""
 
