@@ -61,7 +61,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     # --8<-- [start:loop]
     def resolve() -> Outcome | None:
         """Return the outcome of the pending step, or None if no step is pending. See "The pending step" below."""
-        steps.confirm()  # FSDP2: all ranks ran the same
+        steps.confirm()  # FSDP2: all ranks ran the same units
         if (step := guard.resolve()) is None:
             return None
         if step.fault is not Fault.NONE:
@@ -88,8 +88,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         # The pending step. guard.step() queues an update, which the device skips if its gradients are bad. The step is
         # then pending: the host does not yet know which. It queues the next backward first, and then calls resolve():
         #     backward n | update n | backward n+1 | resolve n | update n+1 | backward n+2 | resolve n+1 | ...
-        # By then the answer has arrived, so the host never waits. Only if something is due (a log line, an evaluation,
-        # a save, a stop, the end) does it resolve step n right after update n, and wait for the device.
+        # So the device always has work queued, and the host waits at most for work that is older. Only if something is
+        # due (a log line, an evaluation, a save, a stop, the end) does it resolve step n right after update n.
         for group in clock.over("data", () if stopped or upkeep.over() else steps):
             number = count.step + guard.pending + 1  # of this step, if the pending one is accepted
             profiling.step(number)
@@ -100,7 +100,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
 
             # Accumulate the gradients of the summed loss, divided by the total weight of the global batch (all ranks).
             sums = gradients.sums()
-            scale = gradients.factor / group.total
+            scale = gradients.factor / group.total  # the factor undoes accelerate's mean over the micro-batches
             with gradients.step(count.position, measured=rhythm.is_due("log", number)):
                 for batch, weight in zip(clock.over("transfer", group.batches), group.weights, strict=False):
                     with accelerator.accumulate(model), gradients.micro_batch(weight):  # .grad: sum over all ranks
@@ -122,11 +122,11 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             clear_gradients(parameters)
             count.position += split.size
 
-            due, stopped = rhythm.due(count.step + 1), group.stop  # at the last step everything is due
+            due, stopped = rhythm.due(count.step + 1), group.stop  # stop: SIGTERM, time limit, STOP file, on any rank
             outcome = resolve() if due or stopped else None
             clock.step("update")
-            if outcome is not Outcome.ACCEPTED and (outcome is Outcome.REWOUND or not stopped):
-                continue  # (after a rewind, a stop is heard at the next step)
+            if outcome is Outcome.REWOUND or (outcome is not Outcome.ACCEPTED and not stopped):
+                continue  # skipped or still pending: nothing to do; after a rewind, a stop is heard at the next step
 
             # Rare work: log, compare replicas, collect garbage, evaluate; save. A skipped step saves only at a stop.
             due = due if outcome is Outcome.ACCEPTED else []
