@@ -46,9 +46,7 @@ class Keyed(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, place: Place) -> tuple[int, Any]:
-        number = self._seed_torch(place)
-        _seed_others(number)
-        return place[1], self.dataset[place[1]]
+        return self._one_by_one([place], self._seed)[0]
 
     def batch(self, places: Sequence[Place], collate: Callable[[list[tuple[int, Any]]], Made]) -> Made:
         """What ``collate``, which may draw too, makes of the samples at these places.
@@ -76,24 +74,19 @@ class Keyed(Dataset[Any]):
             if self._together is None:
                 self._together = self._tried(places)
             _seed_others(0)
-            samples = self._at_once(places) if self._together else self._one_by_one(places)
+            samples = self._at_once(places) if self._together else self._one_by_one(places, self._seed_torch)
             if samples is not None:
                 made = collate(samples)
                 if _first() == _UNTOUCHED:
                     return made
             self._draws = True
-        samples = []
-        for place in places:
-            self._at = place
-            samples.append(self[place])
-        self._at = None
-        return collate(samples)
+        return collate(self._one_by_one(places, self._seed))
 
-    def _one_by_one(self, places: Sequence[Place]) -> list[tuple[int, Any]]:
-        samples, dataset, seed_torch = [], self.dataset, self._seed_torch
+    def _one_by_one(self, places: Sequence[Place], seed: Callable[[Place], object]) -> list[tuple[int, Any]]:
+        samples, dataset = [], self.dataset
         for place in places:
             self._at = place
-            seed_torch(place)
+            seed(place)
             samples.append((place[1], dataset[place[1]]))
         self._at = None
         return samples
@@ -106,7 +99,7 @@ class Keyed(Dataset[Any]):
         try:
             samples = list(zip(indices, self.dataset.__getitems__(indices), strict=True))
         except Exception:
-            self._one_by_one(places)  # which of them it was
+            self._one_by_one(places, self._seed_torch)  # which of them it was
             raise
         return samples if torch.equal(torch.default_generator.get_state(), before) else None
 
@@ -116,13 +109,16 @@ class Keyed(Dataset[Any]):
         return _equal(single, list(self.dataset.__getitems__([index for _, index in places])))
 
     def _seed_torch(self, place: Place) -> int:
-        """Seeds torch with the place's key, and returns it."""
+        """Seeds torch with the place's key, and returns the key."""
         epoch, index = place
         if epoch != self._epoch:
             self._epoch, self._prefix = epoch, mixed(mixed(GOLDEN, self.seed), epoch)
         number = mixed(self._prefix, index) >> 1  # key(seed, epoch, index)
         torch.default_generator.manual_seed(number)
         return number
+
+    def _seed(self, place: Place) -> None:
+        _seed_others(self._seed_torch(place))
 
 
 class SampleError(RuntimeError):
@@ -148,21 +144,12 @@ def _seed_others(number: int) -> None:
     np.random.seed(number & 0xFFFFFFFF)
 
 
-def _first() -> tuple[int, float, float]:
-    """What the generators give next."""
-    return random.getrandbits(128), np.random.random(), np.random.random()
+def _first(python: Any = random, numpy: Any = np.random) -> tuple[int, float, float]:
+    """The next draws of two generators."""
+    return python.getrandbits(128), numpy.random_sample(), numpy.random_sample()
 
 
-def _of_seed_0() -> tuple[int, float, float]:
-    states = random.getstate(), np.random.get_state()
-    _seed_others(0)
-    first = _first()
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    return first
-
-
-_UNTOUCHED = _of_seed_0()
+_UNTOUCHED = _first(random.Random(0), np.random.RandomState(0))
 
 
 def _equal(a: Any, b: Any) -> bool:
