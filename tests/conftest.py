@@ -17,8 +17,8 @@ if "ONELOOP_CACHE" not in os.environ:  # a new one for these tests
 REPEATED = """
 test_settings.py::test_the_check_of_a_gpu_runs_without_one_as_far_as_it_can
 test_wheel.py::test_the_template_and_the_notebook_run_without_a_checkout
-test_after.py::test_through_the_launcher_as_typed
-test_after.py::test_a_row_for_each_image_in_order_whatever_the_ranks
+test_apply.py::test_through_the_launcher_as_typed
+test_apply.py::test_a_row_for_each_image_in_order_whatever_the_ranks
 test_endings.py::test_a_killed_supervisor_is_reported
 test_endings.py::test_what_a_task_does_once_per_evaluation_or_epoch_has_its_own_limit[compute]
 test_endings.py::test_a_stop_is_heard_where_a_sample_blocks
@@ -43,7 +43,7 @@ test_lora.py::test_forty_steps_are_those_of_plain_peft[ddp-2]
 test_lora.py::test_forty_steps_are_those_of_plain_peft[fsdp2-2]
 test_nothing_silent.py::test_it_is_told_and_nothing_is_written[what one rank alone finds, under FSDP2]
 test_chat_wrong.py::test_it_is_told_at_the_command_line
-test_watch.py::test_a_run_on_a_terminal_shows_all_that_takes_time
+test_display.py::test_a_run_on_a_terminal_shows_all_that_takes_time
 test_recompute.py::test_a_run_is_the_same_to_the_bit[2-fsdp2]
 test_fit.py::test_a_class_of_the_script_that_runs_is_found_again
 test_alone.py::test_batch_size_in_a_plain_script
@@ -55,7 +55,7 @@ test_as_they_are.py::test_figures_of_the_loss_are_logged_as_weighted_means[2-ddp
 test_going_on.py::test_a_disk_that_is_too_small_is_told_before_anything_is_written
 test_going_on.py::test_a_disk_that_cannot_be_written_is_told
 test_going_on.py::test_only_export_imports_what_a_recipe_names_and_says_so
-test_own_models.py::test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_from[transformers-ddp-2]
+test_image_models.py::test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_from[transformers-ddp-2]
 test_keyed.py::test_weights_are_those_of_seeding_always[nothing-2-ddp-2]
 test_worth.py::test_a_run_of_it_from_the_command_line
 test_base.py::test_what_is_damaged_is_made_anew_or_refused[ddp-2]
@@ -79,8 +79,8 @@ test_lora_others.py::test_adapters_of_other_kinds_are_refused[
 test_lora_others.py::test_adapters_on_a_model_that_has_changed
 test_throughput.py::test_what_is_slow_is_named_with_its_share[words1
 test_own_task.py::test_the_template_trains_and_is_found_again_from_another_folder[fsdp2-2]
-test_images.py::test_the_gradients_are_those_of_any_split[float32-1e-06]
-test_images.py::test_shares_of_classes_are_trained_on[fsdp2-2]
+test_image_classification.py::test_the_gradients_are_those_of_any_split[float32-1e-06]
+test_image_classification.py::test_shares_of_classes_are_trained_on[fsdp2-2]
 test_replicas.py::test_one_flipped_bit_is_found_and_named[4-hsdp-3]
 test_resume.py::test_a_resumed_run_is_the_run_left_alone[adamw-2-ddp]
 test_sft.py::test_every_question_is_answered[fsdp2]
@@ -100,11 +100,11 @@ test_own_data.py::test_every_kind_of_file_trains_every_task[words in json lines
 test_checkpoints.py::test_any_world_loads_what_any_other_wrote[True-1-single]
 test_checkpoints.py::test_any_world_loads_what_any_other_wrote[False-4-hsdp]
 test_going_on.py::test_final_holds_what_it_says[2-ddp]
-test_own_models.py::test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_from[timm-ddp-2]
-test_own_models.py::test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_from[transformers-fsdp2-2]
+test_image_models.py::test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_from[timm-ddp-2]
+test_image_models.py::test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_from[transformers-fsdp2-2]
 test_own_texts.py::test_a_language_model_is_fine_tuned_gone_on_with_and_loaded_by_transformers[text_classification-ddp-2]
-test_after.py::test_every_task_says_something_of_every_row[causal_lm]
-test_after.py::test_every_task_says_something_of_every_row[text_regression]
+test_apply.py::test_every_task_says_something_of_every_row[causal_lm]
+test_apply.py::test_every_task_says_something_of_every_row[text_regression]
 test_keyed.py::test_weights_are_those_of_seeding_always[nothing-2-fsdp2-0]
 test_keyed.py::test_weights_are_those_of_seeding_always[numpy, from the middle on-2-fsdp2-0]
 test_as_they_are.py::test_complex_weights_train_are_kept_and_come_back[2-ddp]
@@ -123,8 +123,8 @@ test_own_task.py::test_a_tasks_own_state_is_saved_and_resumed[fsdp2-2]
 test_endings.py::test_garbage_on_the_supervisors_port_does_not_end_supervision
 test_lora.py::test_wrong_inputs_are_told[--task.lora.rank 8
 test_own_data.py::test_every_kind_of_file_trains_every_task[a
-test_after.py::test_every_task_says_something_of_every_row[text_classification]
-test_after.py::test_every_task_says_something_of_every_row[token_classification]
+test_apply.py::test_every_task_says_something_of_every_row[text_classification]
+test_apply.py::test_every_task_says_something_of_every_row[token_classification]
 test_keyed.py::test_weights_are_those_of_seeding_always[nothing-2-fsdp2
 test_replicas.py::test_one_flipped_bit_is_found_and_named[3-ddp-0]
 test_runs.py::test_a_nan_ends_the_run_with_3[adamw-2-ddp]

@@ -23,9 +23,8 @@ from oneloop.show.runs import Curve, Follower, read_record
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.language.texts import documents
 from silent_cases import ALL, BASE
-from test_nothing_silent import here
 from tiny import Ragged
-from worlds import ROOT, run, train
+from worlds import ROOT, here, run, train
 
 # --- models -----------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from oneloop.cli import main
 from silent_cases import unfinished
-from test_groups import Normed
+from tiny import Normed
 from worlds import run, train
 
 SPLITS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
@@ -24,7 +24,7 @@ WORDS += ["--save.every", "8", "--ema.half_life", "16"]
 
 
 def trained(folder: Path, *more: str, config: str = "single", ranks: int = 1, rules: dict = RULES):
-    (folder / "r.yaml").write_text("task: test_groups.Normed\n")
+    (folder / "r.yaml").write_text("task: tiny.Normed\n")
     words = [*WORDS, "--optimizer.groups", json.dumps(rules), *more]
     return run(train, words, ranks=ranks, config=config, folder=folder)
 

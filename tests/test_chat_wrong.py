@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
+from chats import CHATML, a_model, of_trl, tokenizer_of, tokenizer_with, turns, written
 from oneloop.tasks.sft import SFT
-from test_chat import CHATML, a_model, of_trl, tokenizer_of, tokenizer_with, turns, written
 from worlds import run, train
 
 PLAIN = (

@@ -12,7 +12,7 @@ from torch import nn
 
 from oneloop.machine.compile import compile_
 from oneloop.machine.recompute import recompute
-from test_recompute import Transformer, fresh, gradients
+from small_models import Transformer, fresh, gradients
 from worlds import ROOT, run, train
 
 GPT = [

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 from pathlib import Path
 
 import pytest
 
 from own_files import rows
-from test_own_docs import blocks
-from test_own_texts import bert
+from pages import blocks, program
+from small_models import bert
 from worlds import ROOT, run, train
 
 PARTS = blocks("parts.md", "python")
-
-
-def program(name: str, *wanted: str) -> tuple:
-    """Runs a program of the current folder; what some of its variables hold at the end."""
-    left = runpy.run_path(name, run_name="__main__")
-    return tuple(left[one] for one in wanted)
 
 
 def on_two(folder: Path, name: str, *wanted: str):

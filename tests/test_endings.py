@@ -13,10 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from endings import LAUNCHERS, RECIPE, faulty, summary
 from worlds import CONFIGS, run, train
 
-RECIPE = "task: faulty.Faulty\nbatch: {size: 8}\nduration: 200\nlog: {every: 10}\neval: {every: 50}\n"
-RECIPE += "save: {every: 10}\ntrack: []\nrun: {dir: run}\n"
 SPLITS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
 TWENTY = pytest.mark.parametrize("repeat", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 21))])
 
@@ -25,14 +24,6 @@ TWENTY = pytest.mark.parametrize("repeat", [1, *(pytest.param(n, marks=pytest.ma
 def folder(tmp_path) -> Path:
     (tmp_path / "f.yaml").write_text(RECIPE)
     return tmp_path
-
-
-def faulty(folder: Path, *words: str, config: str = "single", ranks: int = 1):
-    return run(train, ["f.yaml", *words], config=config, ranks=ranks, folder=folder, watch=True)
-
-
-def summary(folder: Path) -> dict:
-    return json.loads((folder / "run" / "summary.json").read_text())
 
 
 def goes_on(folder: Path, *words: str, config: str = "single", ranks: int = 1) -> None:
@@ -255,12 +246,6 @@ def _until(true, seconds: float = 90.0) -> None:
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-LAUNCHERS = {
-    "oneloop": [sys.executable, "-m", "oneloop", "launch"],
-    "accelerate": [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"],
-}
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ from oneloop.show.examples import plain
 from oneloop.show.pictures import beside, picture
 from oneloop.show.report.samples import _verdict
 from silent_cases import unfinished
-from test_after import after
-from worlds import run, train
+from worlds import after, run, train
 
 TASK = '''
 import torch

@@ -309,7 +309,7 @@ def test_a_class_of_the_script_that_runs_is_found_again(tmp_path):
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "3", done.stderr
     assert "script.py:Mine" in (tmp_path / "run" / "recipe.yaml").read_text()
-    from test_after import after
+    from worlds import after
 
     evaluated = after(tmp_path, "evaluate", "run")
     evaluated.ok()

@@ -22,8 +22,7 @@ from oneloop.run.folder import Folder
 from oneloop.show.lines import Lines
 from oneloop.show.runs import read_record
 from silent_cases import BASE, CHANGES, DAMAGE, WORDS, lay, unfinished
-from test_nothing_silent import here
-from worlds import run, train
+from worlds import here, run, train
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -13,7 +13,7 @@ from oneloop.machine.blocks import blocks
 from oneloop.optim.groups import chosen, freeze, layer_decay, matches
 from reference import sequence_loss
 from splits import LR, trained
-from tiny import Ragged, Sequences
+from tiny import Normed, Ragged, Sequences
 from worlds import run, train
 
 SPLITS = [("single", 1, 2), ("ddp", 2, 1), ("fsdp2", 2, 2)]
@@ -156,29 +156,11 @@ def test_a_frozen_module_is_in_eval_mode_and_its_statistics_stay():
     assert model.training and not model[0].training and not model[0][1].training and model[1].training
 
 
-class Normed(Ragged):
-    """With BatchNorm, in a part that can be frozen."""
-
-    def model(self):
-        net = super().model()
-        net.norm = _Flat(2 * self.width)
-        return net
-
-
-class _Flat(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(width)
-
-    def forward(self, values):
-        return self.norm(values.flatten(0, 1)).unflatten(0, values.shape[:2])
-
-
 @pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
 def test_frozen_layers_keep_their_bits_through_training_and_evaluation(tmp_path, strategy, ranks):
     from oneloop.basics.seeds import key
 
-    (tmp_path / "r.yaml").write_text("task: test_groups.Normed\n")
+    (tmp_path / "r.yaml").write_text("task: tiny.Normed\n")
     words = ["r.yaml", "--duration", "6", "--batch.size", "16", "--track", "none", "--run.dir", "run", "--eval.every"]
     words += ["2", "--optimizer.groups", json.dumps({"norm": {"freeze": True}, "inner": {"freeze": True}})]
     run(train, words, ranks=ranks, config=strategy, folder=tmp_path).ok()

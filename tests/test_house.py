@@ -137,9 +137,9 @@ def test_nothing_grows_without_bounds():
 
 CEILINGS = {  # lines of a package; a ceiling only falls, or rises by the budget of an issue that names it
     **{"plan": 704, "supervise": 1033, "basics": 1068, "measure": 1130, "optim": 1222, "recipe": 1287},
-    **{"machine": 1268, "": 1309, "checkpoint": 1773, "show": 2126, "data": 2490, "run": 4018, "tasks": 5456},
+    **{"machine": 1268, "": 1309, "checkpoint": 1773, "show": 2126, "data": 2477, "run": 4018, "tasks": 5451},
 }
-CODE, FILES = 17_479, 183  # lines of code in all packages (no blank, comment or docstring), and files
+CODE, FILES = 17_464, 183  # lines of code in all packages (no blank, comment or docstring), and files
 
 
 def code(source: str) -> int:
@@ -280,3 +280,8 @@ def test_a_reader_opens_few_files_to_follow(name):
     for file, *words in steps:
         source = (PACKAGE / file).read_text()
         assert all(word in source for word in words), (file, words)
+
+
+def test_no_test_imports_a_test():
+    for file in (ROOT / "tests").glob("test_*.py"):
+        assert not [module for module in imports(file) if module.startswith("test_")], file

@@ -15,40 +15,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from adapters import SPLITS, a_base, adapters_of, furthest, of_words
 from oneloop.cli import main
 from oneloop.data.order import order_of
 from oneloop.tasks.sft import SFT
 from silent_cases import unfinished
-from test_after import after
-from worlds import run, train
-
-SPLITS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
-WORDS = ["sft", "--task.length", "96", "--task.pack", "none", "--optimizer.lr", "0.001", "--schedule.name", "constant"]
-WORDS += ["--schedule.warmup", "0", "--batch.size", "8", "--track", "none", "--eval.every", "0", "--log.every", "1"]
-WORDS += ["--eval.samples", "0", "--run.dir", "run"]
-
-
-def a_base(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """A small Llama with a tokenizer, as transformers saves them; its matrices are whole blocks of bitsandbytes'."""
-    from oneloop.tasks.language.lessons import Lessons
-    from oneloop.tasks.language.tokens import chat_tokenizer
-
-    texts = [message["content"] for one in Lessons("validation").conversations[:200] for message in one]
-    tokenizer = chat_tokenizer(texts, 320)
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=128, **sizes)
-    transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
-    return folder
-
-
-def of_words(folder: Path, *more: str, config: str = "single", ranks: int = 1, timeout: float = 120):
-    return run(train, [*WORDS, *more], ranks=ranks, config=config, folder=folder, timeout=timeout)
-
-
-def adapters_of(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "run" / "final" / "adapter_model.safetensors")
+from worlds import after
 
 
 def on_each(splits, folder: Path, words: list[str], says: str = "") -> dict[str, dict[str, torch.Tensor]]:
@@ -59,12 +31,6 @@ def on_each(splits, folder: Path, words: list[str], says: str = "") -> dict[str,
         world.ok()
         assert says in world.output
     return {config: adapters_of(folder / config) for config, _ in splits}
-
-
-def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys()
-    scale = max(tensor.abs().max().item() for tensor in other.values())
-    return max((one[name] - other[name]).abs().max().item() for name in one) / scale
 
 
 def mean_loss(model: torch.nn.Module, samples) -> float:

@@ -10,14 +10,13 @@ import pytest
 import torch
 import transformers
 
+from adapters import WORDS, a_base, of_words
 from oneloop.cli import main
 from oneloop.machine.base import rounded
 from oneloop.tasks.language.lora import adapters
 from oneloop.tasks.sft import SFT
 from silent_cases import unfinished
-from test_after import after
-from test_lora import WORDS, a_base, of_words
-from worlds import run, train
+from worlds import after, run, train
 
 
 @pytest.fixture(scope="module")

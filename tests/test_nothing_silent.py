@@ -7,15 +7,7 @@ from pathlib import Path
 import pytest
 
 from silent_cases import ALL, Case, files, words
-from worlds import run, train
-
-
-def here(words: list[str]) -> None:
-    """``python -m oneloop.train`` in the current folder."""
-    import sys
-
-    sys.path.insert(0, "")
-    train(words)
+from worlds import here, run
 
 
 def laid(folder: Path, case: Case) -> set[Path]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from test_endings import LAUNCHERS, RECIPE, faulty, summary
+from endings import LAUNCHERS, RECIPE, faulty, summary
 from worlds import CONFIGS
 
 TRAIN = [sys.executable, "-m", "oneloop.train", "f.yaml"]

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from own_files import images, rows, write
-from test_after import apply
-from test_nothing_silent import here
-from test_own_models import vit
-from test_own_texts import bert
-from worlds import ROOT, run, train
-
-
-def blocks(page: str, kind: str) -> dict[str, str]:
-    """What stands on a page, by the name in its first line."""
-    text = (ROOT / "docs" / page).read_text()
-    return dict(re.findall(rf"```{kind}\n# (\S+\.\w+)\n(.*?)```", text, re.DOTALL))
-
+from pages import blocks
+from small_models import bert, vit
+from worlds import apply, here, run, train
 
 RECIPES = blocks("own-data.md", "yaml")
 MODELS = blocks("own-models.md", "yaml")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hub_server import Hub
-from own_files import images, rows, write
+from own_files import again, images, rows, started, write
 from silent_cases import unfinished
 from worlds import ROOT, run, train
 
@@ -20,16 +20,6 @@ SMALL = ["--task.layers", "1", "--task.heads", "2", "--task.width", "16"]
 COMMON = ["--duration", "16", "--batch.size", "8", "--save.every", "8", "--eval.every", "0", "--track", "none"]
 TEXTS = ["digits", "--task", "text_classification", *SMALL, "--task.length", "16", *COMMON]
 LANGUAGE = ["digits", "--task", "causal_lm", *SMALL, "--task.block", "8", *COMMON]
-
-
-def started(where: Path, words: list[str], data: Path) -> None:
-    """A run that was stopped after half of its steps."""
-    run(train, [*words, "--task.data", str(data), "--run.dir", "run"], folder=where).ok()
-    unfinished(where / "run")
-
-
-def again(where: Path, words: list[str], data: Path):
-    return run(train, [*words, "--task.data", str(data), "--run.dir", "run"], folder=where)
 
 
 def touch(folder: Path) -> Path:

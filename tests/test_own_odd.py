@@ -20,8 +20,7 @@ from oneloop.tasks.columns import decoded
 from oneloop.tasks.text_classification import TextClassification
 from oneloop.tasks.text_regression import TextRegression
 from oneloop.tasks.token_classification import TokenClassification
-from own_files import WORDS, rows, write
-from test_own_identity import again, started
+from own_files import WORDS, again, rows, started, write
 
 LINE = '{"text": "a", "label": "b"}\n'
 SMALL = {"layers": 1, "heads": 2, "width": 16}

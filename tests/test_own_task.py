@@ -14,8 +14,7 @@ from oneloop import cli
 from oneloop.basics.errors import BadInput
 from oneloop.recipe.names import resolve
 from oneloop.recipe.parse import read
-from test_after import apply
-from worlds import run, train
+from worlds import apply, run, train
 
 SPLITS = [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.slow), ("fsdp2", 2)]
 SHORT = ["--duration", "60", "--track", "none", "--eval.every", "0"]

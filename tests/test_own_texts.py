@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
 
 from oneloop.basics.seeds import key
@@ -22,38 +22,13 @@ from oneloop.tasks.text_regression import TextRegression
 from oneloop.tasks.token_classification import TokenClassification
 from own_files import rows, write
 from silent_cases import unfinished
+from small_models import bert
 from worlds import run, train
 
 COMMON = ["--duration", "6", "--batch.size", "8", "--save.every", "3", "--eval.every", "0", "--track", "none"]
 COMMON += ["--task.held_out", "0.2", "--task.length", "12", "--optimizer.lr", "1e-3", "--run.dir", "run"]
 GROUPS = {"bert.embeddings": {"freeze": True}, "bert.encoder.layer.0": {"freeze": True}}
 SPLITS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
-
-
-def bert(folder: Path, *, positions: int = 16) -> Path:
-    """A small language model with its tokenizer, as transformers saves them."""
-    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    made.train_from_iterator(
-        [row["text"] for row in rows(120)], trainers.WordPieceTrainer(vocab_size=90, special_tokens=special)
-    )
-    made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(folder)
-    torch.manual_seed(1)
-    config = transformers.BertConfig(
-        vocab_size=90,
-        hidden_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=positions,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    transformers.BertForMaskedLM(config).save_pretrained(folder)
-    return folder
 
 
 CASES = [("text_classification", *split) for split in SPLITS]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from test_lora import SPLITS, a_base, furthest, of_words
+from adapters import SPLITS, a_base, furthest, of_words
 
 PAGE = Path(__file__).parent.parent / "docs" / "pairs.md"
 LEARNED = {

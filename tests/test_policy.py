@@ -98,7 +98,7 @@ def test_a_bad_step_might_as_well_not_have_been(tmp_path, recipe, ranks, config,
 
 
 def test_a_killed_run_skips_the_same_steps_again(tmp_path, recipe):
-    from test_resume import back_to
+    from worlds import back_to
 
     words = [recipe, "--guard.nonfinite", "skip", "--task.spoiled", "5", "--save.keep", "9", "--run.dir", "a"]
     run(train, words, folder=tmp_path).ok()

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from adapters import a_base
 from oneloop.basics.errors import BadInput
 from oneloop.cli import main, prove
 from oneloop.plan import recorded
 from oneloop.plan.prove import _Proof
 from oneloop.run.launch import launch_options
 from own_files import images
-from test_lora import a_base
 from worlds import run
 
 TASKS = '''

@@ -13,9 +13,9 @@ import torch
 import yaml
 from safetensors.torch import load, load_file
 
+from adapters import WORDS, a_base, adapters_of, of_words
 from hub_server import Models
 from oneloop.cli import main
-from test_lora import WORDS, a_base, adapters_of, of_words
 
 
 def typed(words: list[str], folder: Path, variables: dict[str, str]) -> tuple[int, str]:

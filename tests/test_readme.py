@@ -13,8 +13,7 @@ import textwrap
 import pytest
 
 from oneloop.run.launch import launch_options
-from test_docs_programs import program
-from test_own_docs import blocks
+from pages import blocks, program
 from worlds import ROOT, _free_port, run, train
 
 README = (ROOT / "README.md").read_text()

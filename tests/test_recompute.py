@@ -9,60 +9,8 @@ from torch import nn
 
 from oneloop.machine.blocks import blocks, class_names
 from oneloop.machine.recompute import parsed, recompute
+from small_models import fresh, gradients
 from worlds import run, train
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.inward, self.outward = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, x: torch.Tensor, *, gain: float = 1.0) -> torch.Tensor:
-        q, k, v = self.inward(self.norm(x)).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.drop(self.outward(y)) * gain
-        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
-
-
-class Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Block(32) for _ in range(12)])
-        self.head = nn.Linear(32, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x, gain=0.5)
-        return self.head(x)
-
-
-def fresh() -> Transformer:
-    torch.manual_seed(0)
-    return Transformer()
-
-
-def gradients(model: nn.Module) -> tuple[list[torch.Tensor], int]:
-    """Gradients of one batch, and the bytes that autograd kept for them."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
-    alive = []  # so that no address is used twice
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-            alive.append(storage)
-        return tensor
-
-    torch.manual_seed(1)
-    x = torch.randn(2, 24, 32)
-    torch.manual_seed(2)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(x).square().mean()
-    loss.backward()
-    return [p.grad for p in model.parameters()], sum(kept.values())
 
 
 @pytest.mark.parametrize(("mode", "saved"), [("full", 0.6), ("every:2", 0.3), ("every:5", 0.05), ("selective", 0.3)])

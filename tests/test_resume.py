@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from oneloop.checkpoint.store import Store, problems
 from splits import distance, furthest
-from worlds import CONFIGS, run, timeless, train
+from worlds import CONFIGS, back_to, run, timeless, train
 
 RECIPE = """
 task: {name: tiny.Ragged, dropout: 0.1}
@@ -174,15 +174,6 @@ def steps_of(folder: Path, ranks: int, first: int) -> dict[int, list[int]]:
     by_rank = [drawn(folder, rank, micro=share) for rank in range(ranks)]
     count = min(len(one) for one in by_rank) // share
     return {first + n: [i for one in by_rank for i in one[n * share : (n + 1) * share]] for n in range(count)}
-
-
-def back_to(folder: Path, step: int) -> None:
-    """Makes a finished run one that was killed after ``step``."""
-    shutil.rmtree(folder / "final")
-    (folder / "summary.json").unlink()
-    for path in Store(folder / "checkpoints").sealed():
-        if int(path.name[5:]) > step:
-            shutil.rmtree(path)
 
 
 def test_a_damaged_checkpoint_is_told_and_passed_over(tmp_path, recipe):

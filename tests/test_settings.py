@@ -301,8 +301,8 @@ def test_a_null_in_the_arguments_of_a_call_is_kept():
 
 
 def test_a_template_that_writes_the_date_has_a_fixed_day():
+    from chats import CHATML, tokenizer_with, turns
     from oneloop.tasks.language.chat import Chat
-    from test_chat import CHATML, tokenizer_with, turns
 
     dated = (
         "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"

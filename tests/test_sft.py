@@ -13,8 +13,7 @@ from oneloop.show.report.page import report
 from oneloop.tasks.language.lessons import Lessons
 from oneloop.tasks.sft import SFT
 from silent_cases import unfinished
-from test_after import apply
-from worlds import run, train
+from worlds import apply, run, train
 
 SMALL = ["sft", "--task.layers", "1", "--task.width", "32", "--optimizer.name", "sgd", "--optimizer.lr", "0.1"]
 SMALL += ["--eval.samples", "4", "--track", "none", "--log.every", "1", "--run.dir", "run"]

@@ -52,7 +52,7 @@ def fit(
         Exception: what else ends a run (1): of the task's own code as it was raised.
     """
     die_with_launcher()
-    refuse_while_importing("fit is called")
+    refuse_while_importing()
     if not _ONE.acquire(blocking=False):
         raise BadInput("another fit is under way in this process; wait for it, or start another process")
     try:

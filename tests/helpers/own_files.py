@@ -17,6 +17,8 @@ from pyarrow import parquet
 from torch import Tensor, nn
 
 from oneloop.data.rows.sources import named_sources, opened, sets_of
+from silent_cases import unfinished
+from worlds import run, train
 
 WORDS = ("alpha", "beta", "gamma")
 
@@ -183,3 +185,13 @@ def steps_of(folder: Path, *, ranks: int, micro: int, batch: int) -> list[list[i
             for line in real[step * accumulate : (step + 1) * accumulate]:
                 steps[step] += line
     return [sorted(step) for step in steps if len(step) == batch]
+
+
+def started(where: Path, words: list[str], data: Path) -> None:
+    """A run that was stopped after half of its steps."""
+    run(train, [*words, "--task.data", str(data), "--run.dir", "run"], folder=where).ok()
+    unfinished(where / "run")
+
+
+def again(where: Path, words: list[str], data: Path):
+    return run(train, [*words, "--task.data", str(data), "--run.dir", "run"], folder=where)

@@ -116,3 +116,31 @@ class Ragged:
         if self.infinite >= 0 and model.training:
             each = each + torch.where(batch["index"] == self.infinite, torch.inf, 0.0)[:, None]
         return each.sum(), {"loss": each.detach()}
+
+
+class Normed(Ragged):
+    """With BatchNorm, in a part that can be frozen."""
+
+    def model(self):
+        net = super().model()
+        net.norm = _Flat(2 * self.width)
+        return net
+
+
+class _Flat(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, values):
+        return self.norm(values.flatten(0, 1)).unflatten(0, values.shape[:2])
+
+
+def three_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
+
+
+def backward(net: nn.Module, scale: float = 1.0) -> None:
+    net.zero_grad()
+    (net(torch.ones(4, 5)).square().sum() * scale).backward()

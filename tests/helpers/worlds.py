@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -18,6 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -134,7 +137,6 @@ def _child(
         from oneloop.supervise.fork import supervised
 
         supervised()
-    import torch
 
     torch.set_num_threads(1)
     code = 0
@@ -176,3 +178,32 @@ def _free_port() -> int:
             except OSError:
                 continue
         return port
+
+
+def here(words: list[str]) -> None:
+    """``python -m oneloop.train`` in the current folder."""
+    import sys
+
+    sys.path.insert(0, "")
+    train(words)
+
+
+def apply(words: list[str]) -> None:
+    from oneloop.apply import main
+
+    main(words)
+
+
+def after(folder: Path, *words: str, config: str = "single", ranks: int = 1):
+    return run(apply, list(words), ranks=ranks, config=config, folder=folder, variables={"OMP_NUM_THREADS": "1"})
+
+
+def back_to(folder: Path, step: int) -> None:
+    """Makes a finished run one that was killed after ``step``."""
+    from oneloop.checkpoint.store import Store
+
+    shutil.rmtree(folder / "final")
+    (folder / "summary.json").unlink()
+    for path in Store(folder / "checkpoints").sealed():
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)

@@ -22,11 +22,11 @@ _MANY = 8192  # marks that are kept before they are summed
 
 
 class Clock:
-    """Times phases between two reads; on a GPU it keeps the marks of the last ``events`` steps."""
+    """Times phases between two reads; on a GPU it keeps the marks of the last 8 steps."""
 
-    def __init__(self, device: torch.device, *, events: int = 8) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._events: deque[list[tuple[str, torch.Event]]] = deque(maxlen=events)
+        self._events: deque[list[tuple[str, torch.Event]]] = deque(maxlen=8)
         self._on_device = device.type == "cuda"
         self._total: dict[str, float] = defaultdict(float)
         self.restart()

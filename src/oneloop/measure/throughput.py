@@ -89,11 +89,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     return measured_peak(device, dtype), "measured"
 
 
-def measured_peak(device: torch.device, dtype: torch.dtype, *, side: int | None = None, seconds: float = 0.05) -> float:
-    """Floating-point operations per second of the best of some square products of ``side``, in about that time."""
+def measured_peak(device: torch.device, dtype: torch.dtype, *, side: int | None = None) -> float:
+    """Floating-point operations per second of the best of some square products of ``side``, within about 0.05 s."""
     side = side or (512 if device.type == "cpu" else 8192)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    best, until = float("inf"), time.perf_counter() + seconds
+    best, until = float("inf"), time.perf_counter() + 0.05
     torch.mm(a, b)
     while True:
         _wait(device)

@@ -67,11 +67,11 @@ def _importing(place: str) -> Iterator[None]:
         _UNDER_WAY.pop()
 
 
-def refuse_while_importing(what: str) -> None:
+def refuse_while_importing() -> None:
     """Raise BadInput if a class is being imported from a script, which must not train meanwhile."""
     if _UNDER_WAY:
         advice = 'put the call under if __name__ == "__main__":'
-        raise BadInput(f"{what} while {_UNDER_WAY[-1]} is imported for a class in it; {advice}")
+        raise BadInput(f"fit is called while {_UNDER_WAY[-1]} is imported for a class in it; {advice}")
 
 
 def _divided(group: str, name: str) -> tuple[str, str]:

@@ -68,12 +68,12 @@ def data_url(image: Tensor) -> str:
     return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
 
 
-def tiles(samples: Sequence[Mapping[str, Any]], *, columns: int = 8) -> NDArray[np.uint8]:
-    """Samples with an "image", in rows, what was predicted under each: (height, width, 3)."""
+def tiles(samples: Sequence[Mapping[str, Any]]) -> NDArray[np.uint8]:
+    """Samples with an "image", in rows of 8, what was predicted under each: (height, width, 3)."""
     drawn = [picture(sample["image"]) for sample in samples]
     width = max(90, *(image.width for image in drawn)) + 8
     height = max(image.height for image in drawn) + 2 * _LINE + 10
-    columns = min(columns, len(drawn))
+    columns = min(8, len(drawn))
     sheet = Image.new("RGB", (columns * width, math.ceil(len(drawn) / columns) * height), "white")
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default()
     for place, (sample, image) in enumerate(zip(samples, drawn, strict=True)):

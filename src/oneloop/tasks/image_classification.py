@@ -134,12 +134,12 @@ class ImageClassification(Task):
     def _own(self, sources: Sequence[Source]) -> dict[str, Any]:
         """Data sets by part: images as they are stored, with the numbers or the shares of their classes."""
         _check_images(sources)
-        if are_shares(sources, "label"):
-            self.classes, self._of_data = shares_of(sources, "label"), notes_of(sources)
+        if are_shares(sources):
+            self.classes, self._of_data = shares_of(sources), notes_of(sources)
             return sets_of(sources, lambda source: _labelled(source, torch.tensor, self.pixel_limit))
         self.classes, numbers = classes_of(sources, "label")
         self._of_data = notes_of(sources)
-        self._counts = lambda: counts_of(sources, "label", numbers, len(self.classes))
+        self._counts = lambda: counts_of(sources, numbers, len(self.classes))
         return sets_of(sources, lambda source: _labelled(source, numbers[source.name], self.pixel_limit))
 
     def model(self) -> nn.Module:
@@ -161,8 +161,8 @@ class ImageClassification(Task):
         source = whole(Source(data, self.columns | ({} if labelled else {"label": ""})), window=self.window)
         _check_images([source])
         number: Callable[[Any], Any] = int
-        if labelled and are_shares([source], "label"):
-            self._same_classes(shares_of([source], "label"), data)
+        if labelled and are_shares([source]):
+            self._same_classes(shares_of([source]), data)
             number = torch.tensor
         elif labelled:
             number = numbers_of(source, "label", self.classes)

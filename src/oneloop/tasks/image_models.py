@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -48,7 +49,9 @@ def statistics(name: str) -> tuple[Sequence[float], Sequence[float]]:
     Raises ValueError for an unknown model."""
     about: Mapping[str, Any] = {}
     if is_transformers(name):
-        file = _file(name, "preprocessor_config.json", needed=False)
+        file = None
+        with suppress(ValueError):
+            file = fetched(name, "preprocessor_config.json")
         said = json.loads(file.read_text()) if file else {}
         about = {"mean": said.get("image_mean"), "std": said.get("image_std")}
     elif name.startswith(_TIMM):
@@ -109,7 +112,7 @@ def _own(path: str, classes: int) -> nn.Module:
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-def fitted(model: nn.Module, weights: Mapping[str, Any], classes: int, *, source: str = "task.pretrained") -> list[str]:
+def fitted(model: nn.Module, weights: Mapping[str, Any], classes: int) -> list[str]:
     """Load weights, without the last layer if their classes differ; return a line for the log. Raises ValueError if
     they are of another model."""
     own = model.state_dict()
@@ -120,7 +123,8 @@ def fitted(model: nn.Module, weights: Mapping[str, Any], classes: int, *, source
     wrong = {"missing": sorted(missing - new), "unexpected": sorted(weights.keys() - own.keys())}
     wrong |= {"of another shape": sorted(other - new)}
     if any(wrong.values()):
-        raise ValueError(f"{source}: the weights are of another model ({listed(wrong)}); name the model they are of")
+        found = listed(wrong)
+        raise ValueError(f"task.pretrained: the weights are of another model ({found}); name the model they are of")
     with torch.no_grad():
         for name in (own.keys() & weights.keys()) - other:
             own[name].copy_(weights[name])
@@ -160,23 +164,13 @@ def _weights_of(name: str, model: nn.Module, pretrained: bool | str | None) -> d
             raise ValueError(f"task.pretrained: {why}; give a .safetensors file, or a timm: or hf: model")
         pretrained = f"{HUB}{hub}"
     path = Path(str(pretrained)).expanduser()
-    file = path if path.is_file() else _file(str(pretrained), _WEIGHTS)
-    assert file is not None
+    file = path if path.is_file() else fetched(str(pretrained), _WEIGHTS)
+    if file is None:
+        advice = "give a .safetensors file, or what has one"
+        raise ValueError(f"task.pretrained {str(pretrained)!r} has no {_WEIGHTS}; {advice}")
     if file.suffix != ".safetensors":
         raise ValueError(f"task.pretrained {file} is no .safetensors file; pickled weights are never loaded")
     try:
         return dict(load_file(file))
     except (SafetensorError, OSError) as error:
         raise ValueError(f"task.pretrained {file} cannot be read: {error}") from error
-
-
-def _file(name: str, file: str, *, needed: bool = True) -> Path | None:
-    try:
-        found = fetched(name, file)
-    except ValueError:
-        if needed:
-            raise
-        return None
-    if found is None and needed:
-        raise ValueError(f"task.pretrained {name!r} has no {file}; give a .safetensors file, or what has one")
-    return found

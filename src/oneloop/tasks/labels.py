@@ -46,22 +46,22 @@ def classes_of(sources: Sequence[Source], key: str, *, lists: bool = False) -> t
     return names, {source: _number(kind, number) for source, kind in kinds.items()}
 
 
-def are_shares(sources: Sequence[Source], key: str) -> bool:
+def are_shares(sources: Sequence[Source]) -> bool:
     """Whether the first source's labels are lists of numbers: the share of each class."""
-    for _, _, rows, column in columns_of(sources, key):
+    for _, _, rows, column in columns_of(sources, "label"):
         return str(getattr(inside(rows.types[column]), "dtype", "")).startswith("float")
     return False
 
 
-def shares_of(sources: Sequence[Source], key: str) -> list[str]:
+def shares_of(sources: Sequence[Source]) -> list[str]:
     """Return the classes of labels that are shares of each class. Raises ValueError if the shares of a row differ in
     number, are negative, or do not sum to 1."""
     import numpy as np
 
     classes = 0
-    for source, _, rows, column in columns_of(sources, key):
+    for source, _, rows, column in columns_of(sources, "label"):
         if not str(getattr(inside(rows.types[column]), "dtype", "")).startswith("float"):
-            raise refused(source, key, rows.types[column], "shares of the classes are needed, as in the other places")
+            raise refused(source, "label", rows.types[column], "shares of the classes are needed, as in other places")
         before = 0
         for array in rows.values(column):
             for number, shares in enumerate(array.to_pylist()):
@@ -72,14 +72,15 @@ def shares_of(sources: Sequence[Source], key: str) -> list[str]:
                     raise ValueError(f"{rows.where(before + number)}: {shares} in {column!r} are no {good_}")
             before += len(array)
     if classes < 2:
-        raise ValueError(f"{sources[0].where}: {sources[0].columns[key]!r} holds one class; at least two are needed")
+        where, column = sources[0].where, sources[0].columns["label"]
+        raise ValueError(f"{where}: {column!r} holds one class; at least two are needed")
     return list(map(str, range(classes)))
 
 
-def counts_of(sources: Sequence[Source], key: str, numbers: Numbers, classes: int) -> list[int]:
+def counts_of(sources: Sequence[Source], numbers: Numbers, classes: int) -> list[int]:
     """How many training rows each class has."""
     counts = [0] * classes
-    for source, part, rows, column in columns_of(sources, key):
+    for source, part, rows, column in columns_of(sources, "label"):
         for array in rows.values(column) if part == "train" else ():
             for found in array.value_counts().to_pylist():
                 counts[numbers[source.name](found["values"])] += found["counts"]

@@ -15,21 +15,11 @@ from oneloop.checkpoint.store import vouch
 from oneloop.cli import main
 from own_files import images, rows, write
 from silent_cases import unfinished
-from worlds import run, train
+from worlds import after, run, train
 
 SMALL = ["--task.layers", "1", "--task.heads", "2", "--task.width", "16"]
 COMMON = ["--duration", "6", "--batch.size", "8", "--eval.every", "0", "--track", "none", "--ema.half_life", "16"]
 WORLDS = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp2", 2)]
-
-
-def apply(words: list[str]) -> None:
-    from oneloop.apply import main
-
-    main(words)
-
-
-def after(folder: Path, *words: str, config: str = "single", ranks: int = 1):
-    return run(apply, list(words), ranks=ranks, config=config, folder=folder, variables={"OMP_NUM_THREADS": "1"})
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +112,12 @@ def test_every_task_says_something_of_every_row(tmp_path, task):
 
 
 def test_a_task_of_ones_own_says_its_outputs(tmp_path):
-    (tmp_path / "r.yaml").write_text("task: test_groups.Normed\n")
+    (tmp_path / "r.yaml").write_text("task: tiny.Normed\n")
     words = ["r.yaml", "--duration", "4", "--batch.size", "16", "--track", "none", "--run.dir", "run"]
     run(train, words, folder=tmp_path).ok()
     world = after(tmp_path, "predict", "run", "--to", "said.jsonl", ranks=2, config="ddp")
     world.ok()
-    assert "task.name test_groups.Normed of run/recipe.yaml is taken from" in world.output
+    assert "task.name tiny.Normed of run/recipe.yaml is taken from" in world.output
     said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
     assert [row["row"] for row in said] == list(range(len(said))) and set(said[0]) > {"row"}
 

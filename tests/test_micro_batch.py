@@ -75,7 +75,7 @@ WORDS = ["--batch.size", "16", "--duration", "6", "--track", "none", "--eval.eve
     ],
 )
 def test_the_run_is_that_of_a_fixed_micro_batch(tmp_path, ranks, config, second, found):
-    (tmp_path / "r.yaml").write_text(f"task: {{name: test_batch_size.Heavy, fits: 4, fits_on_rank_1: {second}}}\n")
+    (tmp_path / "r.yaml").write_text(f"task: {{name: test_micro_batch.Heavy, fits: 4, fits_on_rank_1: {second}}}\n")
     variables = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     auto = ["r.yaml", *WORDS, "--batch.micro", "auto", "--run.dir"]
     world = run(heavy, [*auto, "auto"], ranks=ranks, config=config, folder=tmp_path, variables=variables)
@@ -102,7 +102,7 @@ def test_the_run_is_that_of_a_fixed_micro_batch(tmp_path, ranks, config, second,
 
 @pytest.mark.slow
 def test_nothing_fits_and_a_bug_is_not_a_lack_of_memory(tmp_path):
-    (tmp_path / "r.yaml").write_text("task: {name: test_batch_size.Heavy, fits: 0}\n")
+    (tmp_path / "r.yaml").write_text("task: {name: test_micro_batch.Heavy, fits: 0}\n")
     variables = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     world = run(heavy, ["r.yaml", *WORDS, "--batch.micro", "auto"], folder=tmp_path, variables=variables)
     assert (
@@ -112,7 +112,7 @@ def test_nothing_fits_and_a_bug_is_not_a_lack_of_memory(tmp_path):
 
 
 def test_out_of_memory_in_a_run_says_what_to_change(tmp_path):
-    (tmp_path / "r.yaml").write_text("task: {name: test_batch_size.Heavy, fits: 4}\n")
+    (tmp_path / "r.yaml").write_text("task: {name: test_micro_batch.Heavy, fits: 4}\n")
     world = run(heavy, ["r.yaml", *WORDS, "--batch.micro", "8", "--run.dir", "a"], folder=tmp_path)
     assert world.codes == [1]
     reason = json.loads((tmp_path / "a" / "summary.json").read_text())["exit_reason"]

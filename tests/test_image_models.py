@@ -10,37 +10,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import ViTForImageClassification
 
 from oneloop.basics.names import matches
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.image_models import fitted, image_model
 from own_files import images
 from silent_cases import unfinished
+from small_models import vit
 from worlds import run, train
 
 SPLITS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
 COMMON = ["--duration", "6", "--batch.size", "8", "--save.every", "3", "--eval.every", "0", "--track", "none"]
 COMMON += ["--task.augment", "false", "--task.held_out", "0.2", "--optimizer.lr", "1e-3", "--ema.half_life", "16"]
-
-
-def vit(folder: Path, classes: int) -> Path:
-    """A small ViT as transformers saves it, of other classes."""
-    torch.manual_seed(1)
-    config = ViTConfig(
-        hidden_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=32,
-        image_size=16,
-        patch_size=4,
-        num_labels=classes,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    ViTForImageClassification(config).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.4] * 3, "image_std": [0.3] * 3}))
-    return folder
 
 
 def made_by_transformers(where: Path):

@@ -1,0 +1,47 @@
+"""A small base model, adapters trained on it, and how far two of them are apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from worlds import run, train
+
+SPLITS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
+
+
+WORDS = ["sft", "--task.length", "96", "--task.pack", "none", "--optimizer.lr", "0.001", "--schedule.name", "constant"]
+WORDS += ["--schedule.warmup", "0", "--batch.size", "8", "--track", "none", "--eval.every", "0", "--log.every", "1"]
+WORDS += ["--eval.samples", "0", "--run.dir", "run"]
+
+
+def a_base(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """A small Llama with a tokenizer, as transformers saves them; its matrices are whole blocks of bitsandbytes'."""
+    from oneloop.tasks.language.lessons import Lessons
+    from oneloop.tasks.language.tokens import chat_tokenizer
+
+    texts = [message["content"] for one in Lessons("validation").conversations[:200] for message in one]
+    tokenizer = chat_tokenizer(texts, 320)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=128, **sizes)
+    transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    return folder
+
+
+def of_words(folder: Path, *more: str, config: str = "single", ranks: int = 1, timeout: float = 120):
+    return run(train, [*WORDS, *more], ranks=ranks, config=config, folder=folder, timeout=timeout)
+
+
+def adapters_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "run" / "final" / "adapter_model.safetensors")
+
+
+def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    scale = max(tensor.abs().max().item() for tensor in other.values())
+    return max((one[name] - other[name]).abs().max().item() for name in one) / scale

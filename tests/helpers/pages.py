@@ -1,0 +1,20 @@
+"""The programs of the docs."""
+
+from __future__ import annotations
+
+import re
+import runpy
+
+from worlds import ROOT
+
+
+def program(name: str, *wanted: str) -> tuple:
+    """Runs a program of the current folder; what some of its variables hold at the end."""
+    left = runpy.run_path(name, run_name="__main__")
+    return tuple(left[one] for one in wanted)
+
+
+def blocks(page: str, kind: str) -> dict[str, str]:
+    """What stands on a page, by the name in its first line."""
+    text = (ROOT / "docs" / page).read_text()
+    return dict(re.findall(rf"```{kind}\n# (\S+\.\w+)\n(.*?)```", text, re.DOTALL))
