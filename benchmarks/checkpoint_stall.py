@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint.checkpoints import Checkpoints
-from oneloop.checkpoint.state import model_tensors
-from oneloop.data.groups import Weighed, groups
+from oneloop.checkpoint.state_dict import model_tensors
+from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Order
-from oneloop.data.split import Split
+from oneloop.data.step_batches import CollateWithWeight, groups
 
 
 def state(mib: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], float]]:
@@ -57,12 +57,12 @@ def state(mib: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], floa
 def position_cost(position: int) -> float:
     """Seconds from nothing to the first batch."""
     began = time.perf_counter()
-    collate = Weighed(lambda xs: {"x": torch.tensor(xs)}, lambda batch: batch["x"].sum())
+    collate = CollateWithWeight(lambda xs: {"x": torch.tensor(xs)}, lambda batch: batch["x"].sum())
     stream = groups(
         range(10**6),
         collate,
         Order(10**6, seed=0),
-        Split(64, 1),
+        BatchLayout(64, 1),
         rank=0,
         seed=0,
         start=position,

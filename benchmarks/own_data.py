@@ -34,9 +34,9 @@ import pyarrow
 from pyarrow import parquet
 
 from oneloop.data.order import Order, Ordered
-from oneloop.data.rows.found import found
+from oneloop.data.row_group_order import Windows
+from oneloop.data.rows.find_files import found
 from oneloop.data.rows.parquet import Parquet
-from oneloop.data.windows import Windows
 
 BATCH, MICRO, GROUP, FILES = 64, 8, 100, 40
 

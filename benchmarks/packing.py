@@ -27,7 +27,7 @@ from oneloop.data.order import Order, order_of
 from oneloop.data.rows.ragged import Ragged
 from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.models import Shape, from_scratch
-from oneloop.tasks.language.samples import Packed, Padded, Spans, collated, spans
+from oneloop.tasks.language.sequences import Packed, Padded, Spans, collated, spans
 
 
 class Random(LanguageModel):

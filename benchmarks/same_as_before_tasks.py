@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from oneloop.basics.beats import BEATS, TRAINING
+from oneloop.basics.heartbeats import BEATS, TRAINING
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.image_classification import ImageClassification
 

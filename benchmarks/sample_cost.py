@@ -2,8 +2,8 @@
 
     python benchmarks/sample_cost.py
 
-For micro-batches of 1, 8 and 64: microseconds per batch of the bare data set, of the same through `Keyed`, and with
-every sample seeded for all three generators, as oneloop did before for every set that did not say otherwise. Rounds
+For micro-batches of 1, 8 and 64: microseconds per batch of the bare data set, of the same through
+`SeededSamples`, and with every sample seeded for all three generators, as oneloop once did by default. Rounds
 alternate. With worker processes the same code runs there, beside the training process.
 """
 
@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 
-from oneloop.data.keyed import Keyed
+from oneloop.data.seeded_samples import SeededSamples
 
 DRAWS: dict[str, Callable[[], float]] = {
     "nothing": lambda: 0.0,
@@ -70,7 +70,7 @@ def main() -> None:
     for name, draw in DRAWS.items():
         for micro in (1, 8, 64):
             dataset = Points(draw)
-            keyed = Keyed(dataset, seed=0)
+            keyed = SeededSamples(dataset, seed=0)
             ways = {
                 "bare": lambda places, dataset=dataset: [dataset[index] for _, index in places],
                 "keyed": lambda places, keyed=keyed: keyed.batch(places, list),

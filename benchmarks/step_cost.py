@@ -33,10 +33,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
+from oneloop.job.build import build_job
+from oneloop.launch.processes import Run, start
 from oneloop.recipe.parse import read
-from oneloop.run.build import build_job
 from oneloop.run.folder import Folder
-from oneloop.run.processes import Run, start
 from oneloop.train import train
 
 BATCH = 8

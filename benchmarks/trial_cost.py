@@ -31,7 +31,7 @@ def timed(words: list[str], kind: str) -> tuple[float, float]:
     """Seconds that trying and step 1 took, and the median of the later steps."""
     import time
 
-    import oneloop.run.build as build
+    import oneloop.job.build as build
     import oneloop.train as module
     from oneloop.optim.guard import Guard
 
@@ -55,17 +55,17 @@ def timed(words: list[str], kind: str) -> tuple[float, float]:
 
         build._flops = flops
     else:
-        from oneloop.run.rehearsal import Rehearsal
+        from oneloop.job.preflight import Preflight
 
-        trying = module.rehearse
+        trying = module.preflight
 
-        def rehearse(*given):
+        def preflight(*given):
             began = time.perf_counter()
-            result = trying(*given) if kind == "tried" else Rehearsal(flops=1.0)
+            result = trying(*given) if kind == "tried" else Preflight(flops=1.0)
             took[0] += time.perf_counter() - began
             return result
 
-        module.rehearse = rehearse
+        module.preflight = preflight
     groups = module.Run.steps
 
     def steps(*given):

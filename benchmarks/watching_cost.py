@@ -35,12 +35,12 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import nn
 
-from oneloop.machine.switches import scheduled_garbage
+from oneloop.machine.torch_settings import scheduled_garbage
 from oneloop.measure.clock import Advice
 from oneloop.measure.meter import Meter
-from oneloop.recipe.bookkeeping import LogConfig
+from oneloop.recipe.run_keys import LogConfig
 from oneloop.show import tracking as tracking_module
-from oneloop.show.display import Display
+from oneloop.show.terminal import Display
 from oneloop.show.tracking import Tracking
 
 EVERY = int(LogConfig().every.amount)  # steps between two lines
@@ -103,7 +103,7 @@ def measure(turns: int, rows: int, folder: Path) -> None:
     def write() -> None:
         figures = meter.read()
         tracking.log({"step": done, "samples": 160 * done, "time": 1.0, "train/lr": 1e-4, **figures})
-        display.figures(done, figures)
+        display.metrics(done, figures)
         advice(meter.clock.overall)
 
     kinds = {"bare": bare, "watched": watched, "control": bare}
@@ -166,7 +166,7 @@ def redraw() -> tuple[float, float]:
     with Display(console=Console(file=io.StringIO(), force_terminal=True, width=100)) as display:
         assert display.bars
         display.begin(lambda: 100, total=1000)
-        display.figures(100, {"train/loss": 1.0, "train/samples_per_second": 1e4})
+        display.metrics(100, {"train/loss": 1.0, "train/samples_per_second": 1e4})
         took = statistics.median(seconds(display.bars.refresh) for _ in range(50))
         return took, 1 / display.bars.live.refresh_per_second
 

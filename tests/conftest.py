@@ -29,21 +29,21 @@ test_endings.py::test_a_death_is_named_and_all_go[1-ddp-
 test_endings.py::test_a_hang_before_the_first_checkpoint_begins_anew
 test_endings.py::test_a_worker_that_stands_still_shows_its_stack
 test_endings.py::test_data_workers_go_with_their_trainer
-test_endings.py::test_another_folder_on_each_rank_is_refused
-test_endings.py::test_ranks_that_see_other_things_are_refused[ddp-wider
+test_endings.py::test_another_folder_on_each_rank_is_rejected
+test_endings.py::test_ranks_that_see_other_things_are_rejected[ddp-wider
 test_endings.py::test_a_signal_to_the_launcher_saves
 test_odd_endings.py::test_variables_that_others_have_left
 test_odd_endings.py::test_without_standard_streams
 test_odd_endings.py::test_nobody_reads
 test_odd_endings.py::test_a_thread_that_stays_holds_nobody
 test_lora.py::test_a_resumed_run_is_the_run_left_alone[fsdp2-2-adamw]
-test_lora.py::test_a_storage_that_does_not_shard_is_refused_under_fsdp2
+test_lora.py::test_a_storage_that_does_not_shard_is_rejected_under_fsdp2
 test_lora.py::test_figures_afterwards_are_those_of_the_run[single-1]
 test_lora.py::test_forty_steps_are_those_of_plain_peft[ddp-2]
 test_lora.py::test_forty_steps_are_those_of_plain_peft[fsdp2-2]
 test_nothing_silent.py::test_it_is_told_and_nothing_is_written[what one rank alone finds, under FSDP2]
 test_chat_wrong.py::test_it_is_told_at_the_command_line
-test_display.py::test_a_run_on_a_terminal_shows_all_that_takes_time
+test_terminal.py::test_a_run_on_a_terminal_shows_all_that_takes_time
 test_recompute.py::test_a_run_is_the_same_to_the_bit[2-fsdp2]
 test_fit.py::test_a_class_of_the_script_that_runs_is_found_again
 test_alone.py::test_batch_size_in_a_plain_script
@@ -56,26 +56,26 @@ test_going_on.py::test_a_disk_that_is_too_small_is_told_before_anything_is_writt
 test_going_on.py::test_a_disk_that_cannot_be_written_is_told
 test_going_on.py::test_only_export_imports_what_a_recipe_names_and_says_so
 test_image_models.py::test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_from[transformers-ddp-2]
-test_keyed.py::test_weights_are_those_of_seeding_always[nothing-2-ddp-2]
+test_seeded_samples.py::test_weights_are_those_of_seeding_always[nothing-2-ddp-2]
 test_worth.py::test_a_run_of_it_from_the_command_line
-test_base.py::test_what_is_damaged_is_made_anew_or_refused[ddp-2]
+test_frozen_weights.py::test_what_is_damaged_is_made_anew_or_rejected[ddp-2]
 test_own_docs.py::test_a_recipe_of_models_trains_and_predicts
 test_own_docs.py::test_the_student_learns_from_its_teacher[ddp-2]
 test_docs_programs.py::test_two_losses_one_of_them_warmed_up[ddp-2]
-test_evaluate.py::test_a_metric_of_several_values_has_their_names_or_is_refused[2-ddp]
+test_evaluate.py::test_a_metric_of_several_values_has_their_names_or_is_rejected[2-ddp]
 test_bad_input.py::test_the_commands_as_typed[command3
 test_bad_input.py::test_the_commands_as_typed[command4
 test_bad_input.py::test_all_ranks_end_together[words4
-test_runs.py::test_a_tasks_own_bug_says_where
-test_runs.py::test_hsdp_trains_the_same_weights_on_four_processes
-test_runs.py::test_a_nan_ends_the_run_with_3[torch.optim.RMSprop-
+test_run_reader.py::test_a_tasks_own_bug_says_where
+test_run_reader.py::test_hsdp_trains_the_same_weights_on_four_processes
+test_run_reader.py::test_a_nan_ends_the_run_with_3[torch.optim.RMSprop-
 test_own_texts.py::test_a_language_model_is_fine_tuned_gone_on_with_and_loaded_by_transformers[text_classification-fsdp2-2]
-test_policy.py::test_a_bad_step_might_as_well_not_have_been[rewind-2-ddp-
-test_policy.py::test_a_bad_step_might_as_well_not_have_been[skip-2-fsdp2-
+test_bad_steps.py::test_a_bad_step_might_as_well_not_have_been[rewind-2-ddp-
+test_bad_steps.py::test_a_bad_step_might_as_well_not_have_been[skip-2-fsdp2-
 test_checkpoints.py::test_any_world_loads_what_any_other_wrote[True-4-hsdp]
 test_checkpoints.py::test_any_world_loads_what_any_other_wrote[True-2-ddp]
 test_noise_scale.py::test_measuring_changes_nothing
-test_lora_others.py::test_adapters_of_other_kinds_are_refused[
+test_lora_others.py::test_adapters_of_other_kinds_are_rejected[
 test_lora_others.py::test_adapters_on_a_model_that_has_changed
 test_throughput.py::test_what_is_slow_is_named_with_its_share[words1
 test_own_task.py::test_the_template_trains_and_is_found_again_from_another_folder[fsdp2-2]
@@ -88,7 +88,7 @@ test_zoo.py::test_a_model_trains_the_same_weights_on_two_processes_or_is_rejecte
 test_zoo.py::test_a_model_trains_the_same_weights_on_two_processes_or_is_rejected[Transposed-fsdp2-False]
 test_start.py::test_help_and_bad_input_import_neither_accelerate_nor_the_loop[words1]
 test_chat_wrong.py::test_rows_without_a_sample_are_skipped_if_asked_and_listed
-test_runs.py::test_a_signal_to_one_rank_stops_all_at_the_same_step
+test_run_reader.py::test_a_signal_to_one_rank_stops_all_at_the_same_step
 test_start.py::test_a_run_of_digits_imports_no_library_that_it_does_not_use
 test_lora.py::test_wrong_inputs_are_told[--task.lora.rank 4 --init.from
 test_lora.py::test_wrong_inputs_are_told[--task.lora.rank 4 --task.lora.targets
@@ -105,11 +105,11 @@ test_image_models.py::test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loa
 test_own_texts.py::test_a_language_model_is_fine_tuned_gone_on_with_and_loaded_by_transformers[text_classification-ddp-2]
 test_apply.py::test_every_task_says_something_of_every_row[causal_lm]
 test_apply.py::test_every_task_says_something_of_every_row[text_regression]
-test_keyed.py::test_weights_are_those_of_seeding_always[nothing-2-fsdp2-0]
-test_keyed.py::test_weights_are_those_of_seeding_always[numpy, from the middle on-2-fsdp2-0]
+test_seeded_samples.py::test_weights_are_those_of_seeding_always[nothing-2-fsdp2-0]
+test_seeded_samples.py::test_weights_are_those_of_seeding_always[numpy, from the middle on-2-fsdp2-0]
 test_as_they_are.py::test_complex_weights_train_are_kept_and_come_back[2-ddp]
 test_as_they_are.py::test_what_is_tried_changes_no_bit[digits-2-ddp]
-test_same_bits.py::test_worlds_that_cannot_be_exact_are_refused[4-hsdp
+test_same_bits.py::test_worlds_that_cannot_be_exact_are_rejected[4-hsdp
 test_docs_programs.py::test_both_sides_lose_the_same[from-trainer.md]
 test_bad_input.py::test_all_ranks_end_together[words1
 test_bad_input.py::test_all_ranks_end_together[words2
@@ -125,9 +125,9 @@ test_lora.py::test_wrong_inputs_are_told[--task.lora.rank 8
 test_own_data.py::test_every_kind_of_file_trains_every_task[a
 test_apply.py::test_every_task_says_something_of_every_row[text_classification]
 test_apply.py::test_every_task_says_something_of_every_row[token_classification]
-test_keyed.py::test_weights_are_those_of_seeding_always[nothing-2-fsdp2
+test_seeded_samples.py::test_weights_are_those_of_seeding_always[nothing-2-fsdp2
 test_replicas.py::test_one_flipped_bit_is_found_and_named[3-ddp-0]
-test_runs.py::test_a_nan_ends_the_run_with_3[adamw-2-ddp]
+test_run_reader.py::test_a_nan_ends_the_run_with_3[adamw-2-ddp]
 test_bad_input.py::test_the_commands_as_typed[command0
 """
 """Tests that are slow too: combinations whose claim another test of the default suite proves, and real waiting."""

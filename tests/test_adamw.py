@@ -11,7 +11,7 @@ import torch
 def pair(dtype=torch.float32) -> list[tuple[torch.nn.Module, torch.optim.Optimizer]]:
     """The same model twice, with the kept lists and with torch's own AdamW."""
     from oneloop.optim.adamw import AdamW
-    from oneloop.optim.groups import parameter_groups
+    from oneloop.optim.parameter_groups import parameter_groups
 
     made = []
     for kind in (AdamW, lambda groups, **options: torch.optim.AdamW(groups, fused=True, **options)):

@@ -13,7 +13,7 @@ import transformers
 
 from oneloop.basics.seeds import key
 from oneloop.data.order import order_of
-from oneloop.tasks.language.lessons import Lessons
+from oneloop.tasks.language.synthetic_chats import SyntheticChats
 from oneloop.tasks.language.tokens import chat_tokenizer
 from oneloop.tasks.sft import SFT
 from worlds import run, train
@@ -32,9 +32,11 @@ def made(tmp_path: Path) -> Path:
     """Conversations in files, and a small Llama with its tokenizer."""
     (tmp_path / "data").mkdir()
     for part in ("train", "validation"):
-        lines = [json.dumps({"messages": one}) for one in Lessons(part).conversations[:800]]
+        lines = [json.dumps({"messages": one}) for one in SyntheticChats(part).conversations[:800]]
         (tmp_path / "data" / f"{part}.jsonl").write_text("\n".join(lines))
-    tokenizer = chat_tokenizer([message["content"] for one in Lessons("train").conversations for message in one], 400)
+    tokenizer = chat_tokenizer(
+        [message["content"] for one in SyntheticChats("train").conversations for message in one], 400
+    )
     tokenizer.save_pretrained(tmp_path / "llama")
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
@@ -63,7 +65,7 @@ def test_the_losses_are_those_of_trl(made, monkeypatch):
     model.set_attn_implementation("sdpa")
     train_set = task.train_set()
     _, ids = order_of(train_set, seed=0, batch=BATCH)[0 : STEPS * BATCH]
-    rows = [Lessons("train").conversations[:800][int(train_set.spans.texts[index])] for index in ids]
+    rows = [SyntheticChats("train").conversations[:800][int(train_set.spans.texts[index])] for index in ids]
 
     from datasets import Dataset
 

@@ -9,18 +9,18 @@ from torch import nn
 
 
 def test_order_and_groups_feed_a_plain_loop():
-    from oneloop.data.groups import Weighed, groups
+    from oneloop.data.batch_layout import BatchLayout
     from oneloop.data.order import Order
-    from oneloop.data.split import Split
+    from oneloop.data.step_batches import CollateWithWeight, groups
 
     accelerator = Accelerator()
     data = [(torch.randn(3), torch.randn(1)) for _ in range(20)]
-    collate = Weighed(
+    collate = CollateWithWeight(
         lambda pairs: {"x": torch.stack([x for x, _ in pairs]), "y": torch.stack([y for _, y in pairs])},
         lambda batch: torch.tensor(float(len(batch["x"]))),
     )
     stream = groups(
-        data, collate, Order(20, seed=0), Split(8, 1, 4), rank=0, seed=0, start=0, device=accelerator.device
+        data, collate, Order(20, seed=0), BatchLayout(8, 1, 4), rank=0, seed=0, start=0, device=accelerator.device
     )
     model = accelerator.prepare(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -32,9 +32,9 @@ def test_order_and_groups_feed_a_plain_loop():
 
 
 def test_norm_clip_and_guard_in_a_plain_loop():
+    from oneloop.optim.bad_steps import Fault
     from oneloop.optim.clip import clip_, global_norm
     from oneloop.optim.guard import Guard
-    from oneloop.optim.policy import Fault
 
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(3, 1))
@@ -84,7 +84,7 @@ def test_meter_in_a_plain_loop():
 
 def test_muon_and_learning_rate_in_a_plain_loop():
     from oneloop.basics.duration import Duration, Scale
-    from oneloop.optim.build import build, muon, set_lr
+    from oneloop.optim.optimizers import build, muon, set_lr
     from oneloop.optim.schedule import cosine, learning_rate
 
     torch.manual_seed(0)
@@ -191,9 +191,9 @@ def test_noise_scale_in_a_plain_loop():
 
 
 def test_policy_and_guard_skip_in_a_plain_loop():
+    from oneloop.optim.bad_steps import BadSteps, Fault, Policy
     from oneloop.optim.clip import global_norm
     from oneloop.optim.guard import Guard
-    from oneloop.optim.policy import BadSteps, Fault, Policy
 
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(3, 1))
@@ -213,7 +213,7 @@ def test_replica_check_garbage_and_switches_in_a_plain_loop():
     import gc
 
     from oneloop.machine.replicas import check_replicas
-    from oneloop.machine.switches import channels_last, float32_products, scheduled_garbage
+    from oneloop.machine.torch_settings import channels_last, float32_products, scheduled_garbage
 
     accelerator = Accelerator()
     float32_products("highest")
@@ -297,10 +297,10 @@ def test_meter_clock_and_profiling_in_a_plain_loop(tmp_path):
 
 
 def test_contract_lines_and_sums_in_a_plain_script(tmp_path):
-    from oneloop.basics.errors import BadInput
+    from oneloop.basics.exit_codes import BadInput
     from oneloop.measure.meter import Sums
-    from oneloop.show.lines import Lines
-    from oneloop.tasks.contract import Contract
+    from oneloop.show.metrics_file import Lines
+    from oneloop.tasks.protocol_checks import Contract
 
     class Points:
         def collate(self, samples):
@@ -321,7 +321,7 @@ def test_contract_lines_and_sums_in_a_plain_script(tmp_path):
     sums, lines = Sums(("half",)), Lines(tmp_path / "metrics.jsonl")
     for weight in (1.0, 3.0):
         sums.add(*contract.loss(model, one), weight=weight)
-    lines.append({"step": 1, "train/half": float(sums.figures[0]) / 4})
+    lines.append({"step": 1, "train/half": float(sums.metrics[0]) / 4})
     state = lines.state_dict()
     lines.append({"step": 2})
     lines.back_to(state, kept=b"event")

@@ -127,7 +127,7 @@ BAD = {
     "no such weights": (["evaluate", "run", "--weights", "mean"], "holds no average"),
     "no such checkpoint": (["evaluate", "run", "--checkpoint", "4"], "--checkpoint 4: there is none; steps: "),
     "no such average": (["evaluate", "run", "--checkpoint", "6", "--weights", "mean"], "has no average 'mean'"),
-    "no such data": (["evaluate", "run", "--data", "nothing"], "--data nothing: 'nothing' is no such file or folder"),
+    "no such data": (["evaluate", "run", "--data", "nothing"], "--data nothing: 'nothing' is not a file or folder"),
     "labels of others": (["evaluate", "run", "--data", "others"], "were never trained on"),
     "no file": (["predict", "run"], "needs a file to write to: --to"),
     "another ending": (["predict", "run", "--to", "said.xlsx"], "is none of .parquet, .jsonl, .csv"),
@@ -154,7 +154,7 @@ def test_what_is_wrong_is_told(pictures, tmp_path, name):
     assert sorted(tmp_path.iterdir()) == there
 
 
-def test_a_damaged_run_is_refused(pictures, tmp_path):
+def test_a_damaged_run_is_rejected(pictures, tmp_path):
     shutil.copytree(pictures / "run", tmp_path / "run")
     shutil.copytree(pictures / "data", tmp_path / "data")
     file = tmp_path / "run" / "final" / "model.safetensors"
@@ -181,8 +181,8 @@ def test_through_the_launcher_as_typed(pictures, tmp_path, capfd):
 
 def odd(to: str) -> int:
     """Writes columns whose types change as they go on."""
+    from oneloop.launch.processes import start
     from oneloop.predict import write
-    from oneloop.run.processes import start
 
     world = start()
     each = 9 // world.ranks
@@ -213,7 +213,7 @@ def test_an_image_that_cannot_be_read_ends_all_ranks_with_its_name(pictures, tmp
     assert "Traceback" not in world.output and sorted(path.name for path in tmp_path.iterdir()) == ["flat"]
 
 
-def test_other_data_than_it_was_trained_with_is_refused(pictures, tmp_path):
+def test_other_data_than_it_was_trained_with_is_rejected(pictures, tmp_path):
     for place in ("run", "data"):
         shutil.copytree(pictures / place, tmp_path / place)
     (tmp_path / "data" / "alpha").rename(tmp_path / "data" / "zeta")

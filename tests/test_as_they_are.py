@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from oneloop.data.rows.found import found
+from oneloop.data.rows.find_files import found
+from oneloop.job.model import in_dtype
 from oneloop.measure.throughput import training_flops
-from oneloop.optim.build import adamw, build, set_lr
-from oneloop.recipe.kinds import documented, wanted
-from oneloop.run.model import in_dtype
-from oneloop.show.runs import Curve, Follower, read_record
+from oneloop.optim.optimizers import adamw, build, set_lr
+from oneloop.recipe.key_rules import documented, wanted
+from oneloop.show.run_reader import Curve, Follower, read_record
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.language.texts import documents
 from silent_cases import ALL, BASE
@@ -250,9 +250,9 @@ class Counting(nn.Module):
 def untried(words: list[str]) -> None:
     """A run without the rehearsal."""
     import oneloop.train as module
-    from oneloop.run.rehearsal import Rehearsal
+    from oneloop.job.preflight import Preflight
 
-    module.rehearse = lambda *_: Rehearsal(draws=True)
+    module.preflight = lambda *_: Preflight(draws=True)
     here(words)
 
 
@@ -260,9 +260,9 @@ def leaking(words: list[str]) -> None:
     """A run whose rehearsal puts nothing back."""
     import contextlib
 
-    from oneloop.run import passes, rehearsal
+    from oneloop.job import preflight, trial_passes
 
-    rehearsal.undone = passes.undone = lambda *_: contextlib.nullcontext()
+    preflight.undone = trial_passes.undone = lambda *_: contextlib.nullcontext()
     here(words)
 
 
@@ -334,8 +334,8 @@ def test_splits_of_a_data_set_are_its_own(tmp_path, monkeypatch):
     """``datasets`` loads a folder as it loads a set from the hub."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    from oneloop.data.rows.sources import Source
-    from oneloop.data.rows.table import hub
+    from oneloop.data.rows.arrow_tables import hub
+    from oneloop.data.rows.open_data import Source
     from oneloop.tasks.columns import check_texts
 
     (tmp_path / "data").mkdir()

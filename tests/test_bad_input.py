@@ -57,7 +57,7 @@ BAD = {
     "an unknown model": (["digits", "--task.model", "resnet19"], ["task.model", "resnet18"]),
     "an unknown data set": (["digits", "--task.data", "diggits"], ["task.data", "diggits"]),
     "a learning rate below zero": (["digits", "--optimizer.lr", "-1"], ["optimizer.lr", "at least 0"]),
-    "a micro-batch that is no number": (["digits", "--batch.micro", "most"], ["batch.micro", "most", "auto"]),
+    "a micro-batch thatis not a number": (["digits", "--batch.micro", "most"], ["batch.micro", "most", "auto"]),
     "two averages that exclude each other": (
         ["digits", "--ema.half_life", "2ep", "--ema.decay", "0.9"],
         ["ema.half_life", "ema.decay", "one of them"],

@@ -40,13 +40,13 @@ def _change_totals(changed: Any) -> None:
 
 def a_ranks_slice() -> None:
     """All ranks take the first one's samples."""
-    from oneloop.data import groups
+    from oneloop.data import step_batches
 
-    class Places(groups._Places):
+    class Places(step_batches._Places):
         def __init__(self, order: Any, split: Any, *, rank: int, start: int) -> None:
             super().__init__(order, split, rank=0, start=start)
 
-    groups._Places = Places
+    step_batches._Places = Places
 
 
 def no_sync() -> None:
@@ -68,7 +68,7 @@ def reduced_in_bf16() -> None:
     """FSDP2 reduces and accumulates in bf16, as accelerate would have it."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from oneloop.run import processes
+    from oneloop.launch import processes
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     processes.sharded_precision = lambda precision: policy

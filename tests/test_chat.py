@@ -34,7 +34,7 @@ from chats import (
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.completions import completed
 from oneloop.tasks.language.conversations import encoded
-from oneloop.tasks.language.samples import IGNORE, spans
+from oneloop.tasks.language.sequences import IGNORE, spans
 from oneloop.tasks.sft import SFT
 from worlds import run, train
 
@@ -129,13 +129,13 @@ def test_what_is_trained_is_what_the_assistant_says_and_the_end_of_its_turns(nam
     family, tokenizer, chat = FAMILIES[name], tokenizer_of(name), chat_of(name)
     template = of_trl(family.training) if family.training else None
     assert family.known_by in chat.note
-    refused = turns = 0
+    rejected = turns = 0
     for number in range(200):
         messages = conversation(number, tools=family.tools)
         tools = TOOLS if calls(messages) else None
-        if family.refuses(messages):
-            refused += 1
-            with pytest.raises(ValueError, match="the chat template refuses it: .*(alternate|Cannot pass both)"):
+        if family.rejects(messages):
+            rejected += 1
+            with pytest.raises(ValueError, match="the chat template raised an error: .*(alternate|Cannot pass both)"):
                 chat.encode(messages, tools)
             continue
         found = chat.encode(messages, tools)
@@ -153,7 +153,7 @@ def test_what_is_trained_is_what_the_assistant_says_and_the_end_of_its_turns(nam
         assert all(tokenizer.decode([tokens[at]]) in family.special for at in last)
         turns += len(ends)
     assert turns > 300 or name == "gemma 3"
-    assert bool(refused) == (name in ("gemma 3", "gpt-oss"))
+    assert bool(rejected) == (name in ("gemma 3", "gpt-oss"))
 
 
 SYSTEM = {"role": "system", "content": "Be kind."}

@@ -136,7 +136,7 @@ BAD = {
     ),
     "a template that raises": Bad(
         with_file(PLAIN + "{{ raise_exception('only for birds') }}"),
-        ("train.jsonl, row 0", "the chat template refuses it: only for birds"),
+        ("train.jsonl, row 0", "the chat template raised an error: only for birds"),
     ),
     "a template that ends no turn": Bad(
         with_template("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"),
@@ -178,7 +178,7 @@ BAD = {
     ),
     "a picture": Bad(
         rows(*[{"messages": [USER | {"content": [IMAGE]}, *turns("yo", first="assistant")]}] * 3),
-        ("train.jsonl, row 0: message 0 holds more than text", "this task reads text alone"),
+        ("train.jsonl, row 0: message 0 holds more than text", "this task supports only text"),
     ),
     "no messages": Bad(chat(), ("train.jsonl, row 1: a list of messages is needed, and there is '[]'",)),
     "no conversation": Bad(
@@ -191,7 +191,7 @@ BAD = {
     ),
     "an empty completion": Bad(
         rows({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}),
-        ("train.jsonl, row 1: the completion is empty; fill it, or leave the row out",),
+        ("train.jsonl, row 1: the completion is empty; fill it, or remove the row",),
     ),
     "texts and conversations": Bad(
         rows({"prompt": "a", "completion": "b"}, {"prompt": '[{"role": "user"}]', "completion": '[{"role": "user"}]'}),

@@ -1,4 +1,4 @@
-"""Checkpoints: any world loads what any other wrote; what is damaged is found; trouble loses nothing."""
+"""Checkpoints: any world loads what any other wrote; what is damaged is found; problem loses nothing."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Odd(nn.Module):
 
 
 def build(make: str):
-    from oneloop.optim.build import adamw, build, muon, sgd
-    from oneloop.run.processes import start
+    from oneloop.launch.processes import start
+    from oneloop.optim.optimizers import adamw, build, muon, sgd
 
     world = start()
     torch.manual_seed(1)
@@ -57,7 +57,7 @@ def step(model, optimizer, number: int) -> float:
 
 def everything(model, optimizer) -> dict[str, torch.Tensor]:
     from oneloop.basics.tensors import optimizer_tensors
-    from oneloop.checkpoint.state import model_tensors
+    from oneloop.checkpoint.state_dict import model_tensors
 
     found = model_tensors(model) | optimizer_tensors(model, optimizer)
     return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in found.items()}
@@ -218,7 +218,7 @@ def test_a_draft_is_never_read_and_a_second_seal_replaces_the_first(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
 
 
-# --- trouble ----------------------------------------------------------------------------------------------------------
+# --- problem ----------------------------------------------------------------------------------------------------------
 
 
 def troubled(root: str, sync: bool, rank: int):
@@ -244,7 +244,7 @@ def troubled(root: str, sync: bool, rank: int):
         told.append(checkpoints.save(number, model, optimizer, {"number": number}, keep=Keep(newest=9)))
     told.append(checkpoints.finish())
     checkpoints.close()
-    return [trouble is not None for trouble in told]
+    return [problem is not None for problem in told]
 
 
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)])

@@ -197,7 +197,7 @@ def test_a_tied_weight_gets_both_gradients():
     assert off(gradients(found, [weight])[0], gradients(wanted, [weight])[0]) <= 1e-12
 
 
-def test_a_second_backward_is_refused():
+def test_a_second_backward_is_rejected():
     inputs, target = tensors()
     total = chunked_cross_entropy(*inputs[:2], target).total
     total.backward(retain_graph=True)
@@ -300,7 +300,7 @@ def test_losses_are_a_plain_tuple():
     assert len(tree_leaves(losses)) == 3 and type(pickle.loads(pickle.dumps(losses))) is Losses
 
 
-def test_models_that_come_to_their_logits_in_another_way_are_refused():
+def test_models_that_come_to_their_logits_in_another_way_are_rejected():
     import transformers
 
     bert = {key: value for key, value in LLAMA.items() if key not in ("head_dim", "num_key_value_heads")}
@@ -344,7 +344,7 @@ def test_models_that_come_to_their_logits_in_another_way_are_refused():
         without_logits(model)
 
 
-def test_float16_is_refused():
+def test_float16_is_rejected():
     hidden, weight = torch.randn(3, 4, dtype=torch.float16), torch.randn(5, 4, dtype=torch.float16)
     with pytest.raises(ValueError, match="does not work in fp16: small gradients of the logits underflow"):
         chunked_cross_entropy(hidden, weight, torch.tensor([0, 1, 2]))

@@ -26,7 +26,7 @@ GPT = [
     "--task.block",
     "32",
     "--task.data",
-    str(ROOT / "src/oneloop/run/processes.py"),
+    str(ROOT / "src/oneloop/launch/processes.py"),
     "--batch.size",
     "8",
 ]
@@ -132,7 +132,7 @@ def test_a_compiled_run_under_fsdp2_has_the_same_losses(tmp_path):
 @pytest.mark.parametrize(("words", "scope"), [(GPT, "regional"), (GPT, "whole"), (DIGITS, "whole")])
 def test_the_same_losses_over_40_steps(tmp_path, words, scope, ranks, config):
     if (scope, config) == ("whole", "fsdp2") and words is GPT:
-        pytest.skip("refused; see above")
+        pytest.skip("rejected; see above")
     pair(tmp_path, words, scope, ranks=ranks, config=config, steps=40)
 
 

@@ -52,7 +52,7 @@ def test_average_and_checkpoints_are_saved_and_resumed(tmp_path):
     first, second = on_two(tmp_path, "checkpoints.py", "averaged"), on_two(tmp_path, "checkpoints.py", "averaged")
     first.ok()
     (stopped,), _ = second.ok()
-    assert "going on from plain-run/checkpoints" not in first.output and "step 40" in second.output
+    assert "resuming from plain-run/checkpoints" not in first.output and "step 40" in second.output
     whole = tmp_path / "whole"
     whole.mkdir()
     text = PARTS["checkpoints.py"].replace("stop = 20 if count.step == 0 else 40", "stop = 40")

@@ -29,7 +29,7 @@ def test_durations_become_whole_steps_rounded_up(text, steps):
 
 
 @pytest.mark.parametrize("text", ["-5", "five", "5 parsecs", "", "5 %%", "1M", "nan"])
-def test_what_is_no_duration_is_refused(text):
+def test_what_is_no_duration_is_rejected(text):
     if text == "1M":
         assert Duration(text).steps(SCALE) == 10**6
         return

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from oneloop.basics.power_function import gamma, post_hoc
 from oneloop.checkpoint.store import Store
-from oneloop.ema import EMA
+from oneloop.ema import EMA, gamma, post_hoc
 from worlds import run, train
 
 RECIPE = """
@@ -115,7 +114,7 @@ def on_given_weights() -> dict:
     from torch.distributed.tensor import DTensor, distribute_tensor
     from torch.profiler import profile
 
-    from oneloop.run.processes import start
+    from oneloop.launch.processes import start
 
     started = start()
     model = started.prepare(Uneven())
@@ -280,6 +279,6 @@ def test_post_hoc_mixes_come_near_the_average_that_was_not_kept():
 @pytest.mark.parametrize(
     "bad", [{}, {"half_life": 3.0, "decay": 0.9}, {"half_life": 0.0}, {"decay": 1.0}, {"power": 0.3}]
 )
-def test_what_is_no_average_is_refused(bad):
+def test_what_is_no_average_is_rejected(bad):
     with pytest.raises(ValueError, match="EMA|ema"):
         EMA(nn.Linear(2, 2), **bad)

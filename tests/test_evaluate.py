@@ -54,7 +54,7 @@ def results() -> dict:
     from torch.distributed.fsdp import FSDPModule
 
     from oneloop.evaluate import evaluate
-    from oneloop.run.processes import start
+    from oneloop.launch.processes import start
 
     world = start()
     model = world.prepare(Same())
@@ -91,7 +91,7 @@ class Centred(nn.Module):
 
 def with_statistics() -> dict:
     from oneloop.evaluate import evaluate
-    from oneloop.run.processes import start
+    from oneloop.launch.processes import start
 
     world = start()
     rank = world.accelerator.process_index
@@ -136,7 +136,7 @@ def classwise(argv: list[str], *, named: bool) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp")])
-def test_a_metric_of_several_values_has_their_names_or_is_refused(tmp_path, ranks, config):
+def test_a_metric_of_several_values_has_their_names_or_is_rejected(tmp_path, ranks, config):
     words = [
         "digits",
         "--duration",
@@ -150,11 +150,11 @@ def test_a_metric_of_several_values_has_their_names_or_is_refused(tmp_path, rank
         "--run.dir",
         "a",
     ]
-    refused = run(partial(classwise, named=False), words, ranks=ranks, config=config, folder=tmp_path)
-    assert refused.codes == [2] * ranks and not (tmp_path / "a").exists()
+    rejected = run(partial(classwise, named=False), words, ranks=ranks, config=config, folder=tmp_path)
+    assert rejected.codes == [2] * ranks and not (tmp_path / "a").exists()
     assert (
         "the metric 'recall' computes 10 values without names; wrap it in torchmetrics' ClasswiseWrapper"
-        in refused.output
+        in rejected.output
     )
     run(partial(classwise, named=True), words, ranks=ranks, config=config, folder=tmp_path).ok()
     found = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]

@@ -14,12 +14,12 @@ from PIL import Image
 from torch.nn import functional as F
 
 from oneloop.evaluate import evaluate
-from oneloop.run.processes import start
+from oneloop.launch.processes import start
 from oneloop.show.examples import Examples
 from oneloop.show.pictures import data_url, matrix, picture, tiles
 from oneloop.tasks.causal_lm import CausalLM
+from oneloop.tasks.evaluation_metrics import directions
 from oneloop.tasks.image_classification import ImageClassification
-from oneloop.tasks.metrics import directions
 from worlds import ROOT, run, train
 
 
@@ -248,7 +248,7 @@ def test_what_cannot_be_shown_stops_nothing(how, worst, fixed):
     shown = json.loads(json.dumps(examples.plain()))["samples"]
     assert [one["worst"] for one in shown] == [True] * worst + [False] * fixed
     assert all(one["prediction"] == "3" for one in shown)
-    assert ("cannot be shown (Odd.show" in examples.trouble) == (how in ("raises", "nothing"))
+    assert ("cannot be shown (Odd.show" in examples.problem) == (how in ("raises", "nothing"))
 
 
 def test_a_model_gone_bad_still_writes():

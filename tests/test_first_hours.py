@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from oneloop import cli
-from oneloop.basics.errors import BadInput
-from oneloop.show.display import figure, summary_table
+from oneloop.basics.exit_codes import BadInput
 from oneloop.show.examples import plain
 from oneloop.show.pictures import beside, picture
-from oneloop.show.report.samples import _verdict
+from oneloop.show.report.example_pages import _verdict
+from oneloop.show.terminal import figure, summary_table
 from silent_cases import unfinished
 from worlds import after, run, train
 
@@ -149,14 +149,14 @@ def test_it_goes_on_where_it_was_and_not_on_a_longer_run(folder):
     parts = load_file(folder / "run" / "final" / "model.safetensors")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     longer = ["mine.py:Annealed", *COMMON, "--duration", "40", "--run.dir", "run"]
-    refused = run(train, longer, folder=folder)
-    assert refused.codes == [2] and "along which the loss changes: 20 -> 40" in refused.output
+    rejected = run(train, longer, folder=folder)
+    assert rejected.codes == [2] and "along which the loss changes: 20 -> 40" in rejected.output
 
 
 def test_a_model_that_is_not_called_is_told_of_where_it_is_wrapped(folder):
     run(train, ["mine.py:Inside", *COMMON, "--run.dir", "one"], folder=folder).ok()
-    refused = run(train, ["mine.py:Inside", *COMMON, "--run.dir", "two"], ranks=2, config="ddp", folder=folder)
-    assert refused.codes == [2, 2] and "has no 'decoder': call model(...)" in refused.output
+    rejected = run(train, ["mine.py:Inside", *COMMON, "--run.dir", "two"], ranks=2, config="ddp", folder=folder)
+    assert rejected.codes == [2, 2] and "has no 'decoder': call model(...)" in rejected.output
     assert not (folder / "two").exists()
 
 
@@ -169,7 +169,8 @@ def test_what_generates(folder, config, ranks):
     world = run(train, ["mine.py:Failing", *COMMON, "--run.dir", "failing"], **how)
     world.ok()
     assert (
-        world.output.count("nothing is generated (Failing.generate: KeyError: 'no such thing'); training goes on") == 1
+        world.output.count("nothing is generated (Failing.generate: KeyError: 'no such thing'); training continues")
+        == 1
     )
 
 
@@ -179,8 +180,8 @@ def test_columns_may_be_tensors_and_texts(folder):
     rows = [json.loads(line) for line in (folder / "said.jsonl").read_text().splitlines()]
     assert [row["row"] for row in rows] == list(range(64)) and all(len(row["said"]) == 4 for row in rows)
     assert all(row["largest"] == max(row["said"]) and isinstance(row["name"], str) for row in rows)
-    refused = after(folder, "predict", "run", "--data", "any", "--to", "no.jsonl", "--task", "mine.py:Columns")
-    assert refused.codes == [2] and "Columns.predicted returned a float as 'one' for 16 samples" in refused.output
+    rejected = after(folder, "predict", "run", "--data", "any", "--to", "no.jsonl", "--task", "mine.py:Columns")
+    assert rejected.codes == [2] and "Columns.predicted returned a float as 'one' for 16 samples" in rejected.output
 
 
 def test_the_figures_are_those_of_the_weights_in_final(folder):
@@ -277,8 +278,8 @@ def test_another_file_of_the_same_name_is_another_task(folder):
     (folder / "there").mkdir()
     (folder / "there" / "mine.py").write_text(TASK + "# another\n")
     words = ["mine.py:Annealed", *COMMON, "--run.dir", str(folder / "run")]
-    refused = run(train, words, folder=folder / "there")
-    assert refused.codes == [2] and f"was trained with the task of {folder / 'mine.py'}" in refused.output
+    rejected = run(train, words, folder=folder / "there")
+    assert rejected.codes == [2] and f"was trained with the task of {folder / 'mine.py'}" in rejected.output
     (folder / "there" / "mine.py").write_text(TASK)  # a copy
     run(train, words, folder=folder / "there").ok()
 
@@ -293,8 +294,8 @@ WRONG = {
 def test_wrong_files(folder, case):
     members, says = WRONG[case]
     (folder / "wrong.py").write_text(f"import mine\n\nclass Wrong(mine.Annealed):\n{members}")
-    refused = run(train, ["wrong.py:Wrong", *COMMON, "--run.dir", "run"], folder=folder)
-    assert refused.codes == [2] and says in refused.output and not (folder / "run").exists()
+    rejected = run(train, ["wrong.py:Wrong", *COMMON, "--run.dir", "run"], folder=folder)
+    assert rejected.codes == [2] and says in rejected.output and not (folder / "run").exists()
 
 
 def _again_in_a_notebook() -> None:
@@ -327,9 +328,9 @@ def _again_in_a_notebook() -> None:
         fit(module.Annealed, **{**how, "run": {"dir": "auto"}}, batch={"micro": "auto"})
     with pytest.raises(BadInput, match="fit takes a recipe or the class of a task, got <.*pass its arguments"):
         fit(module.Annealed())
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(BadInput) as rejected:
         fit(module.Annealed, task={"width": "wide"})
-    assert refused.value.__cause__ is None and refused.value.__suppress_context__  # its sentence is enough
+    assert rejected.value.__cause__ is None and rejected.value.__suppress_context__  # its sentence is enough
 
 
 def test_a_class_of_a_notebook_that_was_changed(tmp_path):
@@ -343,8 +344,8 @@ def test_a_script_without_a_guard_is_not_trained_by_evaluate(folder):
     (folder / "script.py").write_text(script)
     done = subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    refused = after(folder, "evaluate", "run")
-    assert refused.codes == [2] and 'put the call under if __name__ == "__main__":' in refused.output
+    rejected = after(folder, "evaluate", "run")
+    assert rejected.codes == [2] and 'put the call under if __name__ == "__main__":' in rejected.output
     repeat = (folder / "run" / "report.html").read_text()
     assert "oneloop launch --config_file single" in repeat and "script.py:Annealed --duration 3" in repeat
 
@@ -360,8 +361,8 @@ def test_a_changed_file_is_told_of_when_its_run_has_ended(folder):
 
 def test_predictions_as_csv_keep_texts(folder):
     run(train, ["mine.py:Annealed", *COMMON, "--run.dir", "run"], folder=folder).ok()
-    refused = after(folder, "predict", "run", "--data", "any", "--to", "said.csv")
-    assert refused.codes == [2] and "said hold a list for each sample" in refused.output
+    rejected = after(folder, "predict", "run", "--data", "any", "--to", "said.csv")
+    assert rejected.codes == [2] and "said hold a list for each sample" in rejected.output
     (folder / "flat.py").write_text(
         "import mine\n\nclass Flat(mine.Annealed):\n    def predicted(self, batch, outputs):\n"
         "        return {'name': batch['name'], 'first': outputs['said'][:, 0]}\n"

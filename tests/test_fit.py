@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from oneloop.basics.errors import BadInput, Diverged
-from oneloop.data.keyed import SampleError
+from oneloop.basics.exit_codes import BadInput, Diverged
+from oneloop.data.seeded_samples import SampleError
 from oneloop.recipe.parse import read, recipe
 from worlds import _free_port, run, train
 
@@ -268,20 +268,20 @@ def test_in_a_thread(tmp_path):
 def _in_a_thread() -> None:
     from oneloop import fit
 
-    found, refused = [], []
+    found, rejected = [], []
 
     def one(folder: str) -> None:
         try:
             found.append(fit("digits", duration=2, run={"dir": folder}, **QUIET))
         except BadInput as error:
-            refused.append(str(error))
+            rejected.append(str(error))
 
     threads = [threading.Thread(target=one, args=(folder,)) for folder in ("one", "two")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [summary["step"] for summary in found] == [2] and "another fit is under way" in refused[0]
+    assert [summary["step"] for summary in found] == [2] and "another fit is under way" in rejected[0]
     for wrong in ({"name": "other.py:T"}, "other.py:T"):
         with pytest.raises(BadInput, match="two tasks given"):
             fit(Points, task=wrong)
@@ -361,7 +361,7 @@ def test_recipes_from_python():
 
     other = type("Points", (Points,), {})  # of the same name
 
-    refused = {
+    rejected = {
         "cannot be found by its name": {"task": Hidden},
         "now refers to a different object than": {"task": other},
         "batch.size is given twice": {"source": "digits", "batch.size": 16, "batch": {"size": 32}},
@@ -372,6 +372,6 @@ def test_recipes_from_python():
         "no recipe given": {},
         "cannot be read": {"source": "not_here.yaml"},
     }
-    for message, asked in refused.items():
+    for message, asked in rejected.items():
         with pytest.raises(BadInput, match=message):
             recipe(**asked)

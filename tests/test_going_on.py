@@ -19,22 +19,22 @@ from oneloop.checkpoint.store import MANIFEST, Store, problems, read_manifest
 from oneloop.cli import main
 from oneloop.recipe.comparison import difference
 from oneloop.run.folder import Folder
-from oneloop.show.lines import Lines
-from oneloop.show.runs import read_record
+from oneloop.show.metrics_file import Lines
+from oneloop.show.run_reader import read_record
 from silent_cases import BASE, CHANGES, DAMAGE, WORDS, lay, unfinished
 from worlds import here, run, train
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_resume_refuses_what_has_changed(tmp_path, name):
+def test_a_resume_rejects_what_has_changed(tmp_path, name):
     members, options, says = CHANGES[name]
     lay(tmp_path)
     run(here, WORDS, folder=tmp_path).ok()
     unfinished(tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     lay(tmp_path, members)
-    refused = run(here, WORDS, options=options, folder=tmp_path)
-    assert refused.codes == [2] and says in refused.output, refused.output
+    rejected = run(here, WORDS, options=options, folder=tmp_path)
+    assert rejected.codes == [2] and says in rejected.output, rejected.output
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert {path.name for path in before.keys() ^ after.keys()} <= {".lock"}
     assert all(after[path] == content for path, content in before.items())
@@ -43,7 +43,7 @@ def test_a_resume_refuses_what_has_changed(tmp_path, name):
         assert accepted.codes == [0] and f"accepted: {says}" in accepted.output, accepted.output
 
 
-def test_another_type_of_weights_is_refused_and_changed_source_is_told(tmp_path):
+def test_another_type_of_weights_is_rejected_and_changed_source_is_told(tmp_path):
     lay(tmp_path)
     run(here, WORDS, folder=tmp_path).ok()
     unfinished(tmp_path / "run")
@@ -53,7 +53,7 @@ def test_another_type_of_weights_is_refused_and_changed_source_is_told(tmp_path)
     (tmp_path / "mine.py").write_text(BASE + "    # a bug is mended here\n    pass\n")
     mended = run(here, WORDS, folder=tmp_path)
     assert mended.codes == [0] and "the source of the task has changed since" in mended.output
-    assert "going on from run/checkpoints/step-00000008" in mended.output
+    assert "resuming from run/checkpoints/step-00000008" in mended.output
 
 
 def test_samples_that_are_others_each_time_have_no_checksum(tmp_path):
@@ -205,7 +205,7 @@ def test_corruptions_of_a_run_folder(tmp_path, whole, times):
             continue
         (source / name).write_bytes(bad)
         try:
-            finished = Folder(source, say=told.append).inspect(resolved)  # never refuses: the recipe is the run's own
+            finished = Folder(source, say=told.append).inspect(resolved)  # never rejects: the recipe is the run's own
             read_record(source)
             if name in ("summary.json", "final/model.safetensors", f"final/{MANIFEST}"):
                 same = name == "summary.json" and told == [] and json.loads(bad) == json.loads(content)
@@ -258,7 +258,7 @@ def without_rows(path: Path, manifest: dict) -> None:
     ("change", "says"),
     [(relabelled, "is I32 in rank-00000.safetensors, and F32"), (without_rows, "is not whole: 0 of")],
 )
-def test_forged_files_are_refused(tmp_path, whole, change, says):
+def test_forged_files_are_rejected(tmp_path, whole, change, says):
     shutil.copytree(whole / "cut", tmp_path / "run")
     newest = Store(tmp_path / "run" / "checkpoints").sealed()[-1]
     assert problems(newest) == []
@@ -266,7 +266,7 @@ def test_forged_files_are_refused(tmp_path, whole, change, says):
     assert any(says in wrong for wrong in problems(newest)), problems(newest)
 
 
-def test_another_steps_name_and_links_are_refused(tmp_path, whole):
+def test_another_steps_name_and_links_are_rejected(tmp_path, whole):
     shutil.copytree(whole / "cut", tmp_path / "run")
     store = Store(tmp_path / "run" / "checkpoints")
     newest = store.sealed()[-1]
@@ -356,8 +356,8 @@ def test_what_is_the_users_own_is_never_overwritten(tmp_path):
     lay(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.yaml").write_text("# by hand\nseed: 1\n")
-    refused = run(here, WORDS, folder=tmp_path)
-    assert refused.codes == [2] and "no run of oneloop" in refused.output
+    rejected = run(here, WORDS, folder=tmp_path)
+    assert rejected.codes == [2] and "no run of oneloop" in rejected.output
     assert (tmp_path / "run" / "recipe.yaml").read_text() == "# by hand\nseed: 1\n"
 
 
@@ -440,7 +440,7 @@ def test_an_unchanged_run_goes_on_whatever_its_repr_and_its_samples(tmp_path):
             timeout=120,
         )
         assert ended.returncode == 0, ended.stderr
-    assert "going on from run/checkpoints/step-00000008" in ended.stdout
+    assert "resuming from run/checkpoints/step-00000008" in ended.stdout
 
 
 def test_a_run_in_float64_is_exported_as_it_is(tmp_path):
@@ -535,7 +535,7 @@ def test_control_characters_never_reach_a_terminal(tmp_path, whole):
     (newest / evil).touch()
     tool = str(Path(sys.executable).with_name("oneloop"))
     for words in (
-        ["watch", str(folder), "--once", "--figures", f"train/{evil}"],
+        ["watch", str(folder), "--once", "--metrics", f"train/{evil}"],
         ["verify", str(folder)],
         ["report", str(folder)],
     ):

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from oneloop.optim.build import adamw, build, muon, sgd
+from oneloop.optim.bad_steps import Fault
 from oneloop.optim.clip import global_norm
 from oneloop.optim.guard import Guard
-from oneloop.optim.policy import Fault
+from oneloop.optim.optimizers import adamw, build, muon, sgd
 from tiny import backward, three_layers
 
 

@@ -90,7 +90,7 @@ def bert(layers: int):
 
 def pretrained(folder: str) -> tuple[Samples, float]:
     """A model that is mapped and sharded."""
-    from oneloop.run.processes import start
+    from oneloop.launch.processes import start
     from oneloop.tasks.transformers_models import auto_model
 
     world = start()
@@ -105,8 +105,8 @@ def pretrained(folder: str) -> tuple[Samples, float]:
 
 def from_scratch(turns: bool, layers: int, sharded: bool) -> tuple[Samples, float]:
     """A model that is made, in turn or by all at once."""
-    from oneloop.machine.in_turn import in_turn
-    from oneloop.run.processes import start
+    from oneloop.launch.processes import start
+    from oneloop.machine.load_in_turn import in_turn
 
     world = start()
 

@@ -16,10 +16,10 @@ from sklearn.datasets import load_digits
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
-from oneloop.data.keyed import Keyed
+from oneloop.data.seeded_samples import SeededSamples
+from oneloop.tasks.augmentation import Augmentation, Blended, prepared
+from oneloop.tasks.evaluation_metrics import ClassCounts
 from oneloop.tasks.image_classification import ImageClassification
-from oneloop.tasks.metrics import ClassCounts
-from oneloop.tasks.pixels import Augmentation, Blended, prepared
 from own_files import images
 from worlds import run, train
 
@@ -78,7 +78,7 @@ class Flat:
 
 
 def test_mixup_is_what_its_paper_says_and_a_function_of_the_place():
-    mixed = Keyed(Blended(Flat(50), 50, mixup=0.4, cutmix=0.0), seed=3)
+    mixed = SeededSamples(Blended(Flat(50), 50, mixup=0.4, cutmix=0.0), seed=3)
     for index in range(50):
         (_, (image, label)), (_, (again, label_again)) = mixed[2, index], mixed[2, index]
         assert torch.equal(image, again) and torch.equal(label, label_again)
@@ -86,11 +86,11 @@ def test_mixup_is_what_its_paper_says_and_a_function_of_the_place():
         assert torch.allclose(image, label @ torch.arange(50.0), atol=1e-4)  # each class is one image's value
     shares = torch.stack([mixed[epoch, 0][1][1][0] for epoch in range(400)])
     assert len(shares.unique()) > 300  # another partner and another share in every epoch
-    assert not torch.equal(mixed[0, 7][1][0], Keyed(mixed.dataset, seed=4)[0, 7][1][0])
+    assert not torch.equal(mixed[0, 7][1][0], SeededSamples(mixed.dataset, seed=4)[0, 7][1][0])
 
 
 def test_cutmix_shares_are_those_of_the_areas():
-    cut = Keyed(Blended(Flat(), 5, mixup=0.0, cutmix=1.0), seed=0)
+    cut = SeededSamples(Blended(Flat(), 5, mixup=0.0, cutmix=1.0), seed=0)
     shares = []
     for index in range(50):
         _, (image, label) = cut[0, index]
@@ -104,10 +104,10 @@ def test_cutmix_shares_are_those_of_the_areas():
 
 
 def test_both_are_drawn_at_even_odds_and_the_share_is_of_the_beta_distribution():
-    both = Keyed(Blended(Flat(), 5, mixup=0.3, cutmix=1.0), seed=0)
+    both = SeededSamples(Blended(Flat(), 5, mixup=0.3, cutmix=1.0), seed=0)
     blends = [len(both[epoch, 1][1][0].unique()) == 1 for epoch in range(1000)]
     assert 0.45 < np.mean(blends) < 0.65  # a rectangle without area counts as a blend here
-    mixed = Keyed(Blended(Flat(50), 50, mixup=0.3, cutmix=0.0), seed=0)
+    mixed = SeededSamples(Blended(Flat(50), 50, mixup=0.3, cutmix=0.0), seed=0)
     shares = torch.stack([mixed[epoch, 1][1][1][1] for epoch in range(2000)]).double()
     assert shares.mean() == pytest.approx(0.51, abs=0.03)  # one partner in 50 is the image itself
     assert shares.var() == pytest.approx(1 / (4 * (2 * 0.3 + 1)), rel=0.1)
@@ -164,11 +164,11 @@ def test_the_test_size_and_what_is_random_are_of_their_parts(tmp_path):
     images(tmp_path / "data", "folders", each=12)
     how = {"crop": 0.3, "randaugment": 9, "erasing": 1.0, "image_size": 16, "test_size": 20, "held_out": 0.2}
     task = ImageClassification(str(tmp_path / "data"), **how)
-    trained = Keyed(task.train_set(), seed=0)
+    trained = SeededSamples(task.train_set(), seed=0)
     assert trained[0, 0][1][0].shape == (3, 16, 16)
     assert torch.equal(trained[0, 0][1][0], trained[0, 0][1][0])
     assert not torch.equal(trained[0, 0][1][0], trained[1, 0][1][0])
-    held_out = Keyed(task.eval_sets()["validation"], seed=0)
+    held_out = SeededSamples(task.eval_sets()["validation"], seed=0)
     assert held_out[0, 0][1][0].shape == (3, 20, 20)
     assert torch.equal(held_out[0, 0][1][0], held_out[1, 0][1][0])
 
@@ -220,10 +220,10 @@ BAD = {
     "two weights": ({}, {"class_weights": [1.0, 2.0]}, "3 weights above 0 for 0, 1, 2"),
     "a weight of 0": ({}, {"class_weights": [1.0, 2.0, 0.0]}, "weights above 0 for"),
     "as many as there are": ({}, {"top_k": 3}, "task.top_k 3 is asked for, and there are 3 classes"),
-    "a crop above 1": ({}, {"crop": 1.5}, "task.crop 1.5 must lie between 0 and 1"),
-    "a negative mixup": ({}, {"mixup": -0.1}, "task.mixup -0.1 must lie between 0 and 100"),
-    "a magnitude": ({}, {"randaugment": 31}, "task.randaugment 31 must lie between 0 and 30"),
-    "smoothing": ({}, {"smoothing": 1.0}, "task.smoothing 1.0 must lie between 0 and 1"),
+    "a crop above 1": ({}, {"crop": 1.5}, "task.crop 1.5 must be between  0 and 1"),
+    "a negative mixup": ({}, {"mixup": -0.1}, "task.mixup -0.1 must be between  0 and 100"),
+    "a magnitude": ({}, {"randaugment": 31}, "task.randaugment 31 must be between  0 and 30"),
+    "smoothing": ({}, {"smoothing": 1.0}, "task.smoothing 1.0 must be between  0 and 1"),
 }
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import ViTForImageClassification
 
-from oneloop.basics.names import matches
+from oneloop.basics.parameter_names import matches
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.image_models import fitted, image_model
 from own_files import images
@@ -88,7 +88,7 @@ def test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_fr
     unfinished(tmp_path / "run", 3)
     world = run(train, words, ranks=ranks, config=config, folder=tmp_path)
     world.ok()
-    assert "going on from run/checkpoints/step-00000003" in world.output
+    assert "resuming from run/checkpoints/step-00000003" in world.output
     again = load_file(tmp_path / "run" / "final" / "model.safetensors")
     assert {tensor for tensor in last if not torch.equal(last[tensor], again[tensor])} == set()
 
@@ -126,7 +126,7 @@ BAD = {
     "weights of another model": (["timm:test_resnet", "OTHER"], "the weights are of another model \\(missing: "),
     "no weights": (["timm:test_resnet", "NOWHERE"], "no .*model.safetensors"),
     "a class of the standard library": (["json.JSONDecoder"], "is of Python's standard library"),
-    "a class that is no model": (["own_files.bulk"], "cannot be made with num_classes=3"),
+    "a class that is no model": (["own_files.bulk"], "cannot be built with num_classes=3"),
 }
 
 
@@ -212,7 +212,7 @@ def test_a_layer_of_the_base_is_no_head_whatever_the_base_is_called(tmp_path):
         image_model(str(tmp_path / "siglip"), list("abc"))
 
 
-def test_weights_for_the_small_network_and_odd_statistics_are_refused(tmp_path):
+def test_weights_for_the_small_network_and_odd_statistics_are_rejected(tmp_path):
     with pytest.raises(ValueError, match="cnn has no such weights"):
         ImageClassification(pretrained="weights.safetensors").model()
     images(tmp_path / "data", "folders", each=8)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from oneloop.recipe.kinds import NEEDS
-from oneloop.recipe.names import resolve
+from oneloop.recipe.class_paths import resolve
+from oneloop.recipe.key_rules import NEEDS
 from oneloop.recipe.parse import parser
 from worlds import CONFIGS, run, train
 
@@ -77,18 +77,18 @@ EFFECTS: dict[str, tuple] = {
 }
 """a value that shows the key's effect, the words beside it (they are in the control run too), and the layout"""
 LISTED = {
-    "init.leave_out": "changes a start from other weights: tests/test_base.py",
-    "guard.spike": "needs a spike: tests/test_policy.py",
-    "guard.patience": "needs bad steps: tests/test_policy.py",
+    "init.leave_out": "changes a start from other weights: tests/test_frozen_weights.py",
+    "guard.spike": "needs a spike: tests/test_bad_steps.py",
+    "guard.patience": "needs bad steps: tests/test_bad_steps.py",
     "eval.samples": "changes what the report shows: tests/test_examples.py",
-    "stop.patience": "needs a worse evaluation: tests/test_policy.py",
+    "stop.patience": "needs a worse evaluation: tests/test_bad_steps.py",
     "stop.after": "needs a longer run: tests/test_resume.py",
     "save.best": "needs a worse evaluation: tests/test_resume.py",
     "machine.find_unused_parameters": "needs an unused parameter: tests/zoo.py",
     "machine.compile_mode": "needs a compiled model: tests/test_bad_input.py",
     "run.dir": "every run of this file gives it",
     "run.accept_changes": "changes a resume: tests/test_own_identity.py",
-    "guard.nonfinite": "needs a bad step: tests/test_policy.py",
+    "guard.nonfinite": "needs a bad step: tests/test_bad_steps.py",
     "save.sync": "the files are the same: tests/test_checkpoints.py",
     "save.max_failures": "needs a full disk: tests/test_resume.py",
     "machine.base_dtype": "needs frozen matrices: tests/test_lora.py",

@@ -164,7 +164,7 @@ def test_a_resumed_run_is_the_run_left_alone(base, tmp_path, config, ranks, opti
     unfinished(tmp_path / "run", 4)
     world = of_words(tmp_path, *words, config=config, ranks=ranks)
     world.ok()
-    assert "going on from run/checkpoints/step-00000004" in world.output
+    assert "resuming from run/checkpoints/step-00000004" in world.output
     same(tmp_path / "run" / "final", tmp_path / "final")
     same(tmp_path / "run" / "checkpoints" / "step-00000008", tmp_path / "eight")
 
@@ -193,7 +193,7 @@ def test_a_base_in_four_bits(base, tmp_path, splits):
         unfinished(folder / "run", 20)
         world = of_words(folder, *words, config=config, ranks=ranks)
         world.ok()
-        assert "going on from run/checkpoints/step-00000020" in world.output
+        assert "resuming from run/checkpoints/step-00000020" in world.output
         same(folder / "run" / "final", folder / "final")
     whole = tmp_path / "single" / "whole"
     assert main(["export", str(tmp_path / "single" / "run"), "--to", str(whole), "--merged"]) == 0
@@ -246,8 +246,8 @@ def an_adapter(folder: Path, base: Path, **how) -> Path:
 
 
 WRONG = [
-    (["--task.lora.rank", "0"], "task.lora.rank 0 is no adapter; 16 is usual (null: train all parameters)"),
-    (["--task.lora.alpha", "8"], "task.lora.alpha is given without task.lora.rank; 16 is usual"),
+    (["--task.lora.rank", "0"], "task.lora.rank 0 must be at least 1 (common: 16; null: train all parameters)"),
+    (["--task.lora.alpha", "8"], "task.lora.alpha requires task.lora.rank (common: 16)"),
     (["--task.lora.quantize", "nf4"], "task.lora.quantize is given without task.lora.rank"),
     (["--task.lora.rank", "4", "--task.lora.dropout", "1"], "task.lora.dropout 1.0 must be at least 0 and below 1"),
     (
@@ -293,7 +293,7 @@ def test_wrong_inputs_are_told(base, places, tmp_path, words, says):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_storage_that_does_not_shard_is_refused_under_fsdp2(base, tmp_path):
+def test_a_storage_that_does_not_shard_is_rejected_under_fsdp2(base, tmp_path):
     words = ["--task.model", str(base), "--task.lora.rank", "4", "--task.lora.quantize", "nf4", "--duration", "2"]
     world = of_words(tmp_path, *words, "--machine.quant_storage", "uint8", config="fsdp2", ranks=2)
     assert world.codes == [2, 2] and "FSDP2 would not shard it; set float32 or remove it" in world.output
@@ -301,7 +301,7 @@ def test_a_storage_that_does_not_shard_is_refused_under_fsdp2(base, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_base_that_has_changed_since_is_refused(tmp_path):
+def test_a_base_that_has_changed_since_is_rejected(tmp_path):
     base = a_base(tmp_path / "base")
     words = ["--task.model", str(base), "--task.lora.rank", "4", "--duration", "4", "--save.every", "2"]
     of_words(tmp_path, *words).ok()
@@ -309,7 +309,7 @@ def test_a_base_that_has_changed_since_is_refused(tmp_path):
     a_base(base, seed=1)
     world = of_words(tmp_path, *words)
     assert world.codes == [2] and "step-00000002 stands on " in world.output, world.output
-    assert "give task.model what it was trained with" in world.output
+    assert "set task.model to the model that it was trained with" in world.output
     world = after(tmp_path, "evaluate", "run", "--checkpoint", "newest")
     assert world.codes == [2] and "put that back where task.model names it" in world.output
     a_base(base)
@@ -319,7 +319,7 @@ def test_a_base_that_has_changed_since_is_refused(tmp_path):
     assert world.codes == [2] and "task.model" in world.output  # the recipe names another
     world = of_words(tmp_path, *there, "--run.accept_changes", "true")
     world.ok()
-    assert "going on from run/checkpoints/step-00000002" in world.output
+    assert "resuming from run/checkpoints/step-00000002" in world.output
 
 
 @pytest.mark.slow

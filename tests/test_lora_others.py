@@ -1,4 +1,4 @@
-"""Adapters and models that others have made or changed: taken as they are, or refused."""
+"""Adapters and models that others have made or changed: taken as they are, or rejected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import transformers
 
 from adapters import WORDS, a_base, of_words
 from oneloop.cli import main
-from oneloop.machine.base import rounded
+from oneloop.machine.frozen_dtype import rounded
 from oneloop.tasks.language.lora import adapters
 from oneloop.tasks.sft import SFT
 from silent_cases import unfinished
@@ -69,19 +69,19 @@ OTHER = [
     ({"peft_type": "IA3"}, "(peft_type IA3)"),
     ({"lora_alpha": None}, "must say base_model_name_or_path, r and lora_alpha"),
     ({"base_model_name_or_path": None}, "must say base_model_name_or_path, r and lora_alpha"),
-    ({"base_model_name_or_path": "/gone/base"}, "its adapters are for /gone/base, which is not there; put it back"),
+    ({"base_model_name_or_path": "/gone/base"}, "its adapters are for /gone/base, which is missing; restore it"),
 ]
 
 
 @pytest.mark.parametrize(("changed", "says"), OTHER, ids=[str(changed) for changed, _ in OTHER])
-def test_adapters_of_other_kinds_are_refused(trained, tmp_path, changed, says):
+def test_adapters_of_other_kinds_are_rejected(trained, tmp_path, changed, says):
     folder = shutil.copytree(trained / "final", tmp_path / "given")
     file = folder / "adapter_config.json"
     assert adapters(str(folder), {}, pretrained=True).settings.alpha == 8
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as rejected:
         adapters(str(folder), {}, pretrained=True)
-    assert f"task.model {str(folder)!r}" in str(refused.value) and says in str(refused.value)
+    assert f"task.model {str(folder)!r}" in str(rejected.value) and says in str(rejected.value)
 
 
 def test_adapters_that_are_damaged_are_told(trained, tmp_path):
@@ -170,7 +170,9 @@ def test_a_model_saved_in_four_bits(base, tmp_path):
     model = the_task(four, rank=4).model()
     layers = [module for module in model.modules() if hasattr(module, "quant_state")]
     assert layers and not any(layer.support_avx512bf16_for_cpu for layer in layers)
-    with pytest.raises(ValueError, match=r"task.lora.quantize fp4: .* is in 4 bits \(nf4\) already; leave it out"):
+    with pytest.raises(
+        ValueError, match=r"task.lora.quantize fp4: .* is in 4 bits \(nf4\) already; remove task.lora.quantize"
+    ):
         the_task(four, rank=4, quantize="fp4").model()
     with pytest.raises(ValueError, match=r"is in 4 bits \(nf4\), which cannot be trained; give task.lora.rank 16"):
         the_task(four).model()

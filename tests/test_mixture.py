@@ -81,13 +81,13 @@ def test_sets_with_an_order_of_their_own_keep_it():
         ((0.123456789, 1, 1), "round them to four digits"),
     ],
 )
-def test_weights_that_say_nothing_are_refused(weights, says):
+def test_weights_that_say_nothing_are_rejected(weights, says):
     with pytest.raises(ValueError, match=says):
         mixture(weights)
 
 
-def test_an_empty_set_is_refused():
-    with pytest.raises(ValueError, match="the set 'b' of a mixture is empty; leave it out"):
+def test_an_empty_set_is_rejected():
+    with pytest.raises(ValueError, match="the set 'b'of a mixture is empty; remove it"):
         Mixture({"a": range(3), "b": range(0)}, [1, 1])
 
 

@@ -29,8 +29,8 @@ class Point(nn.Module):
 
 def measured(accumulate: int, ragged: bool, each_batch: bool, scaled: bool, steps: int) -> float:
     """The noise scale of a step of 24 samples, in samples."""
+    from oneloop.launch.processes import start
     from oneloop.optim.clip import global_norm
-    from oneloop.run.processes import start
 
     started = start(sync_each_batch=each_batch)
     accelerator = started.accelerator

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from oneloop.basics.seeds import key
+from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Order
-from oneloop.data.split import Split
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 37, 1797, 4096, 100_003])
@@ -61,7 +61,7 @@ def test_the_samples_of_a_step_are_the_same_for_1_2_4_and_4096_ranks():
     for start in (0, 999_000, 123 * size):
         wanted = sorted(order[start : start + size][1].tolist())
         for ranks in (1, 2, 4, 4096):
-            share = Split(size, ranks).each
+            share = BatchLayout(size, ranks).each
             parts = [order[start + rank * share : start + (rank + 1) * share][1] for rank in range(ranks)]
             assert sorted(np.concatenate(parts).tolist()) == wanted
 
@@ -81,7 +81,7 @@ def test_a_slice_costs_the_same_at_any_position():
     assert cost(10**12) < 10 * cost(0)  # O(position) would be a billion times
 
 
-def test_an_order_refuses_nonsense():
+def test_an_order_rejects_nonsense():
     with pytest.raises(ValueError, match="at least one sample"):
         Order(0, seed=0)
     with pytest.raises(ValueError, match="start:stop"):

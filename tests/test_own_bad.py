@@ -12,10 +12,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from oneloop.data.rows.open_data import named_sources, opened
 from oneloop.data.rows.ragged import ragged
 from oneloop.data.rows.rewrite import main as rewrite
 from oneloop.data.rows.rows import divided
-from oneloop.data.rows.sources import named_sources, opened
 from own_files import bulk, images, rows, write
 from worlds import run, train
 
@@ -85,7 +85,7 @@ def an_empty_set(folder: Path) -> list[str]:
 
 
 def nothing_there(folder: Path) -> list[str]:
-    return ["data' is no such file or folder"]
+    return ["data' is not a file or folder"]
 
 
 def several_kinds(folder: Path) -> list[str]:
@@ -117,7 +117,7 @@ BAD = {
         ["--task.text", "number"],
     ),
     "too much held out": (
-        lambda folder: write(folder, "parquet", rows(30)) and ["task.held_out 0.7 must lie between 0 and 0.5"],
+        lambda folder: write(folder, "parquet", rows(30)) and ["task.held_out 0.7 must be between  0 and 0.5"],
         ["--task.held_out", "0.7"],
     ),
     "no window": (
@@ -211,7 +211,7 @@ MIXED = {
         [{"data": "A", "weight": 0}, {"data": "B", "weight": 0}],
         "the weights of a mixture are 0.0, 0.0",
     ),
-    "no number": ([{"data": "A", "weight": "much"}, {"data": "B"}], "the weight 'much' of 'A' is no number"),
+    "no number": ([{"data": "A", "weight": "much"}, {"data": "B"}], "the weight 'much' of 'A'is not a number"),
     "no place": ([{"weight": 1}], "names no place"),
     "a strange key": ([{"data": "A", "wight": 1}], "'wight' is none of data, label, name, second, text, weight"),
     "no source": ([], "task.data is an empty list"),

@@ -140,12 +140,12 @@ def elastic(
     world, seen = numbered(broken, data, ranks=1, micro=32, workers=2, steps=60, window=window, kill=60)
     assert world.codes == [-9] and seen == whole[: len(seen)] and len(seen) >= 25
     world, seen = numbered(broken, data, ranks=2, micro=16, workers=0, steps=60, window=window, kill=50)
-    assert world.codes == [-9, -9] and "going on from" in world.output
-    at = int(world.output.split("going on from run/checkpoints/step-")[1].split()[0])
+    assert world.codes == [-9, -9] and "resuming from" in world.output
+    at = int(world.output.split("resuming from run/checkpoints/step-")[1].split()[0])
     assert at >= 20 and seen == whole[at : at + len(seen)] and len(seen) >= 15
     world, seen = numbered(broken, data, ranks=4, micro=8, workers=1, steps=60, window=window)
     world.ok()
-    at = int(world.output.split("going on from run/checkpoints/step-")[1].split()[0])
+    at = int(world.output.split("resuming from run/checkpoints/step-")[1].split()[0])
     assert at >= 20 and seen == whole[at:60] and len(seen) == 60 - at
     memory = {path.name: float(path.read_text()) for path in where.rglob("memory-*") if path.read_text()}
     assert memory and max(memory.values()) < most, memory

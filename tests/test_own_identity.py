@@ -1,4 +1,4 @@
-"""Which data a run was trained on: by content. A touch, a copy and a move go on; anything else is told and refused."""
+"""Which data a run was trained on: by content. A touch, a copy and a move go on; anything else is told and rejected."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_only_lies_elsewhere_goes_on(tmp_path, kind, change):
         write(tmp_path / "data", "text" if kind == "language" else kind, rows(60))
     started(tmp_path, words, tmp_path / "data")
     world = again(tmp_path, words, change(tmp_path / "data"))
-    assert world.codes == [0] and "going on from run/checkpoints/step-00000008" in world.output, world.output
+    assert world.codes == [0] and "resuming from run/checkpoints/step-00000008" in world.output, world.output
 
 
 def a_file_more(folder: Path) -> str:
@@ -77,7 +77,7 @@ def another_name(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("change", [a_file_more, a_file_less, another_of_the_same_size, another_name])
-def test_what_is_other_data_is_refused_with_what_changed(tmp_path, change):
+def test_what_is_other_data_is_rejected_with_what_changed(tmp_path, change):
     write(tmp_path / "data", "parquet", rows(90))
     started(tmp_path, TEXTS, tmp_path / "data")
     says = change(tmp_path / "data")
@@ -109,13 +109,13 @@ def test_a_checksum_is_read_once_and_again_after_a_touch(tmp_path, monkeypatch):
     assert cache.content_of(files, data) == first
 
 
-def test_a_finished_run_with_data_that_moved_is_finished_and_with_other_data_refused(tmp_path):
+def test_a_finished_run_with_data_that_moved_is_finished_and_with_other_data_rejected(tmp_path):
     data = write(tmp_path / "data", "parquet", rows(60))
     run(train, [*TEXTS, "--task.data", str(data), "--run.dir", "run"], folder=tmp_path).ok()
     same = again(tmp_path, TEXTS, data)
     assert same.codes == [0] and "nothing to do" in same.output
     moved = again(tmp_path, TEXTS, move(data))
-    assert moved.codes == [0] and "going on from run/checkpoints/step-00000016" in moved.output
+    assert moved.codes == [0] and "resuming from run/checkpoints/step-00000016" in moved.output
     other = again(tmp_path, TEXTS, write(tmp_path / "other", "parquet", rows(60, first=1)))
     assert other.codes == [2] and "has another content" in other.output
 
@@ -178,7 +178,7 @@ def test_a_set_of_the_hub_is_its_commit(tmp_path):
         assert code == 2 and f"commit {first} -> {second}" in output, output
         pinned = [*words[:-4], "--task.data", f"hf:someone/texts@{first}", "--run.dir", "run"]
         code, output = typed(pinned, tmp_path, hub)
-        assert code == 0 and "going on from run/checkpoints/step-00000008" in output, output
+        assert code == 0 and "resuming from run/checkpoints/step-00000008" in output, output
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Odd but plausible files of people's own: read as they are, or refused with a word; never quietly otherwise."""
+"""Odd but plausible files of people's own: read as they are, or rejected with a word; never quietly otherwise."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from pyarrow import parquet
 
 from oneloop.data.mixture import Mixture
-from oneloop.data.rows.found import found
+from oneloop.data.rows.find_files import found
+from oneloop.data.rows.open_data import named_sources, opened
 from oneloop.data.rows.parquet import Parquet
-from oneloop.data.rows.sources import named_sources, opened
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.columns import decoded
 from oneloop.tasks.text_classification import TextClassification
@@ -68,7 +68,7 @@ def test_parts_are_found_wherever_their_names_stand(tmp_path, names):
         ("test.jsonl",),
     ],
 )
-def test_parts_of_which_only_some_are_named_are_refused(tmp_path, names):
+def test_parts_of_which_only_some_are_named_are_rejected(tmp_path, names):
     with pytest.raises(ValueError, match="name the training data train"):
         found(lay(tmp_path, *names))
 
@@ -159,7 +159,7 @@ def test_quotes_in_tab_separated_files_are_letters(tmp_path):
         ("", "a.csv is empty"),
     ],
 )
-def test_csv_that_does_not_fit_its_first_line_is_refused(tmp_path, text, says):
+def test_csv_that_does_not_fit_its_first_line_is_rejected(tmp_path, text, says):
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(ValueError, match=says):
         texts(tmp_path / "a.csv")
@@ -179,12 +179,12 @@ def test_numbers_that_are_none_are_found_before_training(tmp_path):
     for name, wrong in (("nan", float("nan")), ("inf", float("-inf"))):
         made = [{"text": f"t {n}", "label": wrong if n == 20 else 0.5} for n in range(60)]
         parquet.write_table(pa.Table.from_pylist(made), tmp_path / f"{name}.parquet")
-        with pytest.raises(ValueError, match=r"parquet, row 20: -?(nan|inf) in 'label' is no finite number"):
+        with pytest.raises(ValueError, match=r"parquet, row 20: -?(nan|inf) in 'label' is not a finite number"):
             TextRegression(str(tmp_path / f"{name}.parquet"), **SMALL)
     (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"t {n},{n}.5\n" for n in range(60)))
     assert TextRegression(str(tmp_path / "a.csv"), **SMALL).train_set()[0][1] % 1 == 0.5
     (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"t {n},{n}.5.1\n" for n in range(60)))
-    with pytest.raises(ValueError, match=r"'\d+.5.1' in 'label' is no finite number"):
+    with pytest.raises(ValueError, match=r"'\d+.5.1' in 'label' is not a finite number"):
         TextRegression(str(tmp_path / "a.csv"), **SMALL)
 
 
@@ -221,14 +221,14 @@ def test_labels_that_look_like_numbers(tmp_path):
     assert TextClassification(str(tmp_path / "a.jsonl"), **SMALL).classes == ["--5", "10", "9", "²"]
 
 
-def test_images_of_more_than_eight_bits_are_refused(tmp_path):
+def test_images_of_more_than_eight_bits_are_rejected(tmp_path):
     from PIL import Image
 
     for name, kind in (("a.png", np.uint16), ("b.tiff", np.int32), ("c.tiff", np.float32)):
         Image.fromarray(np.arange(64, dtype=kind).reshape(8, 8)).save(tmp_path / name)
         with pytest.raises(ValueError, match="have more than 8 bits"):
             decoded({"bytes": None, "path": str(tmp_path / name)}, limit=64)
-    with pytest.raises(ValueError, match="there is no image"):
+    with pytest.raises(ValueError, match="the image is missing"):
         decoded({"bytes": None, "path": None}, limit=64)
 
 

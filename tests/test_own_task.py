@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 from oneloop import cli
-from oneloop.basics.errors import BadInput
-from oneloop.recipe.names import resolve
+from oneloop.basics.exit_codes import BadInput
+from oneloop.recipe.class_paths import resolve
 from oneloop.recipe.parse import read
 from worlds import apply, run, train
 
@@ -39,8 +39,8 @@ def test_the_template_trains_and_is_found_again_from_another_folder(written, con
     assert "width: 32" in (there / "recipe.yaml").read_text()
 
     (elsewhere / "points.csv").write_text("0.1,0.2\n-0.3,0.5\n0.7,-0.1\n")
-    refused = run(apply, ["evaluate", str(there)], folder=elsewhere)  # whose code that is, the user must say
-    assert refused.codes == [2] and f"--task {written}:MyTask" in refused.output, refused.output
+    rejected = run(apply, ["evaluate", str(there)], folder=elsewhere)  # whose code that is, the user must say
+    assert rejected.codes == [2] and f"--task {written}:MyTask" in rejected.output, rejected.output
     own = ["--task", f"{written}:MyTask"]
     said = run(apply, ["evaluate", str(there), "--json", *own], ranks=ranks, config=config, folder=elsewhere)
     said.ok()
@@ -69,8 +69,8 @@ def test_one_task_has_several_names(written):
         assert "finished at step 3" in again.output, again.output
     other = folder / "other.py"
     other.write_text(written.read_text())
-    refused = run(train, ["other.py:MyTask", *words], folder=folder)
-    assert refused.codes == [2] and "task.name: 'spirals.py:MyTask' -> 'other.py:MyTask'" in refused.output
+    rejected = run(train, ["other.py:MyTask", *words], folder=folder)
+    assert rejected.codes == [2] and "task.name: 'spirals.py:MyTask' -> 'other.py:MyTask'" in rejected.output
 
 
 def _from_here(words):
@@ -120,9 +120,9 @@ def test_names_that_lead_nowhere(written, monkeypatch, name):
     (written.parent / "raises.py").write_text("1 / 0\n")
     (written.parent / "needs.py").write_text("import not_here\n")
     _forgetting(monkeypatch)
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(BadInput) as rejected:
         resolve("task", name)
-    assert NAMED[name] in str(refused.value)
+    assert NAMED[name] in str(rejected.value)
 
 
 def test_two_tasks_or_none(written, monkeypatch):
@@ -167,7 +167,7 @@ NEW = {
 
 
 @pytest.mark.parametrize("words", NEW)
-def test_what_new_refuses(written, monkeypatch, capsys, words):
+def test_what_new_rejects(written, monkeypatch, capsys, words):
     monkeypatch.chdir(written.parent)
     before = written.read_text()
     assert cli.main(["new", *words]) == 2
@@ -176,7 +176,7 @@ def test_what_new_refuses(written, monkeypatch, capsys, words):
 
 
 def test_the_config_files_are_written_out(tmp_path, monkeypatch, capsys):
-    from oneloop.run.launch import config_file, config_files
+    from oneloop.launch.command import config_file, config_files
 
     monkeypatch.chdir(tmp_path)
     assert cli.main(["new", "--configs"]) == 0 and cli.main(["new", "--configs", "mine"]) == 0
@@ -236,8 +236,8 @@ def test_a_tasks_own_state_is_saved_and_resumed(written, config, ranks):
 
 def _stopped_at_7(words):
     """Trains, and is told to stop at step 7."""
+    from oneloop.launch.signals import Stopping
     from oneloop.optim.guard import Guard
-    from oneloop.run.stopping import Stopping
 
     taken, step = [], Guard.step
 

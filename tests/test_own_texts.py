@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from oneloop.basics.seeds import key
 from oneloop.data.order import order_of
 from oneloop.tasks.causal_lm import CausalLM
-from oneloop.tasks.readers import reader
 from oneloop.tasks.text_classification import TextClassification
+from oneloop.tasks.text_encoders import reader
 from oneloop.tasks.text_regression import TextRegression
 from oneloop.tasks.token_classification import TokenClassification
 from own_files import rows, write

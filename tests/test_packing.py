@@ -8,9 +8,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Order
 from oneloop.data.packing import Bins, Bucketed, packed
-from oneloop.data.split import Split
 
 
 def fills(bins: Bins, lengths: np.ndarray) -> list[int]:
@@ -84,7 +84,7 @@ def test_a_million_lengths_are_packed_in_seconds():
     assert lengths.sum() / (len(bins) * 2048) > 0.995
 
 
-def test_what_fits_no_bin_is_refused():
+def test_what_fits_no_bin_is_rejected():
     with pytest.raises(
         ValueError, match=r"2 of 3 lengths are not from 1 to 8, the first at index 1: 9; leave these out"
     ):
@@ -152,13 +152,13 @@ def test_the_samples_of_a_step_are_the_same_for_any_ranks_and_micro_batches():
     lengths, size = log_normal(10_007), 96
     whole = Bucketed(lengths, seed=1, batch=size)[0 : 300 * size][1].reshape(300, size)
     for ranks, micro in ((1, 96), (2, 8), (4, 24), (96, 1)):
-        split = Split(size, ranks, micro)
+        layout = BatchLayout(size, ranks, micro)
         orders = [Bucketed(lengths, seed=1, batch=size) for _ in range(ranks)]
         for step in (0, 1, 104, 105, 299):  # 104 crosses an epoch's end
             for rank, order in enumerate(orders):
-                for start in range(rank * size // ranks, (rank + 1) * size // ranks, split.each):
-                    positions = slice(step * size + start, step * size + start + split.each)
-                    assert order[positions][1].tolist() == whole[step, start : start + split.each].tolist()
+                for start in range(rank * size // ranks, (rank + 1) * size // ranks, layout.each):
+                    positions = slice(step * size + start, step * size + start + layout.each)
+                    assert order[positions][1].tolist() == whole[step, start : start + layout.each].tolist()
 
 
 def padding(indices: np.ndarray, lengths: np.ndarray, batch: int) -> float:
@@ -219,7 +219,7 @@ def test_a_window_costs_the_same_in_an_epoch_of_any_size():
     assert len(order._windows) == 2
 
 
-def test_what_is_no_order_is_refused():
+def test_what_is_no_order_is_rejected():
     with pytest.raises(ValueError, match="at least one sample"):
         Bucketed([], seed=0, batch=4)
     for batch, window in ((0, 50), (4, 0)):

@@ -16,7 +16,7 @@ from oneloop.data.rows.ragged import Ragged
 from oneloop.tasks.language import attention
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import LanguageModel
-from oneloop.tasks.language.samples import Packed, Padded, collated, spans
+from oneloop.tasks.language.sequences import Packed, Padded, collated, spans
 
 SIZES = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8}
@@ -153,7 +153,7 @@ def test_documents_leak_where_attention_does_not_end(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_models_that_would_leak_are_refused(name):
+def test_models_that_would_leak_are_rejected(name):
     kind, sizes, says = REFUSED[name]
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**sizes))
     before = model.config._attn_implementation

@@ -1,5 +1,5 @@
 """Every pair of techniques under one process, DDP and FSDP2: the same weights as without what only changes how they are
-computed, or refused with the reason. docs/pairs.md is what this makes: ``python tests/test_pairs.py`` writes it."""
+computed, or rejected with the reason. docs/pairs.md is what this makes: ``python tests/test_pairs.py`` writes it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def weights(folder: Path) -> dict:
 
 
 def outcome(folder: Path, pair, base: Path) -> list[str]:
-    """Of each split: works, or why it is refused."""
+    """Of each split: works, or why it is rejected."""
     said = []
     plain = [name for name in pair if name in LEARNED]
     (folder / "plain").mkdir(parents=True)
@@ -58,7 +58,7 @@ def outcome(folder: Path, pair, base: Path) -> list[str]:
         world = of_words(folder / config, *words_of(pair, base), config=config, ranks=ranks, timeout=250)
         if set(world.codes) == {2}:
             [why] = set(re.findall(r"^oneloop(?:\.train)?: (.*)", world.output, re.M))
-            said.append(f"refused: {why.replace(str(base), 'BASE')}")
+            said.append(f"rejected: {why.replace(str(base), 'BASE')}")
             continue
         world.ok()
         worst = furthest(weights(folder / config), wanted)

@@ -60,7 +60,7 @@ def test_the_trace_holds_the_steps_that_were_asked_for(folder, ranks, config):
     assert "watch.memory: a snapshot needs a GPU; the peak of this process is" in world.output
 
 
-def test_a_span_that_is_none_is_refused(folder):
+def test_a_span_that_is_none_is_rejected(folder):
     assert span("3", "k") == (3, 3) and span("10-15", "k") == (10, 15)
     for bad in ("0", "5-3", "a", "1-", "-2"):
         with pytest.raises(ValueError, match="no span of steps"):

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from adapters import a_base
-from oneloop.basics.errors import BadInput
+from oneloop.basics.exit_codes import BadInput
 from oneloop.cli import main, prove
-from oneloop.plan import recorded
+from oneloop.launch.command import launch_options
+from oneloop.plan import recorded_run
 from oneloop.plan.prove import _Proof
-from oneloop.run.launch import launch_options
 from own_files import images
 from worlds import run
 
@@ -94,7 +94,7 @@ def warm(words, output):
     given = dict(zip(options[::2], options[1::2], strict=True))
     ranks, config = int(given.get("--num_processes", 1)), Path(given["--config_file"]).stem
     more = ["--mixed_precision", given["--mixed_precision"]]
-    world = run(recorded.main, training, ranks=ranks, config=config, options=more)
+    world = run(recorded_run.main, training, ranks=ranks, config=config, options=more)
     os.write(output, world.output.split("--- rank 1\n")[0].encode())
     return max(world.codes)
 
@@ -209,7 +209,7 @@ def test_adapters_are_equal(proved, tmp_path, config):
 
 
 @pytest.mark.slow
-def test_what_the_trainer_refuses_is_refused(proved):
+def test_what_the_trainer_rejects_is_rejected(proved):
     with pytest.raises(BadInput, match="power"):
         proved("odd.py:Odd", "--config_file", "ddp", *SMALL, "--ema.power", "[9]")
 

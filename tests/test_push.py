@@ -148,7 +148,7 @@ def test_what_goes_wrong_on_the_way_is_told(trained, tmp_path, capsys):
         variables = hub.variables(tmp_path / "cache")
         wrong = [
             ([run, "--push", "some/thing"], {"HF_TOKEN": ""}, "needs a token that may write to the hub"),
-            ([run, "--push", "some/thing"], {"HF_TOKEN": "guessed"}, "--push some/thing: the hub refuses it"),
+            ([run, "--push", "some/thing"], {"HF_TOKEN": "guessed"}, "--push some/thing: the hub rejects it"),
             ([run, "--push", "some/thing"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub cannot be reached"),
         ]
         for words, more, says in wrong:

@@ -12,7 +12,7 @@ import textwrap
 
 import pytest
 
-from oneloop.run.launch import launch_options
+from oneloop.launch.command import launch_options
 from pages import blocks, program
 from worlds import ROOT, _free_port, run, train
 

@@ -53,7 +53,7 @@ def test_blocks_are_found_in_anyones_model():
     resnet(torch.randn(2, 3, 32, 32)).sum().backward()
 
 
-def test_what_cannot_be_recomputed_is_refused():
+def test_what_cannot_be_recomputed_is_rejected():
     for bad in ("ful", "every", "every:0", "every:1.5", "budget:2", "full:3"):
         with pytest.raises(ValueError, match="recompute"):
             parsed(bad)

@@ -366,7 +366,7 @@ def test_no_script_of_a_hostile_folder_runs(tmp_path, browser):
 
 @needs_chromium
 def test_a_script_that_came_into_the_page_would_not_run(tmp_path, browser):
-    """The second lock: were something not escaped, the page's own policy would still refuse it."""
+    """The second lock: were something not escaped, the page's own policy would still reject it."""
     hostile(tmp_path / "evil")
     page = tmp_path / "page.html"
     assert main(["report", str(tmp_path / "evil"), "--to", str(page)]) == 0

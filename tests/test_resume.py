@@ -86,7 +86,7 @@ def test_a_resumed_run_is_the_run_left_alone(tmp_path, recipe, ranks, config, op
         cut(tmp_path / "alone", tmp_path / str(step), step)
         world = run(train, [*words, "--run.dir", str(step)], ranks=ranks, config=config, folder=tmp_path)
         world.ok()
-        assert f"going on from {step}/checkpoints/step-{step:08d}" in world.output
+        assert f"resuming from {step}/checkpoints/step-{step:08d}" in world.output
         same(tmp_path / "alone", tmp_path / str(step))
 
 
@@ -185,7 +185,7 @@ def test_a_damaged_checkpoint_is_told_and_passed_over(tmp_path, recipe):
     file.write_bytes(content)
     world = run(train, [recipe, "--run.dir", "hurt"], folder=tmp_path)
     world.ok()
-    assert "rank-00000.safetensors: expected checksum" in world.output and "going on from" in world.output
+    assert "rank-00000.safetensors: expected checksum" in world.output and "resuming from" in world.output
     assert "step-00000019" in world.output and (tmp_path / "hurt" / "checkpoints" / "bad-step-00000020").is_dir()
     same(tmp_path / "alone", tmp_path / "hurt")
 
@@ -210,7 +210,7 @@ def test_what_may_change_and_what_not(tmp_path, recipe):
     assert longer.codes == [2] and "duration: '30' -> '33'" in longer.output  # its cosine would end elsewhere
     accepted = run(train, [recipe, "--run.dir", "a", "--duration", "33", "--run.accept_changes"], folder=tmp_path)
     accepted.ok()
-    assert "going on from a/checkpoints/step-00000030" in accepted.output
+    assert "resuming from a/checkpoints/step-00000030" in accepted.output
     never = run(train, [recipe, "--run.dir", "a", "--run.resume", "never"], folder=tmp_path)
     assert never.codes == [2] and "run.resume is never" in never.output
     endless = ["--schedule.name", "constant", "--schedule.warmup", "2"]
@@ -225,8 +225,8 @@ def test_a_checkpoints_path_starts_another_run(tmp_path, recipe):
     run(train, [recipe, "--run.dir", "b", "--run.resume", path], folder=tmp_path).ok()
     assert all(torch.equal(x, y) for x, y in zip(weights(tmp_path / "a").values(), weights(tmp_path / "b").values()))
     back_to(tmp_path / "a", 25)
-    refused = run(train, [recipe, "--run.dir", "a", "--run.resume", path], folder=tmp_path)
-    assert refused.codes == [2] and "step-00000025, which would be lost" in refused.output
+    rejected = run(train, [recipe, "--run.dir", "a", "--run.resume", path], folder=tmp_path)
+    assert rejected.codes == [2] and "step-00000025, which would be lost" in rejected.output
     missing = run(train, [recipe, "--run.dir", "c", "--run.resume", "nowhere"], folder=tmp_path)
     assert missing.codes == [2] and "nowhere" in missing.output
 
@@ -338,7 +338,7 @@ def test_nothing_is_unpickled_in_save_and_resume(tmp_path, recipe):
     back_to(tmp_path / "a", 20)
     second = run(audited, words, folder=tmp_path)
     second.ok()
-    assert "going on from" in second.output and "UNPICKLED" not in first.output + second.output
+    assert "resuming from" in second.output and "UNPICKLED" not in first.output + second.output
 
 
 @pytest.mark.slow
@@ -367,7 +367,7 @@ def test_the_launchers_death_ends_the_trainers(tmp_path):
         time.sleep(0.1)
     everyone = psutil.Process(launcher.pid).children(recursive=True)
     assert len(everyone) >= 3
-    refused = subprocess.run(
+    rejected = subprocess.run(
         [*command[:2], "oneloop.train", *command[6:]],
         cwd=tmp_path,
         capture_output=True,
@@ -375,7 +375,7 @@ def test_the_launchers_death_ends_the_trainers(tmp_path):
         timeout=60,
         check=False,
     )
-    assert refused.returncode == 2 and "is in use by process" in refused.stderr  # the first is undisturbed
+    assert rejected.returncode == 2 and "is in use by process" in rejected.stderr  # the first is undisturbed
     assert launcher.poll() is None
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()

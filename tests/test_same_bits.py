@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from oneloop.basics.errors import BadInput
+from oneloop.basics.exit_codes import BadInput
 from oneloop.cli import main
 from oneloop.recipe.parse import read
-from oneloop.run.identity import differences
+from oneloop.run.compatibility import differences
 from own_files import rows, write
 from same_bits import SPLITS, different, digest, history, trained
 from worlds import ROOT, run, train
@@ -141,10 +141,10 @@ def test_random_histories(tmp_path, seed):
 
 def exchanged_leaves(words: list[str]) -> None:
     """The second leaf and the third change places. (Of the first and the second the sum would be the same.)"""
-    from oneloop.data.split import Split
+    from oneloop.data.batch_layout import BatchLayout
 
-    leaf = Split.leaf
-    Split.leaf = lambda split, rank, micro: {1: 2, 2: 1}.get(at := leaf(split, rank, micro), at)
+    leaf = BatchLayout.leaf
+    BatchLayout.leaf = lambda split, rank, micro: {1: 2, 2: 1}.get(at := leaf(split, rank, micro), at)
     train(words)
 
 
@@ -243,7 +243,7 @@ class Moving(Ragged):
 """
 
 
-def refused(folder: Path, words: list[str], says: list[str], **how) -> None:
+def rejected(folder: Path, words: list[str], says: list[str], **how) -> None:
     (folder / "moving.py").write_text(MOVING)
     world = run(train, ["digits", "--batch.grain", "8", *words], folder=folder, **how)
     assert world.codes == [2] * len(world.codes), world.output
@@ -252,13 +252,13 @@ def refused(folder: Path, words: list[str], says: list[str], **how) -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_exact_is_refused(tmp_path, kind):
-    refused(tmp_path, *REFUSED[kind])
+def test_what_cannot_be_exact_is_rejected(tmp_path, kind):
+    rejected(tmp_path, *REFUSED[kind])
 
 
 @pytest.mark.parametrize(("ranks", "config", "words", "says"), WORLDS)
-def test_worlds_that_cannot_be_exact_are_refused(tmp_path, ranks, config, words, says):
-    refused(tmp_path, words, says, ranks=ranks, config=config)
+def test_worlds_that_cannot_be_exact_are_rejected(tmp_path, ranks, config, words, says):
+    rejected(tmp_path, words, says, ranks=ranks, config=config)
 
 
 @pytest.mark.slow

@@ -14,17 +14,17 @@ import pytest
 import torch
 from PIL import Image
 
+from oneloop.after.trained_model import recipe_of
 from oneloop.basics.duration import Duration, Scale
-from oneloop.basics.errors import BadInput
-from oneloop.data.rows import converted as tables
+from oneloop.basics.exit_codes import BadInput
+from oneloop.data.batch_layout import BatchLayout
+from oneloop.data.rows import csv_json as tables
+from oneloop.data.rows.arrow_tables import tables as of_files
 from oneloop.data.rows.cache import content_of
-from oneloop.data.rows.found import found
-from oneloop.data.rows.table import tables as of_files
-from oneloop.data.split import Split
+from oneloop.data.rows.find_files import found
+from oneloop.launch import processes
+from oneloop.launch.command import launch_options
 from oneloop.recipe.parse import parser, read
-from oneloop.run import processes
-from oneloop.run.launch import launch_options
-from oneloop.run.trained import recipe_of
 from oneloop.tasks.image_classification import ImageClassification
 from worlds import run, train
 
@@ -105,12 +105,12 @@ def test_accelerates_settings_are_one_message(monkeypatch, variables, precision,
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
-    def refuse() -> None:
-        processes._refuse_strategy(sharding="FSDP_VERSION" in variables)
-        processes._refuse_precision(precision, torch.device("cpu"))
+    def reject() -> None:
+        processes._reject_strategy(sharding="FSDP_VERSION" in variables)
+        processes._reject_precision(precision, torch.device("cpu"))
 
     with pytest.raises(BadInput, match=says):
-        refuse()
+        reject()
 
 
 def test_an_unknown_layer_to_wrap_is_one_message(tmp_path):
@@ -136,9 +136,9 @@ def test_steps_are_whole_and_a_micro_batch_is_proposed_before_another_batch():
         Duration("3.5").steps(Scale(8, 64))
     assert Duration("2.5ep").steps(Scale(8, 64)) == 20
     with pytest.raises(ValueError, match="nearest: 8"):
-        Split(64, 1, 7)
+        BatchLayout(64, 1, 7)
     with pytest.raises(ValueError, match="nearest size: 63"):
-        Split(64, 3, 7)
+        BatchLayout(64, 3, 7)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

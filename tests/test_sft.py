@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from oneloop.show.examples import with_earlier
 from oneloop.show.report.page import report
-from oneloop.tasks.language.lessons import Lessons
+from oneloop.tasks.language.synthetic_chats import SyntheticChats
 from oneloop.tasks.sft import SFT
 from silent_cases import unfinished
 from worlds import apply, run, train
@@ -38,7 +38,7 @@ def test_the_start_shows_what_is_trained(alone):
     assert "documents packed into" in said and "none sees another" in said
     assert "known from the template's generation marks" in said
     [line] = [line for line in said.splitlines() if "a sample, what is trained in «»" in line]
-    first = [one["content"] for one in Lessons("train").conversations[0] if one["role"] == "assistant"]
+    first = [one["content"] for one in SyntheticChats("train").conversations[0] if one["role"] == "assistant"]
     assert [piece.partition("»")[0] for piece in line.split("«")[2:]] == [f"{said}<|im_end|>" for said in first]
 
 
@@ -86,7 +86,7 @@ def test_the_same_weights_and_answers_on_two_processes(alone, tmp_path, config):
 
 
 def test_a_mixture_of_conversations_and_prompts(tmp_path):
-    chats = [{"messages": one} for one in Lessons("train").conversations[:60]]
+    chats = [{"messages": one} for one in SyntheticChats("train").conversations[:60]]
     texts = [{"prompt": f"{number} and one is", "completion": f" {number + 1}"} for number in range(60)]
     for name, rows in {"chats": chats, "texts": texts}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -185,7 +185,7 @@ def test_a_model_that_ends_its_turns_otherwise_stops_in_transformers(tmp_path):
     import transformers
 
     a_model(tmp_path / "model", end="<|endoftext|>")
-    lines(tmp_path / "chats.jsonl", [{"messages": one} for one in Lessons("train").conversations[:40]])
+    lines(tmp_path / "chats.jsonl", [{"messages": one} for one in SyntheticChats("train").conversations[:40]])
     words = ["sft", "--task.model", "model", "--task.data", "chats.jsonl", "--task.held_out", "0.2", "--duration", "2"]
     world = run(train, [*words, "--batch.size", "2", "--track", "none", "--run.dir", "run"], folder=tmp_path)
     world.ok()

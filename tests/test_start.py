@@ -26,7 +26,7 @@ def main(*words: str) -> str:
 
 @pytest.mark.parametrize("words", [("digits", "--help"), ("digits", "--batch.siez", "3"), ("nowhere.yaml",)])
 def test_help_and_bad_input_import_neither_accelerate_nor_the_loop(tmp_path, words):
-    names = ("accelerate", "torch.distributed.tensor", "oneloop.run.processes", "oneloop.show.tracking", *SLOW)
+    names = ("accelerate", "torch.distributed.tensor", "oneloop.launch.processes", "oneloop.show.tracking", *SLOW)
     assert loaded(main(*words), names, tmp_path) == []
 
 

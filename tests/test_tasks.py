@@ -1,4 +1,4 @@
-"""Tasks on real data: what they load, what a batch weighs, what they refuse."""
+"""Tasks on real data: what they load, what a batch weighs, what they reject."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oneloop.tasks.base import check, check_sets
 from oneloop.tasks.causal_lm import BPE, Bytes, CausalLM
 from oneloop.tasks.image_classification import ImageClassification
+from oneloop.tasks.protocol import check, check_sets
 from oneloop.tasks.text_classification import TextClassification
 from worlds import run, train
 
@@ -129,12 +129,12 @@ def test_own_text_as_one_file_or_json_lines(tmp_path):
     assert len(CausalLM(str(rows), column="body", block=32).train_set()) > 100
     with pytest.raises(ValueError, match="has no column 'text'; it has body"):
         CausalLM(str(rows), block=32)
-    with pytest.raises(ValueError, match="is no such file or folder"):
+    with pytest.raises(ValueError, match="is not a file or folder"):
         CausalLM(str(tmp_path / "nowhere"))
 
 
 def test_a_member_may_be_set_on_the_task_itself_and_a_stub_is_none():
-    from oneloop.tasks.base import Task
+    from oneloop.tasks.protocol import Task
 
     class Mine(Task):
         def __init__(self, **members):

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from oneloop.launch.processes import start
 from oneloop.measure.clock import diagnosis
 from oneloop.measure.meter import Meter
 from oneloop.measure.throughput import measured_peak, training_flops, utilisation
 from oneloop.measure.update_ratio import UpdateRatio
-from oneloop.run.processes import start
 from oneloop.tasks.causal_lm import CausalLM
 from tiny import Ragged, Sequences
 from worlds import ROOT, run, train
@@ -357,7 +357,7 @@ class FullDisk:
     """Lets no file grow beyond 600 bytes, but for what other processes write."""
 
     def __call__(self, argv: list[str]) -> None:
-        from oneloop.show.lines import Lines
+        from oneloop.show.metrics_file import Lines
 
         ordinary = Lines.append
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import worlds
-from oneloop.basics.errors import BadInput
+from oneloop.basics.exit_codes import BadInput
 from oneloop.cli import main
 from oneloop.plan.short_run import Runner
 from oneloop.plan.techniques import TECHNIQUES, Machine, words
@@ -98,7 +98,7 @@ def test_what_fails_is_a_line_of_the_table(tmp_path, monkeypatch, how, says):
 def test_a_page_is_drawn_also_where_all_together_fail():
     from oneloop.plan.short_run import Measured
     from oneloop.plan.worth import _faults, _peak, _ratios
-    from oneloop.show.worth import as_page, sentences
+    from oneloop.show.worth_table import as_page, sentences
 
     good, bad = [Measured(rate=2.0, peak=3.0), Measured(rate=4.0, peak=5.0)], [Measured(fault="out of memory")] * 2
     assert _peak([*good, *bad]) == 4.0 and _ratios(good, good)["median"] == 1.0 and _faults(bad) == "out of memory"
@@ -129,7 +129,7 @@ def test_weights_at_the_end_are_those_of_the_run_itself(tmp_path):
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        (["worth", "digits", "--only", "magic"], "--only 'magic' is no technique; known: fused, bf16"),
+        (["worth", "digits", "--only", "magic"], "--only 'magic' is not a technique; known: fused, bf16"),
         (["worth", "digits", "--rounds", "0"], "--rounds: must be a positive integer, got 0"),
         (["worth", "digits", "--seconds"], "--seconds: expected one argument"),
         (["worth", "digits", "--batch.siez", "3"], "unknown key 'batch.siez'"),

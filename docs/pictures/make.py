@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 WIDTH, HEIGHT = 1280, 900
 SHORT = "oneloop launch --config_file single digits --duration 8ep --eval.every 2ep --run.dir runs/short"
 TYPED = "oneloop launch --config_file single digits"
-WATCH = "oneloop watch runs/digits --once --figures train/loss,eval/accuracy"
+WATCH = "oneloop watch runs/digits --once --metrics train/loss,eval/accuracy"
 
 
 def printed(command: str, folder: str, *, colours: bool) -> Text:

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from oneloop.basics.errors import BadInput
+from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.launcher import die_with_launcher
-from oneloop.recipe.names import refuse_while_importing
+from oneloop.launch.interpreter import borrowed
+from oneloop.recipe.class_paths import reject_while_importing
 from oneloop.recipe.parse import recipe as recipe_of
+from oneloop.recipe.read import from_python, typed
 from oneloop.recipe.schema import Recipe
-from oneloop.recipe.sources import from_python, typed
 from oneloop.run.entry import begun, conduct
-from oneloop.run.interpreter import borrowed
 from oneloop.train import train
 
 _ONE = threading.Lock()
@@ -52,7 +52,7 @@ def fit(
         Exception: what else ends a run (1): of the task's own code as it was raised.
     """
     die_with_launcher()
-    refuse_while_importing()
+    reject_while_importing()
     if not _ONE.acquire(blocking=False):
         raise BadInput("another fit is under way in this process; wait for it, or start another process")
     try:

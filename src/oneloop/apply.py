@@ -8,19 +8,19 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from oneloop.basics import errors
-from oneloop.basics.errors import BadInput
+from oneloop.after.trained_model import Trained, recipe_of, trained
+from oneloop.basics import exit_codes
+from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps
 from oneloop.basics.launcher import die_with_launcher
 from oneloop.basics.words import Options, positive
 from oneloop.evaluate import evaluate_all
-from oneloop.machine.switches import float32_products
+from oneloop.launch.before_imports import is_main, reject
+from oneloop.launch.processes import Run, start
+from oneloop.launch.signals import leave
+from oneloop.machine.torch_settings import float32_products
 from oneloop.predict import ENDINGS, predictions, write
-from oneloop.run.early import is_main, refuse
-from oneloop.run.processes import Run, start
-from oneloop.run.stopping import leave
-from oneloop.run.trained import Trained, recipe_of, trained
-from oneloop.tasks.base import check_sets
+from oneloop.tasks.protocol import check_sets
 
 _PAGES = {
     "evaluate": """Print loss and metrics of a run's weights on its own validation and test sets, or on other data.""",
@@ -54,11 +54,11 @@ def parsed(command: str, words: Sequence[str]) -> Namespace:
     if given.to is None:
         raise BadInput("oneloop predict needs a file to write to: --to FILE.parquet, .jsonl or .csv")
     if given.to.suffix not in ENDINGS:
-        raise BadInput(f"--to {given.to} is none of {', '.join(ENDINGS)}; name the file so")
+        raise BadInput(f"--to {given.to} must end with one of {', '.join(ENDINGS)}")
     if given.to.exists():
         raise BadInput(f"--to {given.to} exists; remove it, or name another file")
     if not given.to.parent.is_dir():
-        raise BadInput(f"--to {given.to}: there is no folder {given.to.parent}; make it first")
+        raise BadInput(f"--to {given.to}: the folder {given.to.parent} does not exist; create it first")
     return given
 
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     try:
         command, *words = argv or [""]
         if command not in _PAGES:
-            raise BadInput(f"oneloop.apply: {command!r} is none of {', '.join(_PAGES)}")
+            raise BadInput(f"oneloop.apply: unknown command {command!r}; known: {', '.join(_PAGES)}")
         given = parsed(command, words)
         recipe = recipe_of(given.run, command=command, task=given.task)
         run = start(deterministic=recipe.machine.deterministic)
@@ -85,10 +85,10 @@ def main(argv: Sequence[str]) -> NoReturn:
             else:
                 said = _predicted(of, model, sets, run, options, given.to, raw=given.raw)
     except BadInput as error:
-        refuse(error)
+        reject(error)
     if run.main:
         print(said, flush=True)
-    leave(errors.DONE, main=is_main())
+    leave(exit_codes.DONE, main=is_main())
 
 
 def _sets(of: Trained, data: str | None, *, labelled: bool) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _sets(of: Trained, data: str | None, *, labelled: bool) -> dict[str, Any]:
         own = of.task.eval_sets()
         sets = own if labelled else {name: own[name] for name in list(own)[:1]}
         if not sets:
-            raise ValueError("the run's task has no validation set; name a place with --data")
+            raise ValueError("the run's task has no validation set; give data with --data")
     elif not hasattr(of.task, "samples_of"):
         raise ValueError(f"--data {data}: {type(of.task).__name__} has no samples_of() to open it; remove --data")
     else:
@@ -118,11 +118,11 @@ def _prepared(of: Trained, run: Run) -> nn.Module:
 def _evaluated(of: Trained, model: nn.Module, sets: Any, run: Run, options: dict[str, Any], *, as_json: bool) -> str:
     found = evaluate_all(of.task, model, sets, accelerator=run.accelerator, **options)
     assert found is not None
-    figures = {"weights": of.about, **found["raw"]}
+    metrics = {"weights": of.about, **found["raw"]}
     if as_json:
-        return dumps(figures)
-    width = max(map(len, figures))
-    shown = {name: value if isinstance(value, str) else f"{value:.6g}" for name, value in figures.items()}
+        return dumps(metrics)
+    width = max(map(len, metrics))
+    shown = {name: value if isinstance(value, str) else f"{value:.6g}" for name, value in metrics.items()}
     return "\n".join(f"{name:{width}}  {value}" for name, value in shown.items())
 
 

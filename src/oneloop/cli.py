@@ -15,12 +15,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from oneloop.basics.errors import BAD_INPUT, ERROR, BadInput
+from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput
 from oneloop.basics.files import printable
 from oneloop.basics.words import Options, positive
-from oneloop.checkpoint.chosen import base_problems, chosen_of
+from oneloop.checkpoint.select import base_problems, chosen_of
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
-from oneloop.run.launch import config_files
+from oneloop.launch.command import config_files
 
 AFTER = ("evaluate", "predict")  # commands that also run on several processes, by oneloop launch
 
@@ -68,7 +68,7 @@ def new(words: Sequence[str]) -> int:
         template = (Path(__file__).parent / "tasks" / "template.py").read_text()
         texts = {file: re.sub(r"\bmy_task(\.py)?\b", lambda found: str(file) if found[1] else file.stem, template)}
     if there := [str(path) for path in texts if path.exists()]:
-        raise BadInput(f"oneloop new: {', '.join(there)} is there already; name another, or remove it")
+        raise BadInput(f"oneloop new: {', '.join(there)}already exists; choose another name, or remove it")
     try:
         for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def launch_processes(words: Sequence[str]) -> int:
     (my_task.py:MyTask). --config_file takes a config file of accelerate or one of: CONFIGS.
     `accelerate launch --help` lists its options, `python -m oneloop.train --help` the keys of a recipe.
     """
-    from oneloop.run.launch import launch
+    from oneloop.launch.command import launch
 
     if words and words[0] in ("-h", "--help"):
         about = (launch_processes.__doc__ or "").replace("CONFIGS", ", ".join(config_files()))
@@ -111,7 +111,7 @@ def verify(words: Sequence[str]) -> int:
     options.add_argument("--same", type=Path, metavar="RUN", help=same)
     given = options.parse_args(words)
     if given.same:
-        from oneloop.run.parting import parting
+        from oneloop.after.first_difference import parting
 
         parted, lines = parting(given.same, given.run)
         print(printable("\n".join(lines)))
@@ -151,22 +151,22 @@ def report(words: Sequence[str]) -> int:
 
 def watch(words: Sequence[str]) -> int:
     """Draw the metrics of runs in the terminal, while they train."""
-    from oneloop.show.live import watch as live
+    from oneloop.show.watch import watch as live
 
     options = Options("watch", watch.__doc__)
     options.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     options.add_argument("--once", action="store_true", help="draw the metrics as they are now")
     options.add_argument("--every", type=positive(float), default=1.0, metavar="SECONDS", help="default: 1")
-    figures = "names as in metrics.jsonl (train/loss, eval/accuracy, speed/mfu)"
-    options.add_argument("--figures", default="", metavar="NAME,NAME", help=figures)
+    metrics = "names as in metrics.jsonl (train/loss, eval/accuracy, speed/mfu)"
+    options.add_argument("--metrics", default="", metavar="NAME,NAME", help=metrics)
     given = options.parse_intermixed_args(words)
     for folder in given.runs:
         if not folder.is_dir() or (given.once and not (folder / "metrics.jsonl").exists()):
             raise BadInput(f"{folder} holds no run (no metrics.jsonl)")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the terminal is put right on the way out
     with suppress(KeyboardInterrupt):
-        named = [name for name in given.figures.split(",") if name]
-        live(given.runs, figures=named, every=given.every, once=given.once)
+        named = [name for name in given.metrics.split(",") if name]
+        live(given.runs, metrics=named, every=given.every, once=given.once)
     return 0
 
 
@@ -247,7 +247,7 @@ def export(words: Sequence[str]) -> int:
         if given.to:
             print(printable(f"{folder.name} of {given.run} is in {to}"))
         if given.push is not None:
-            from oneloop.run.push import push
+            from oneloop.run.export import push
 
             print(printable(push(given.run, to, given.push, licence=given.license, public=given.public)))
     return 0
@@ -255,13 +255,13 @@ def export(words: Sequence[str]) -> int:
 
 def _export(checkpoint: Path, to: Path, given: Namespace) -> None:
     if given.push is not None:
-        from oneloop.run.push import check_push
+        from oneloop.run.export import check_push
 
         check_push(given.push)
-    from oneloop.run.trained import recipe_of
+    from oneloop.after.trained_model import recipe_of
 
     recipe = recipe_of(given.run, command="export", task=given.task)
-    from oneloop.run.build import make_task
+    from oneloop.job.build import make_task
     from oneloop.run.export import export_checkpoint
 
     how = {"merge": given.merged, "base_dtype": recipe.machine.base_dtype}

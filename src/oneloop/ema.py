@@ -11,17 +11,17 @@ average is evaluated and exported with the model's current buffers.
 """
 
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from oneloop.basics.host_copies import HostCopies
-from oneloop.basics.names import bare_name
-from oneloop.basics.power_function import gamma
+from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensors import as_real, local, reshard
 
 
@@ -45,7 +45,7 @@ class EMA:
         decay: share of the average that one update keeps.
         power: width of a power-function average as a share of the run, its relative standard deviation sigma_rel
             (Karras et al. 2024, section 3); what was saved of them along the run can be mixed into any other width,
-            see :mod:`oneloop.basics.power_function`.
+            see :mod:`oneloop.ema`.
         ramp: the half-life is at most this share of what was trained so far (Karras et al. 2022), so that the start
             is forgotten quickly; 0: no ramp. For ``half_life`` only.
         every: updates per ``lerp``; what they counted is added up, so that the half-life stays the same.
@@ -202,3 +202,79 @@ def _room(parameter: Tensor, dtype: torch.dtype, device: str | None) -> Tensor:
     assert meta is not None
     spec = replace(parameter._spec, tensor_meta=meta._replace(dtype=dtype))
     return DTensor(here, spec, requires_grad=False)  # from_local would move it to the mesh's device
+
+
+def gamma(sigma_rel: float) -> float:
+    """Return the exponent of the power-function average of this relative standard deviation (Karras et al. 2024,
+    algorithm 2). Raises ValueError if none is that wide."""
+    import numpy as np
+
+    widest = 12**-0.5
+    if not 0 < sigma_rel < widest:
+        raise ValueError(
+            f"ema.power {sigma_rel} must be above 0 and below {widest:.3f}; common values are 0.05 to 0.15"
+        )
+    t = sigma_rel**-2
+    return float(np.roots([1, 7, 16 - t, 12 - t]).real.max())
+
+
+def post_hoc(saved: list[tuple[float, float]], wanted: tuple[float, float]) -> list[float]:
+    """Return the least-squares factors that combine saved power-function averages into one that was not kept (Karras et
+    al. 2024, algorithm 3). An average is a pair: samples seen, sigma_rel."""
+    import numpy as np
+
+    def inner(t_a: Any, gamma_a: Any, t_b: Any, gamma_b: Any) -> Any:
+        ratio = (t_a / t_b) ** np.where(t_a < t_b, gamma_b, -gamma_a)
+        return (gamma_a + 1) * (gamma_b + 1) * ratio / ((gamma_a + gamma_b + 1) * np.maximum(t_a, t_b))
+
+    t = np.array([seen for seen, _ in saved])[:, None]
+    g = np.array([gamma(sigma_rel) for _, sigma_rel in saved])[:, None]
+    factors = np.linalg.solve(inner(t, g, t.T, g.T), inner(t, g, wanted[0], gamma(wanted[1])))
+    return [float(factor) for factor in factors[:, 0]]
+
+
+class HostCopies:
+    """Copies weights to pinned host memory on a separate stream, and passes them to a thread.
+
+    The device continues during a copy; only the optimizer's next step waits for it. Raises ValueError without an
+    optimizer.
+    """
+
+    def __init__(self, weights: list[Tensor], optimizer: Optimizer | None) -> None:
+        if optimizer is None:
+            raise ValueError("an EMA in host memory needs the optimizer, whose next step waits for the copy")
+        self._weights = weights
+        self._landing = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in weights]
+        self._stream = torch.Stream(weights[0].device)
+        self._copied: torch.Event | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ema")
+        self._using: Future[None] | None = None
+        self._stepped = torch.Event(weights[0].device)
+        """the weights are those of the last step: the copy need not wait for what was given to the device since"""
+        self._stepped.record()
+        optimizer.register_step_post_hook(lambda *_: self._stepped.record())
+        optimizer.register_step_pre_hook(lambda *_: self._hold())
+
+    def then(self, use: Callable[[list[Tensor]], None]) -> None:
+        """Start a copy; call ``use`` with the copies in a thread, once they are complete."""
+        self.wait()  # the host memory is free again
+        self._stream.wait_event(self._stepped)
+        with self._stream:
+            for there, here in zip(self._weights, self._landing, strict=True):
+                here.copy_(there, non_blocking=True)
+            self._copied = copied = self._stream.record_event()
+
+        def used() -> None:
+            copied.synchronize()
+            use(self._landing)
+
+        self._using = self._thread.submit(used)
+
+    def _hold(self) -> None:
+        if self._copied is not None:
+            torch.accelerator.current_stream(self._weights[0].device).wait_event(self._copied)
+
+    def wait(self) -> None:
+        if self._using is not None:
+            self._using.result()
+            self._using = None

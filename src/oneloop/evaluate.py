@@ -12,17 +12,17 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from oneloop.basics.beats import BEATS, METRICS
+from oneloop.basics.heartbeats import BEATS, METRICS
 from oneloop.basics.progress import tracked
 from oneloop.basics.seeds import reseed
 from oneloop.basics.tensors import reshard, share_buffers
-from oneloop.data.groups import Batch, Weighed, loader, transferred
-from oneloop.data.keyed import Keyed, Place
+from oneloop.data.seeded_samples import Place, SeededSamples
+from oneloop.data.step_batches import Batch, CollateWithWeight, loader, transferred
 from oneloop.ema import EMA
 from oneloop.show.examples import Examples, Shows
-from oneloop.tasks.base import Objective
-from oneloop.tasks.metrics import Metrics, adapted, confusion, figures, prefix
-from oneloop.tasks.totals import Apart, Together
+from oneloop.tasks.evaluation_metrics import Metrics, adapted, confusion, prefix, scalars
+from oneloop.tasks.evaluation_sums import Apart, Together
+from oneloop.tasks.protocol import Objective
 
 
 @contextmanager
@@ -75,8 +75,8 @@ def evaluate(
     """
     sources = getattr(dataset, "sources", None) or {"": range(len(dataset))}
     share = share_of([*sources.values()], micro, accelerator.num_processes, accelerator.process_index)
-    keyed, device = Keyed(dataset, seed=seed, name=name), accelerator.device
-    collate = Weighed(task.collate, task.weight, dtype=dtype)  # held-out samples may differ in weight
+    keyed, device = SeededSamples(dataset, seed=seed, name=name), accelerator.device
+    collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)  # held-out samples may differ in weight
     measured = task.metrics().to(device) if hasattr(task, "metrics") else None
     sums = (Apart if exact else Together)(len(sources), device, measured)
     loaded = loader(keyed, collate, share.places, workers=workers, device=device)
@@ -102,11 +102,11 @@ def evaluate(
 
 
 def _losses(sources: Sequence[str], totals: Sequence[float], weights: Sequence[float]) -> dict[str, float]:
-    figures = {"loss": math.fsum(totals) / math.fsum(weights)}
+    metrics = {"loss": math.fsum(totals) / math.fsum(weights)}
     if len(totals) > 1:
         each = zip(sources, totals, weights, strict=True)
-        figures |= {f"loss/{name}": total / weight for name, total, weight in each if weight}
-    return figures
+        metrics |= {f"loss/{name}": total / weight for name, total, weight in each if weight}
+    return metrics
 
 
 def _weighed(
@@ -133,10 +133,12 @@ def _computed(task: Any, metrics: Metrics, accelerator: Accelerator, examples: E
     values = metrics.compute()
     if examples is not None:
         examples.confusion = confusion(task, values)
-    return figures(values)
+    return scalars(values)
 
 
-def _chosen(keyed: Keyed, collate: Weighed, device: torch.device, indices: list[int]) -> tuple[list[Any], Batch]:
+def _chosen(
+    keyed: SeededSamples, collate: CollateWithWeight, device: torch.device, indices: list[int]
+) -> tuple[list[Any], Batch]:
     samples = [keyed[0, index] for index in indices]
     return [sample for _, sample in samples], next(transferred(iter([collate(samples)[0]]), device))
 
@@ -196,9 +198,9 @@ def evaluate_all(
         results[weights] = {}
         with held():
             for name, dataset in sets.items():
-                figures = evaluate(task, model, dataset, examples=examples, name=name, **options)
+                metrics = evaluate(task, model, dataset, examples=examples, name=name, **options)
                 examples = None
-                if figures is None:
+                if metrics is None:
                     return None
-                results[weights] |= {f"{prefix(name)}/{metric}": value for metric, value in figures.items()}
+                results[weights] |= {f"{prefix(name)}/{metric}": value for metric, value in metrics.items()}
     return results

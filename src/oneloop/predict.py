@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from oneloop.basics.files import dumps, replacing
 from oneloop.basics.progress import tracked
 from oneloop.basics.tensors import share_buffers
-from oneloop.data.groups import Weighed, loader, transferred
-from oneloop.data.keyed import Keyed
+from oneloop.data.seeded_samples import SeededSamples
+from oneloop.data.step_batches import CollateWithWeight, loader, transferred
 from oneloop.evaluate import evaluating, share_of
-from oneloop.tasks.base import Objective
-from oneloop.tasks.contract import named
+from oneloop.tasks.protocol import Objective
+from oneloop.tasks.protocol_checks import named
 
 Columns = dict[str, list[Any]]
 _GROUP = 10_000  # rows of a row group
@@ -61,8 +61,10 @@ def predictions(
         ValueError: an output or a column has no entry for each sample.
     """
     share = share_of([range(len(dataset))], micro, accelerator.num_processes, accelerator.process_index)
-    collate = Weighed(task.collate, task.weight, dtype=dtype)
-    loaded = loader(Keyed(dataset, seed=seed), collate, share.places, workers=workers, device=accelerator.device)
+    collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)
+    loaded = loader(
+        SeededSamples(dataset, seed=seed), collate, share.places, workers=workers, device=accelerator.device
+    )
     share_buffers(model)
     with evaluating(model):
         batches = transferred((batch for batch, _ in loaded), accelerator.device)
@@ -118,15 +120,15 @@ def write(file: Path, said: Iterable[Columns], *, accelerator: Accelerator) -> i
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    trouble = None
+    problem = None
     try:
         try:
             _write_part(parts / f"{rank:05d}.jsonl", said, flat=file.suffix == ".csv")
         except ValueError as error:
             if accelerator.is_fsdp2:
                 raise  # the others wait for this rank inside the model
-            trouble = str(error)
-        troubles: list[str | None] = gather_object([trouble])  # type: ignore[no-untyped-call]
+            problem = str(error)
+        troubles: list[str | None] = gather_object([problem])  # type: ignore[no-untyped-call]
         if wrong := [one for one in troubles if one]:
             raise ValueError(wrong[0])
         rows = 0

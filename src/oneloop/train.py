@@ -1,29 +1,29 @@
 """The loop. ``accelerate launch --config_file accelerate_configs/ddp.yaml -m oneloop.train digits``"""
 
 if __name__ == "__main__":  # before the slow imports: --help and bad input need none of them
-    from oneloop.run import early
+    from oneloop.launch import before_imports
 
-    early.begin()
+    before_imports.begin()
 
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from oneloop.ema import EMA
-from oneloop.machine.switches import scheduled_garbage
-from oneloop.optim.build import set_lr
+from oneloop.job.build import Job
+from oneloop.job.preflight import preflight
+from oneloop.launch.processes import Run
+from oneloop.machine.torch_settings import scheduled_garbage
+from oneloop.optim.bad_steps import Fault, Outcome
 from oneloop.optim.clip import clear_gradients, clip_
 from oneloop.optim.guard import Guard, contagious
-from oneloop.optim.policy import Fault, Outcome
+from oneloop.optim.optimizers import set_lr
 from oneloop.run import entry
 from oneloop.run.folder import Folder
 from oneloop.run.gradients import Gradients
-from oneloop.run.job import Job
-from oneloop.run.processes import Run
-from oneloop.run.rehearsal import rehearse
 from oneloop.run.start_lines import start_lines
-from oneloop.run.state import State
 from oneloop.run.steps import NO_WEIGHT, Steps
+from oneloop.run.training_state import State
 from oneloop.run.upkeep import Upkeep
 
 
@@ -39,14 +39,14 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         OSError: too many saves in a row have failed, or the last one before a stop.
     """
     # The model on its processes (one, DDP or FSDP2), and its optimizer and EMA weights.
-    recipe, split, rhythm, accelerator = job.recipe, job.split, job.rhythm, run.accelerator
-    accelerator.gradient_accumulation_steps = split.accumulate
+    recipe, layout, intervals, accelerator = job.recipe, job.layout, job.intervals, run.accelerator
+    accelerator.gradient_accumulation_steps = layout.accumulate
     model = run.prepare(job.model, blocks=job.built.blocks)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with run.setting_up():  # an error of one rank ends all of them
         optimizer = job.make_optimizer(model)
         emas = [EMA(model, optimizer=optimizer, **ema) for ema in job.emas]
-        seen = rehearse(job, run, model)  # preflight check: a few samples through task and model
+        seen = preflight(job, run, model)  # preflight check: a few samples through task and model
     gradients = Gradients(job, run, model, parameters, seen)
     guard = Guard(optimizer, device=run.device, scaler=accelerator.scaler, policy=job.policy, total=gradients.total)
 
@@ -66,10 +66,10 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             return None
         if step.fault is not Fault.NONE:
             return upkeep.bad_step(step)  # skip, rewind, or raise Diverged
-        count.trained(split.size, step.weight)
-        meter.step(loss=step.loss, figures=step.figures, norm=step.norm, weight=step.weight, samples=split.size)
+        count.trained(layout.size, step.weight)
+        meter.step(loss=step.loss, metrics=step.metrics, norm=step.norm, weight=step.weight, samples=layout.size)
         for ema in emas:
-            ema.update(split.size)
+            ema.update(layout.size)
         upkeep.bad.accepted()
         return Outcome.ACCEPTED
 
@@ -84,7 +84,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         save()  # so that there is a checkpoint to rewind to
     stopped = count.evaluation_due and not upkeep.validate()
     clock.restart()
-    with upkeep.profiling(folder.path / "profile") as profiling, scheduled_garbage("collect" in rhythm):
+    with upkeep.profiling(folder.path / "profile") as profiling, scheduled_garbage("collect" in intervals):
         # The pending step. guard.step() queues an update, which the device skips if its gradients are bad. The step is
         # then pending: the host does not yet know which. It queues the next backward first, and then calls resolve():
         #     backward n | update n | backward n+1 | resolve n | update n+1 | backward n+2 | resolve n+1 | ...
@@ -101,7 +101,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             # Accumulate the gradients of the summed loss, divided by the total weight of the global batch (all ranks).
             sums = gradients.sums()
             scale = gradients.factor / group.total  # the factor undoes accelerate's mean over the micro-batches
-            with gradients.step(count.position, measured=rhythm.is_due("log", number)):
+            with gradients.step(count.position, measured=intervals.is_due("log", number)):
                 for batch, weight in zip(clock.over("transfer", group.batches), group.weights, strict=False):
                     with accelerator.accumulate(model), gradients.micro_batch(weight):  # .grad: sum over all ranks
                         loss, outputs = job.task.loss(model, batch)
@@ -117,12 +117,15 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             norm = gradients.norm()
             clip_(parameters, recipe.optimizer.clip, norm)
             lr = set_lr(optimizer, job.rate(count.step, reductions=count.reductions))
-            meter.before_update(rhythm.is_due("log", count.step + 1))
-            guard.step(norm, loss=sums.loss, weight=group.total, figures=sums.figures)
+            meter.before_update(intervals.is_due("log", count.step + 1))
+            guard.step(norm, loss=sums.loss, weight=group.total, metrics=sums.metrics)
             clear_gradients(parameters)
-            count.position += split.size
+            count.position += layout.size
 
-            due, stopped = rhythm.due(count.step + 1), group.stop  # stop: SIGTERM, time limit, STOP file, on any rank
+            due, stopped = (
+                intervals.due(count.step + 1),
+                group.stop,
+            )  # stop: SIGTERM, time limit, STOP file, on any rank
             outcome = resolve() if due or stopped else None
             clock.step("update")
             if outcome is Outcome.REWOUND or (outcome is not Outcome.ACCEPTED and not stopped):
@@ -142,7 +145,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     final = upkeep.final_weights(stopped=stopped)
     stopped = stopped or not upkeep.last_evaluation(final)
     if failed and stopped:  # the run is not done, and cannot be resumed from where it was
-        raise OSError("told to stop, but the last checkpoint could not be written")
+        raise OSError("stopped on request, but the last checkpoint could not be written")
     checkpoints.close()
     upkeep.write_final(folder.path / "final", final)
     return upkeep.summary(final, stopped=stopped)

@@ -20,10 +20,10 @@ WORDS += ["--eval.samples", "0", "--run.dir", "run"]
 
 def a_base(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
     """A small Llama with a tokenizer, as transformers saves them; its matrices are whole blocks of bitsandbytes'."""
-    from oneloop.tasks.language.lessons import Lessons
+    from oneloop.tasks.language.synthetic_chats import SyntheticChats
     from oneloop.tasks.language.tokens import chat_tokenizer
 
-    texts = [message["content"] for one in Lessons("validation").conversations[:200] for message in one]
+    texts = [message["content"] for one in SyntheticChats("validation").conversations[:200] for message in one]
     tokenizer = chat_tokenizer(texts, 320)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)

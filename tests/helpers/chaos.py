@@ -84,11 +84,11 @@ def rank_of(
     import torch
 
     from oneloop import train
-    from oneloop.checkpoint import checkpoints, under_way
+    from oneloop.checkpoint import checkpoints, saving
 
     torch.set_num_threads(1)
     trace_writing("writing")
-    under_way.WRITER = "chaos_writer"
+    saving.WRITER = "chaos_writer"
     checkpoints.Checkpoints.load = traced("loading", checkpoints.Checkpoints.load)
     code = 1
     try:

@@ -37,7 +37,7 @@ class Family(NamedTuple):
     known_by: str
     tools: bool = True
     """the template writes calls and results of tools, and thoughts"""
-    refuses: Callable[[Messages], bool] = lambda messages: False
+    rejects: Callable[[Messages], bool] = lambda messages: False
 
 
 def calls(messages: Messages) -> bool:
@@ -74,7 +74,7 @@ FAMILIES = {
         "gemma3",
         r"<start_of_turn>model\n(.*?<end_of_turn>)",
         PREFIXES,
-        refuses=calls,  # it has no tools, and wants user and assistant in turn
+        rejects=calls,  # it has no tools, and wants user and assistant in turn
     ),
     "phi 3": Family(
         ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"),
@@ -93,7 +93,7 @@ FAMILIES = {
         # TRL's marks begin with the turn's name, since a model writes it too between its thoughts and its answer.
         r"(<\|start\|>assistant.*?(?:<\|end\|>|<\|call\|>|<\|return\|>))",
         TRLS,
-        refuses=call_with_both,
+        rejects=call_with_both,
     ),
     "glm 4": Family(
         ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"),

@@ -17,8 +17,8 @@ from typing import Any
 import torchmetrics
 from torch import Tensor, nn
 
-from oneloop.basics.beats import BEATS, TRAINING
-from oneloop.supervise.peers import ADDRESS
+from oneloop.basics.heartbeats import BEATS, TRAINING
+from oneloop.supervise.ranks import ADDRESS
 from tiny import Ragged, Sequences
 
 

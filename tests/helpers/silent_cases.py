@@ -152,7 +152,7 @@ CONTRACT = {
 
 GOOD = {
     "a loss that says it is no sum": Case(
-        ("the task says that its loss is no sum over samples",),
+        ("the task declares additive = False: its loss is not a sum over samples",),
         "    additive = False\n" + LOSS + "        return (each * len(each)).sum(), {}",
         code=0,
     ),

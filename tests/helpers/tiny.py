@@ -15,8 +15,8 @@ WORDS = 13
 
 def drawn(folder: Path, rank: int, *, micro: int = 99) -> list[int]:
     """Sample ids that a rank loaded for training, in order; those before them were for trying and for comparing."""
-    from oneloop.run.identity import FIRST, SAMPLES
-    from oneloop.run.rehearsal import SAMPLED
+    from oneloop.job.preflight import SAMPLED
+    from oneloop.run.compatibility import FIRST, SAMPLES
 
     before = 2 * min(SAMPLED, micro) + (SAMPLES + 2 if rank == 0 else 0)
     before += 2 * FIRST if (folder / "drawn-1.txt").exists() else 0  # compared between ranks

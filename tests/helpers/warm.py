@@ -21,7 +21,7 @@ import transformers.integrations.sdpa_attention
 from transformers import AutoTokenizer, BertForSequenceClassification, ViTForImageClassification
 
 import oneloop.apply
-import oneloop.supervise.fork
+import oneloop.launch.before_imports
 import oneloop.tasks.causal_lm
 import oneloop.tasks.image_classification
 import oneloop.tasks.text_classification

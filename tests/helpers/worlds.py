@@ -134,7 +134,7 @@ def _child(
     os.dup2(output, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     if watch:  # before torch has threads, as on a command line
-        from oneloop.supervise.fork import supervised
+        from oneloop.launch.before_imports import supervised
 
         supervised()
 
@@ -161,10 +161,10 @@ def timeless(line: dict[str, Any]) -> dict[str, Any]:
 
 def train(argv: Sequence[str]) -> None:
     """``python -m oneloop.train`` with these words."""
-    from oneloop.run import early
+    from oneloop.launch import before_imports
     from oneloop.train import main
 
-    early.report(argv)
+    before_imports.report(argv)
     main(list(argv))
 
 

@@ -42,7 +42,7 @@ class Duration:
                 raise ValueError(f"{key} {self.text!r} is a share of the run, and the run's own length cannot be one")
             return self.amount * total / 100
         if scale.sample_tokens is None:
-            why = "this task's samples differ in length, or are not made of tokens"
+            why = "this task's samples differ in length or are not tokens"
             raise ValueError(f"{key} {self.text!r} is in tokens, but {why}; use steps, 'ep' or 'samples'")
         return self.amount / (scale.batch * Fraction(scale.sample_tokens))
 
@@ -81,5 +81,5 @@ def span(text: str, key: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
-        raise ValueError(f"{key} {text!r} is no span of steps; write 10-15, counted from 1")
+        raise ValueError(f"{key} {text!r}is not a range of steps; write 10-15, counted from 1")
     return first, last

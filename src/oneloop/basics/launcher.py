@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from oneloop.basics.errors import ERROR, STOPPED
+from oneloop.basics.exit_codes import ERROR, STOPPED
 
 
 def ranks() -> int:

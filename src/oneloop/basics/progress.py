@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from rich.progress import Progress
 
-from oneloop.basics.beats import BEATS
+from oneloop.basics.heartbeats import BEATS
 
 Item = TypeVar("Item")
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from oneloop.basics.names import bare_name
+from oneloop.basics.parameter_names import bare_name
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from inspect import cleandoc
 from typing import Any, NoReturn
 
-from oneloop.basics.errors import BadInput
+from oneloop.basics.exit_codes import BadInput
 
 
 class Options(ArgumentParser):

@@ -17,12 +17,13 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from oneloop.basics.origin import Origin
+from oneloop.basics.base_models import BaseModel
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint import writer
-from oneloop.checkpoint.chosen import base_problems
-from oneloop.checkpoint.frozen import Base
-from oneloop.checkpoint.state import (
+from oneloop.checkpoint.frozen_weights import Base
+from oneloop.checkpoint.saving import UnderWay
+from oneloop.checkpoint.select import base_problems
+from oneloop.checkpoint.state_dict import (
     buffers_of,
     described,
     header_of,
@@ -32,7 +33,6 @@ from oneloop.checkpoint.state import (
     pieces,
 )
 from oneloop.checkpoint.store import Keep, Store, name_of, problems
-from oneloop.checkpoint.under_way import UnderWay
 
 
 class Checkpoints:
@@ -54,7 +54,7 @@ class Checkpoints:
         root: Path,
         accelerator: Accelerator,
         *,
-        origin: Origin | None = None,
+        origin: BaseModel | None = None,
         sync: bool = False,
         max_failures: int = 3,
         patience: float = 1.0,
@@ -100,9 +100,9 @@ class Checkpoints:
         Returns:
             What went wrong with the last save, alike on all ranks; None where nothing did.
         """
-        trouble = self._under_way.finish(or_go_on=True)
+        problem = self._under_way.finish(or_go_on=True)
         if self._under_way.stuck:
-            return trouble
+            return problem
         tensors = self._base.others(model) | optimizer_tensors(model, optimizer) | dict(extra or {})
         mine = pieces(tensors, rank=self.rank, ranks=self.ranks, of_rank_0=buffers_of(model))
         header, size = header_of(mine)
@@ -123,12 +123,12 @@ class Checkpoints:
         )
         if self._sync:
             self._under_way.write_here(request, mine)
-            return self._under_way.finish() or trouble
+            return self._under_way.finish() or problem
         self._under_way.begin(request, mine)
-        return trouble
+        return problem
 
     def poll(self) -> str | None:
-        """This rank's trouble with the save under way, if it is known by now; a microsecond, without a wait."""
+        """This rank's problem with the save under way, if it is known by now; a microsecond, without a wait."""
         return self._under_way.poll()
 
     def finish(self) -> str | None:
@@ -207,7 +207,7 @@ class Checkpoints:
             model: as prepared.
             optimizer: over its parameters.
             extra: more tensors, as :meth:`save` was given them.
-            check: is shown the rest before anything is loaded, and may refuse it.
+            check: is shown the rest before anything is loaded, and may reject it.
 
         Raises:
             ValueError: the checkpoint is damaged, or of another model; or its frozen parameters are, and the model as
@@ -215,7 +215,7 @@ class Checkpoints:
         """
         wrong = self._all(problems(folder) if self.rank == 0 else [])[0]
         if wrong:
-            raise ValueError(f"checkpoint {folder} is damaged: {'; '.join(wrong)}; take another one")
+            raise ValueError(f"checkpoint {folder} is damaged: {'; '.join(wrong)}; use another checkpoint")
         state: dict[str, Any] = json.loads((folder / "state.json").read_text())
         if check is not None:
             check(state)

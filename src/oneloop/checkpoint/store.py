@@ -23,7 +23,7 @@ def header(file: Path) -> dict[str, Any]:
             raise ValueError("its header is too long")
         content = json.loads(stream.read(length))
     if not isinstance(content, dict):
-        raise ValueError("its header is none")
+        raise ValueError("its header is invalid")
     return content
 
 
@@ -215,7 +215,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
     if vouched != _of(manifest) or not plain:
-        raise ValueError(f"{MANIFEST} is damaged: its checksum should be {_of(manifest)}, and says {vouched}")
+        raise ValueError(f"{MANIFEST} is damaged: expected checksum {_of(manifest)}, found {vouched}")
     if manifest.get("format") not in _READ:
         raise ValueError(f"{MANIFEST} is of format {manifest.get('format')}, and this oneloop reads {FORMAT}")
     return manifest  # type: ignore[no-any-return]

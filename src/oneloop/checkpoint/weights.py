@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from oneloop.basics.base_models import HUB, BaseModel, fetched
 from oneloop.basics.files import replacing
-from oneloop.basics.names import matches
-from oneloop.basics.origin import HUB, Origin, fetched
-from oneloop.checkpoint.state import Tensors, model_tensors
+from oneloop.basics.parameter_names import matches
+from oneloop.checkpoint.state_dict import Tensors, model_tensors
 from oneloop.checkpoint.store import MANIFEST, read_manifest
 
 _ADAPTERS = "adapter_model"  # peft's name of a file with adapters
@@ -30,7 +30,7 @@ def tied_names(model: nn.Module) -> set[str]:
     return {name for name, tensor in state.items() if first.setdefault(id(tensor), name) != name}
 
 
-def gathered_weights(model: nn.Module, origin: Origin | None = None) -> dict[str, Tensor]:
+def gathered_weights(model: nn.Module, origin: BaseModel | None = None) -> dict[str, Tensor]:
     """The whole model's weights in host memory, on rank 0; empty elsewhere. Every rank must get here.
 
     Names are those of the bare model: no ``module.``, no ``_orig_mod.``. Tied weights stand there once. Of a model with
@@ -52,7 +52,7 @@ def gathered_weights(model: nn.Module, origin: Origin | None = None) -> dict[str
     return weights
 
 
-def _own_weights(model: nn.Module, origin: Origin) -> dict[str, Tensor]:
+def _own_weights(model: nn.Module, origin: BaseModel) -> dict[str, Tensor]:
     weights = {}
     for name, tensor in model_tensors(model).items():
         if (name := name.removeprefix("model.")) not in origin.names:
@@ -75,7 +75,12 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def load_weights(
-    model: nn.Module, source: str, weights: str = "raw", *, leave_out: Sequence[str] = (), origin: Origin | None = None
+    model: nn.Module,
+    source: str,
+    weights: str = "raw",
+    *,
+    leave_out: Sequence[str] = (),
+    origin: BaseModel | None = None,
 ) -> list[str]:
     """Loads weights into a model that is not yet wrapped: from a run folder, a folder, a repository of the hub, or a
     .safetensors file.
@@ -100,25 +105,25 @@ def load_weights(
         raise ValueError(f"init.from {source!r}: {file} cannot be read: {error}") from error
     if origin is not None:
         about = _config_beside(file, source)
-        _refuse_other_origin(file.parent, source, origin, about)
+        _reject_other_origin(file.parent, source, origin, about)
         inside = {origin.outside(name): name for name in model.state_dict() if name not in origin.names}
         loaded = {inside.get(name, name): tensor for name, tensor in loaded.items()}
     own = {name: tensor for name, tensor in model.state_dict().items() if origin is None or name not in origin.names}
     for pattern in leave_out:
         if not any(matches(pattern, name) for name in own):
             some = ", ".join([*own][:8])
-            raise ValueError(f"init.leave_out {pattern!r} takes no parameter of the model; it has {some}, …")
+            raise ValueError(f"init.leave_out {pattern!r}matches no parameter of the model; it has {some}, …")
     left = [name for name in own if any(matches(pattern, name) for pattern in leave_out)]
     loaded = {name: tensor for name, tensor in loaded.items() if not any(matches(p, name) for p in leave_out)}
-    _refuse_others(own, loaded, tied_names(model) | set(left), source, file)
+    _reject_others(own, loaded, tied_names(model) | set(left), source, file)
     if origin is not None:
-        _refuse_other_settings(about, source, origin)
+        _reject_other_settings(about, source, origin)
     with torch.no_grad():
         model.load_state_dict(loaded, strict=False)
     return left
 
 
-def _file_of(source: str, weights: str, origin: Origin | None) -> Path:
+def _file_of(source: str, weights: str, origin: BaseModel | None) -> Path:
     hub = source.startswith(HUB)
     own, other = ("model", _ADAPTERS) if origin is None else (origin.file, "model")
     if Path(source).suffix == ".safetensors" and not hub:
@@ -145,22 +150,22 @@ def _config_beside(weights: Path, source: str) -> dict[str, Any]:
     return dict(json.loads(file.read_text())) if file.is_file() else {}
 
 
-def _refuse_other_settings(about: Mapping[str, Any], source: str, origin: Origin) -> None:
+def _reject_other_settings(about: Mapping[str, Any], source: str, origin: BaseModel) -> None:
     if other := origin.other_settings(about):
-        raise ValueError(f"init.from {source!r}: its adapters are scaled otherwise ({other}); set task.lora.* so")
+        raise ValueError(f"init.from {source!r}: its adapters have another scale ({other}); set task.lora.* to match")
 
 
-def _refuse_other_origin(folder: Path, source: str, origin: Origin, about: Mapping[str, Any]) -> None:
+def _reject_other_origin(folder: Path, source: str, origin: BaseModel, about: Mapping[str, Any]) -> None:
     try:
         there = read_manifest(folder)["about"].get("base")
     except ValueError:
         there = None
     if other := origin.of_another(about, there):
-        raise ValueError(f"init.from {source!r}: its adapters are for {other}; give task.model that")
+        raise ValueError(f"init.from {source!r}: its adapters are for {other}; set task.model to it")
 
 
-def _refuse_others(own: Tensors, loaded: Tensors, known: Collection[str], source: str, file: Path) -> None:
-    """Refuses weights that are not the model's; ``known`` need not be there."""
+def _reject_others(own: Tensors, loaded: Tensors, known: Collection[str], source: str, file: Path) -> None:
+    """Rejects weights that are not the model's; ``known`` need not be there."""
     missing = sorted(own.keys() - loaded.keys() - set(known))
     unexpected = sorted(loaded.keys() - own.keys())
     shapes = [

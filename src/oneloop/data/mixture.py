@@ -30,7 +30,7 @@ class Mixture:
     def __init__(self, sets: Mapping[str, Any], weights: Sequence[float]) -> None:
         for name, dataset in sets.items():
             if not len(dataset):
-                raise ValueError(f"the set {name!r} of a mixture is empty; leave it out")
+                raise ValueError(f"the set {name!r}of a mixture is empty; remove it")
         self.sets, self.weights = dict(sets), list(weights)
         self.row = proportions(weights)
         self.bounds = np.cumsum([0, *map(len, self.sets.values())])
@@ -127,7 +127,7 @@ def proportions(weights: Sequence[float]) -> NDArray[np.int64]:
     """
     if any(not math.isfinite(weight) or weight < 0 for weight in weights) or not sum(weights):
         told = ", ".join(map(str, weights))
-        raise ValueError(f"the weights of a mixture are {told}; numbers above 0 are needed (0 leaves a set out)")
+        raise ValueError(f"the weights of a mixture are {told}; expected numbers above 0 (0 drops a set)")
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     length = math.lcm(*(share.denominator for share in shares))

@@ -58,7 +58,7 @@ def _check(lengths: NDArray[np.int64], capacity: int) -> None:
     if wrong.size:
         first = f"the first at index {wrong[0]}: {lengths[wrong[0]]}"
         wide = f"{wrong.size} of {len(lengths)} lengths are not from 1 to {capacity}, {first}"
-        raise ValueError(f"{wide}; leave these out, cut them, or raise the capacity")
+        raise ValueError(f"{wide}; remove these samples, cut them, or raise the capacity")
 
 
 def _bins_of(falling: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:

@@ -49,7 +49,7 @@ def recompute(model: nn.Module, mode: str = "full", *, names: Sequence[str] = ()
         none = f"{type(model).__name__} has no repeated blocks"
         raise ValueError(f"recompute {mode}: {none}; set machine.blocks, or machine.recompute none")
     if offload and kind == "selective":
-        raise ValueError("offload is asked for with recompute selective; it can offload what full and every:K keep")
+        raise ValueError("offload does not work with recompute selective; use full or every:K")
     step = int(share) if kind == "every" else 1
     chosen = layers[step - 1 :: step]
     if not chosen:
@@ -75,7 +75,7 @@ def parsed(mode: str) -> tuple[str, float]:
     good |= {"every": bool(colon) and share >= 1 and share.is_integer(), "budget": bool(colon) and 0 <= share <= 1}
     if not good.get(kind, False):
         modes = "none, full, every:K (a whole number), selective, and budget:SHARE (0 to 1)"
-        raise ValueError(f"recompute {mode!r} is none of {modes}")
+        raise ValueError(f"recompute {mode!r} is unknown; known: {modes}")
     return kind, share
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from oneloop.basics.names import bare_name
+from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensors import as_real, local, optimizer_tensors
 
 

@@ -88,13 +88,13 @@ class Clock:
         for phase, seconds in spent.items():
             self._total[phase] += seconds
         whole = sum(spent.values()) or 1.0
-        figures = {f"share/{phase}": spent.get(phase, 0.0) / whole for phase in PHASES}
-        figures["seconds"] = perf_counter() - self._since - spent.get("evaluate", 0.0) - spent.get("save", 0.0)
+        metrics = {f"share/{phase}": spent.get(phase, 0.0) / whole for phase in PHASES}
+        metrics["seconds"] = perf_counter() - self._since - spent.get("evaluate", 0.0) - spent.get("save", 0.0)
         if self._steps:
             low, middle, high = _quartiles(self._steps)
-            figures["speed/step_seconds"], figures["speed/step_seconds_iqr"] = middle, high - low
+            metrics["speed/step_seconds"], metrics["speed/step_seconds_iqr"] = middle, high - low
         self.restart()
-        return figures
+        return metrics
 
     def overall(self) -> dict[str, float]:
         """Shares of the time of all reads together."""

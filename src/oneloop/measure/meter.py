@@ -17,7 +17,7 @@ from oneloop.measure.update_ratio import ExactUpdateRatio, UpdateRatio
 
 
 class Sums:
-    """The summed loss, and the sums of named figures (0-dim outputs), each times the weight of its micro-batch.
+    """The summed loss, and the sums of named metrics (0-dim outputs), each times the weight of its micro-batch.
 
     ``apart`` keeps the sums of each micro-batch, to be added in an order that no split changes.
     """
@@ -26,13 +26,13 @@ class Sums:
         self._names, self._apart = names, apart
         self.loss: Any = 0.0
         """0-dim; apart (micro-batches,)"""
-        self.figures: Tensor | None = None
+        self.metrics: Tensor | None = None
         """one value for each name; apart (micro-batches, names)"""
 
     def add(self, loss: Tensor, outputs: Mapping[str, Tensor], weight: float) -> None:
         """Takes in one micro-batch; no host sync, and no work for the device beyond the sums.
 
-        The mean of a figure that is missing in one of them is NaN.
+        The mean of a metric that is missing in one of them is NaN.
         """
         if self._apart:
             self.loss = _with(self.loss, loss.detach())
@@ -43,9 +43,9 @@ class Sums:
             nothing = loss.detach().new_full((), torch.nan)
             mine = torch.stack([outputs.get(name, nothing).detach().to(wide) for name in self._names]) * weight
             if self._apart:
-                self.figures = _with(self.figures, mine)
+                self.metrics = _with(self.metrics, mine)
             else:
-                self.figures = mine if self.figures is None else self.figures + mine
+                self.metrics = mine if self.metrics is None else self.metrics + mine
 
 
 def _with(rows: Any, row: Tensor) -> Tensor:
@@ -54,19 +54,19 @@ def _with(rows: Any, row: Tensor) -> Tensor:
 
 _OWN = ("loss", "grad_norm", "lr", "epoch", "samples_per_second", "update_ratio", "noise_scale")
 OWN_FIGURES = frozenset(f"train/{name}" for name in _OWN)
-"""figures of training that every run has"""
+"""metrics of training that every run has"""
 
 
 class Meter:
     """What happened since the last :meth:`read`: loss, throughput, gradient norm, update, memory, and where time went.
 
     Args:
-        accelerator: its ranks share the figures.
+        accelerator: its ranks share the metrics.
         parameters: whose update is measured against their size.
         flops: floating-point operations of training on one sample (0: not known).
         peak: those per second that one device can make (0: not known).
         tokens: the weight counts tokens.
-        figures: names of more that :meth:`step` is given; their weighted means are train/NAME.
+        metrics: names of more that :meth:`step` is given; their weighted means are train/NAME.
         leaf: which of a step's leaves it is that a rank takes as its n-th: what is told is then the same bits for every
             split.
         leaves: of a step on each rank.
@@ -80,7 +80,7 @@ class Meter:
         flops: float = 0.0,
         peak: float = 0.0,
         tokens: bool = False,
-        figures: Sequence[str] = (),
+        metrics: Sequence[str] = (),
         leaf: Callable[[int, int], int] | None = None,
         leaves: int = 1,
     ) -> None:
@@ -93,10 +93,10 @@ class Meter:
         self._chunks: list[Tensor] = []  # of very many losses a thousand at a time are put together
         self._loss = 0.0  # this rank's sum up to the last save, where that was after the last read
         self._norm = torch.zeros((), device=device)
-        self._names = tuple(figures)
+        self._names = tuple(metrics)
         self._leaf, self._leaves = leaf, leaves
         shape = (len(self._names),) if leaf is None else (leaves, 1 + len(self._names))  # of a leaf its loss too
-        self._figures = torch.zeros(shape, dtype=self._wide, device=device)
+        self._metrics = torch.zeros(shape, dtype=self._wide, device=device)
         self._weight = 0.0
         self._timed_weight, self._timed_samples = 0.0, 0  # since the clock began: a resume brings no time with it
         self._update = UpdateRatio(parameters) if leaf is None else ExactUpdateRatio(parameters)
@@ -106,22 +106,22 @@ class Meter:
         if measured:
             self._update.before()
 
-    def step(self, *, loss: Tensor, weight: float, samples: int, norm: Tensor, figures: Tensor | None = None) -> None:
-        """Takes in one step; no host sync, and no work for the device where there are no more figures.
+    def step(self, *, loss: Tensor, weight: float, samples: int, norm: Tensor, metrics: Tensor | None = None) -> None:
+        """Takes in one step; no host sync, and no work for the device where there are no more metrics.
 
         Args:
-            loss: this rank's summed loss, 0-dim; is kept as it is. With leaves theirs, (leaves,); so the figures.
+            loss: this rank's summed loss, 0-dim; is kept as it is. With leaves theirs, (leaves,); so the metrics.
             weight: of the global batch.
             samples: of the global batch.
             norm: global gradient norm before clipping.
-            figures: this rank's sums of the named ones, each micro-batch's times its weight.
+            metrics: this rank's sums of the named ones, each micro-batch's times its weight.
         """
         if self._leaf is not None:
-            self._figures += torch.cat([loss[:, None], *(() if figures is None else [figures])], dim=1)
+            self._metrics += torch.cat([loss[:, None], *(() if metrics is None else [metrics])], dim=1)
         else:
             self._losses.append(loss)
-            if figures is not None:
-                self._figures += figures
+            if metrics is not None:
+                self._metrics += metrics
         if len(self._losses) == 1024:
             self._chunks.append(torch.stack(self._losses))
             self._losses = []
@@ -131,40 +131,40 @@ class Meter:
         self._norm = norm
 
     def read(self) -> dict[str, float]:
-        """The figures since the last read; one all-gather and one host sync. Every rank must get here."""
+        """The metrics since the last read; one all-gather and one host sync. Every rank must get here."""
         update = self._update.told(self._norm)
-        told = [self._norm, *update, *self._figures.flatten()]
+        told = [self._norm, *update, *self._metrics.flatten()]
         losses, others = self._gathered(told, [float(peak_memory()), utilisation(self._norm.device)])
         times = self.clock.read()
         seconds = times.pop("seconds")
         norms, *rest, memory, busy = zip(*others, strict=True)
         loss, *named = self._totals(losses, rest[len(update) :])
-        figures = {"train/loss": loss / self._weight, "train/grad_norm": statistics.fmean(norms)}
-        figures |= {"train/samples_per_second": self._timed_samples / seconds}
-        figures |= {f"train/{name}": total / self._weight for name, total in zip(self._names, named, strict=True)}
+        metrics = {"train/loss": loss / self._weight, "train/grad_norm": statistics.fmean(norms)}
+        metrics |= {"train/samples_per_second": self._timed_samples / seconds}
+        metrics |= {f"train/{name}": total / self._weight for name, total in zip(self._names, named, strict=True)}
         if (ratio := self._update.ratio([*zip(*rest[: len(update)], strict=True)])) is not None:
-            figures["train/update_ratio"] = ratio
+            metrics["train/update_ratio"] = ratio
         if self._tokens:
-            figures["speed/tokens_per_second"] = self._timed_weight / seconds
+            metrics["speed/tokens_per_second"] = self._timed_weight / seconds
         if self._flops and self._peak:
-            figures["speed/mfu"] = self._flops * self._timed_samples / seconds / (self._peak * len(losses))
+            metrics["speed/mfu"] = self._flops * self._timed_samples / seconds / (self._peak * len(losses))
         if not math.isnan(sum(busy)):
-            figures["device/utilisation"] = statistics.fmean(busy)
-        figures |= {"memory/peak_gib": max(memory) / 2**30, **times}
+            metrics["device/utilisation"] = statistics.fmean(busy)
+        metrics |= {"memory/peak_gib": max(memory) / 2**30, **times}
         self._loss = self._weight = self._timed_weight = 0.0
-        self._figures = torch.zeros_like(self._figures)
+        self._metrics = torch.zeros_like(self._metrics)
         self._timed_samples = 0
-        return figures
+        return metrics
 
-    def _totals(self, losses: Sequence[float], figures: Sequence[Sequence[float]]) -> list[float]:
-        """The loss of all ranks and the other figures, by the losses and figures of each."""
+    def _totals(self, losses: Sequence[float], metrics: Sequence[Sequence[float]]) -> list[float]:
+        """The loss of all ranks and the other metrics, by the losses and metrics of each."""
         if self._leaf is None:
-            return [sum(losses), *(sum(parts) for parts in figures)]
+            return [sum(losses), *(sum(parts) for parts in metrics)]
         own = 1 + len(self._names)
-        return [rounded_sum(value for row in figures[name::own] for value in row) for name in range(own)]
+        return [rounded_sum(value for row in metrics[name::own] for value in row) for name in range(own)]
 
     def _gathered(self, told: list[Tensor], host: list[float]) -> tuple[list[float], list[list[float]]]:
-        """Every rank's summed loss, and its other figures: 0-dim tensors, and what the host knows.
+        """Every rank's summed loss, and its other metrics: 0-dim tensors, and what the host knows.
 
         The losses are added one by one, on the host: so their sum does not depend on where a save came between.
         """
@@ -181,7 +181,7 @@ class Meter:
 
     def state_dict(self) -> dict[str, Any]:
         """What was summed since the last read, each rank's loss by itself. Host sync; every rank must get here."""
-        losses, others = self._gathered([self._norm, *self._figures.flatten()], [])
+        losses, others = self._gathered([self._norm, *self._metrics.flatten()], [])
         if self._leaf is not None:
             own = 1 + len(self._names)
             found = {
@@ -205,20 +205,20 @@ class Meter:
             losses[rank] if len(losses) == self._accelerator.num_processes else sum(losses) if rank == 0 else 0.0
         )
         self._weight, self._timed_weight, self._timed_samples = state["weight"] if losses else 0.0, 0.0, 0
-        rows = torch.tensor(state.get("figures", []), dtype=self._wide, device=self._figures.device)
-        if len(rows) and rows.shape[1] == len(self._names):  # of the same figures
-            self._figures = rows[rank] if len(rows) == self._accelerator.num_processes else rows.sum(0) * (rank == 0)
+        rows = torch.tensor(state.get("figures", []), dtype=self._wide, device=self._metrics.device)
+        if len(rows) and rows.shape[1] == len(self._names):  # of the same metrics
+            self._metrics = rows[rank] if len(rows) == self._accelerator.num_processes else rows.sum(0) * (rank == 0)
         else:
-            self._figures = torch.zeros_like(self._figures)
+            self._metrics = torch.zeros_like(self._metrics)
         self.clock.restart()
 
     def _load_leaves(self, state: dict[str, Any]) -> None:
-        rows = torch.tensor(state.get("leaves", []), dtype=self._wide, device=self._figures.device)
+        rows = torch.tensor(state.get("leaves", []), dtype=self._wide, device=self._metrics.device)
         ranks, rank = self._accelerator.num_processes, self._accelerator.process_index
-        same = rows.ndim == 2 and rows.shape == (ranks * self._leaves, self._figures.shape[1])  # else it begins anew
+        same = rows.ndim == 2 and rows.shape == (ranks * self._leaves, self._metrics.shape[1])  # else it begins anew
         assert self._leaf is not None
         mine = [self._leaf(rank, leaf) for leaf in range(self._leaves)]
-        self._figures = rows[mine] if same else torch.zeros_like(self._figures)
+        self._metrics = rows[mine] if same else torch.zeros_like(self._metrics)
         self._weight, self._timed_weight, self._timed_samples = state["weight"] if same else 0.0, 0.0, 0
         self.clock.restart()
 

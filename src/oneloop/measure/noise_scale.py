@@ -193,7 +193,7 @@ class NoiseScale:
         noise, signal = (sum(values) for values in zip(*self._measured, strict=True)) if self._measured else (0.0, 0.0)
         return noise / signal if noise > 0 and signal > 0 else None
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """For the log; empty where there is none."""
         return {} if self.value is None else {"train/noise_scale": self.value}
 

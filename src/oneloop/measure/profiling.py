@@ -33,7 +33,7 @@ class Profiling:
         profile: steps of the trace, ``10-15`` or ``10``, counted from 1.
         memory: steps of the memory snapshot; needs a GPU, and says the peak without one.
         say: how a person is told what was written.
-        log: takes the share of exposed communication, as a figure.
+        log: takes the share of exposed communication, as a metric.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from oneloop.optim.policy import Fault, Policy
+from oneloop.optim.bad_steps import Fault, Policy
 
 _SMALLEST_SCALE = 2.0**-10
 
@@ -38,7 +38,7 @@ class Step:
     """this rank's summed loss, 0-dim (NaN where it was not given)"""
     weight: float
     """of the global batch"""
-    figures: Tensor | None = None
+    metrics: Tensor | None = None
     """what else was given with it"""
 
 
@@ -91,14 +91,14 @@ class Guard:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
 
-    def step(self, norm: Tensor, *, loss: Tensor | None = None, weight: float = 1.0, figures: Any = None) -> None:
+    def step(self, norm: Tensor, *, loss: Tensor | None = None, weight: float = 1.0, metrics: Any = None) -> None:
         """Update the weights, unless the step is bad. The previous step must be resolved.
 
         Args:
             norm: global gradient norm, equal on all ranks.
             loss: this rank's summed loss of the step, 0-dim; for spikes.
             weight: what it is divided by, the same on all ranks.
-            figures: returned by :meth:`resolve`.
+            metrics: returned by :meth:`resolve`.
 
         Raises:
             RuntimeError: the previous step is still pending.
@@ -108,7 +108,7 @@ class Guard:
         mean = None if loss is None or self._window is None else loss.detach() / weight
         fault = self._scaled_step(norm, mean) if self.scaler is not None else self._plain_step(norm, mean)
         loss = torch.full_like(norm, torch.nan) if loss is None else loss
-        self._pending = fault, norm, loss, weight, figures
+        self._pending = fault, norm, loss, weight, metrics
 
     def _plain_step(self, norm: Tensor, mean: Tensor | None) -> Fault | None:
         # Sets the flag where the norm is not finite: what torch.amp does to all gradients. (It also multiplies by one.)
@@ -132,8 +132,8 @@ class Guard:
         """
         if self._pending is None:
             return None
-        (fault, norm, loss, weight, figures), self._pending = self._pending, None
-        return Step(Fault(self._told.read()) if fault is None else fault, norm, loss, weight, figures)
+        (fault, norm, loss, weight, metrics), self._pending = self._pending, None
+        return Step(Fault(self._told.read()) if fault is None else fault, norm, loss, weight, metrics)
 
     def _judged(self, norm: Tensor, loss: Tensor | None) -> Tensor:
         """0, 1 where a value is not finite, 2 where it is far above those before; as :class:`Fault` counts."""

@@ -13,14 +13,14 @@ import torch
 import yaml
 from torch import Tensor
 
-from oneloop.basics.errors import BAD_INPUT, DONE, ERROR, STOPPED, BadInput
+from oneloop.after.first_difference import FirstDifference, parting
+from oneloop.basics.exit_codes import BAD_INPUT, DONE, ERROR, STOPPED, BadInput
 from oneloop.basics.files import dumps, printable
 from oneloop.basics.launcher import on_stops
-from oneloop.data.split import Split
+from oneloop.data.batch_layout import BatchLayout
+from oneloop.launch.command import config_file, launch, launch_options
 from oneloop.plan.techniques import words as typed
 from oneloop.recipe.parse import read
-from oneloop.run.launch import config_file, launch, launch_options
-from oneloop.run.parting import Parting, parting
 
 Start = Callable[[Sequence[str], int], int]
 """runs ``oneloop launch`` with these words and this file descriptor for its output; returns the exit code"""
@@ -62,7 +62,7 @@ class _Proof:
         micro, half = batch.micro if isinstance(batch.micro, int) else None, settings.get("mixed_precision") or "no"
         try:
             sharded = settings.get("distributed_type") == "FSDP"
-            self.split = Split(batch.size, number, micro, grain=batch.grain, sharded=sharded)
+            self.batch = BatchLayout(batch.size, number, micro, grain=batch.grain, sharded=sharded)
         except ValueError as error:
             raise BadInput(str(error)) from None
         precision = ["--mixed_precision", half if batch.grain else "no"]
@@ -97,7 +97,7 @@ class _Proof:
         return found
 
     def _compared(self, keys: Mapping[str, Any], dtype: str, again: str = "") -> dict[str, Any]:
-        size, each = self.split.size, self.split.each
+        size, each = self.batch.size, self.batch.each
         if self.recipe.batch.micro != each and each % 2 == 0:
             each //= 2  # so that the layout accumulates gradients, too
         larger = next((micro for micro in range(2 * each, size + 1, each) if size % micro == 0), each)
@@ -136,14 +136,13 @@ class _Proof:
     def _reason(self, layout: Path, *, control: bool) -> str | None:
         """What the start-up lines report: BatchNorm, random numbers, a loss that is not a sum, unused parameters."""
         lines = layout.with_suffix(".txt").read_text(errors="replace").splitlines()
-        known = [line for line in lines if "split is exact to the bit" in line or "parallel layout" in line]
-        known = [line for line in known if not line.startswith("any split")]
-        known += [line for line in lines if line.startswith("parameters that took no part")]
+        known = [line for line in lines if "parallel layout" in line and not line.startswith("any parallel layout")]
+        known += [line for line in lines if line.startswith("parameters without a gradient in the preflight check")]
         known += ["on one process, another micro-batch (the control) changes the weights, too"] if control else []
         return known[0] if known else None
 
 
-def _compare(runs: Sequence[Path], dtype: str) -> tuple[Parting | None, dict[str, Any]]:
+def _compare(runs: Sequence[Path], dtype: str) -> tuple[FirstDifference | None, dict[str, Any]]:
     """The gradients of the first step, and the weights after each step, of layout, control and reference."""
     found, wrong, rounding = dict[str, Any](), dict[str, float](), torch.zeros(())
     eps, (always, most) = torch.finfo(getattr(torch, dtype)).eps, _GRADIENTS[dtype]
@@ -166,10 +165,10 @@ def _compare(runs: Sequence[Path], dtype: str) -> tuple[Parting | None, dict[str
             relative = dict(zip(names, (distance / norm).tolist(), strict=True))
             wrong = {name: relative[name] for name, fits in zip(names, distance <= limit, strict=True) if not fits}
             if wrong and parted is None:
-                parted = Parting(step, list(wrong), len(names))
+                parted = FirstDifference(step, list(wrong), len(names))
                 found["by"] = wrong[parted.names[0]]
     if parted is None and not found["control"] <= _CONTROL[dtype]:
-        parted = Parting(steps, [], len(names))
+        parted = FirstDifference(steps, [], len(names))
     return parted, found
 
 
@@ -186,7 +185,7 @@ def _apart(*runs: Mapping[str, Tensor]) -> tuple[list[str], Tensor, Tensor, Tens
     return list(rows), *torch.tensor(list(rows.values()), dtype=torch.float64).T  # type: ignore[return-value]
 
 
-def _verdict(parted: Parting | None, same: str) -> dict[str, Any]:
+def _verdict(parted: FirstDifference | None, same: str) -> dict[str, Any]:
     if parted is None:
         return {"verdict": same, "step": None, "tensor": None, "tensors": None}
     parted = parted._replace(names=[name.removeprefix("model.") for name in parted.names])
@@ -205,16 +204,16 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     elif verdict == "different":
         by = f", by {found['by']:.1e}" if "by" in found else ""
         first = f", first in {found['tensors']}{by}" if found["tensors"] else ""
-        yield f"different: {layout} does not train as one process does, from step {found['step']} on{first}"
+        yield f"different: {layout} differs from one process from step {found['step']} on{first}"
         yield numbers
-        yield f"likely reason: {found['reason'] or 'not known; docs/prove.md says how to look for it'}"
+        yield f"likely reason: {found['reason'] or 'unknown; see docs/prove.md'}"
     else:
-        yield f"{verdict}: {layout} trains as one process does ({numbers})"
+        yield f"{verdict}: {layout} trains like one process ({numbers})"
     yield from (f"note: {note}" for note in found["notes"])
 
 
 def _launched(words: Sequence[str], output: int) -> int:
     try:
-        return launch(words, module="oneloop.plan.recorded", seconds=_SECONDS, output=output)
+        return launch(words, module="oneloop.plan.recorded_run", seconds=_SECONDS, output=output)
     finally:  # which has listened to the signals meanwhile
         on_stops(lambda *_: sys.exit(STOPPED))

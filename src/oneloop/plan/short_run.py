@@ -27,7 +27,7 @@ class Measured:
 
     rate: float = 0.0  # samples per second, after the first steps
     peak: float = 0.0  # MiB of memory that the process held at most: of the device, or of the host without one
-    fault: str = ""  # why there are no figures
+    fault: str = ""  # why there are no metrics
     facts: Mapping[str, Any] | None = None  # of the model and the machine, for :class:`oneloop.plan.techniques.Machine`
     weights: Mapping[str, Tensor] | None = None  # at the end, where they were asked for
 
@@ -97,10 +97,10 @@ def _serve(pipe: Connection, typed: list[str], precision: str, warm: int, scratc
 def _trained(typed: list[str], warm: int) -> dict[str, Any]:
     from torch import nn
 
+    from oneloop.job.build import build_job
+    from oneloop.launch.processes import start
     from oneloop.recipe.parse import read
-    from oneloop.run.build import build_job
     from oneloop.run.folder import Folder
-    from oneloop.run.processes import start
     from oneloop.train import train
 
     recipe = read(typed)

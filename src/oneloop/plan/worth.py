@@ -13,20 +13,22 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from oneloop.basics.errors import BadInput
+from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps, replacing
 from oneloop.plan.short_run import Measured, Runner
 from oneloop.plan.techniques import DEFAULT, TECHNIQUES, Keys, Machine, Technique
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
-from oneloop.show.worth import as_page, as_table, sentences
+from oneloop.show.worth_table import as_page, as_table, sentences
 
 
 def worth(words: Sequence[str], folder: Path | None, **how: Any) -> int:
     """Measure the recipe in ``words``, print a table, write worth.json and worth.html into ``folder`` (default:
     runs/worth-RECIPE); return the exit code. Raises BadInput; ``how`` as of :func:`measured`."""
     if read(words).batch.grain is not None:
-        raise BadInput("oneloop worth tries other ways to compute a recipe, and batch.grain fixes them; leave it out")
+        raise BadInput(
+            "oneloop worth changes how a recipe is computed, which batch.grain does not allow; remove batch.grain"
+        )
     results = measured(words, **how)
     folder = folder or Path(f"runs/worth-{results['recipe']}")
     try:
@@ -73,16 +75,16 @@ def measured(
     recipe = read(words)
     known = {technique.name: technique for technique in TECHNIQUES}
     if strange := [name for name in only if name not in known]:
-        raise BadInput(f"--only {strange[0]!r} is no technique; known: {', '.join(known)}")
+        raise BadInput(f"--only {strange[0]!r} is not a technique; known: {', '.join(known)}")
     runner = Runner(words, timeout=timeout)
     steps, machine = _sized(runner, seconds, recipe.batch.size)
-    tried, refused = _chosen(recipe, machine, [known[name] for name in only])
+    tried, rejected = _chosen(recipe, machine, [known[name] for name in only])
     base = {key: value for one in tried for key, value in one.off.items()}
-    say(f"{recipe.name}: {len(tried)} techniques, {steps} steps a run, {rounds} rounds")
+    say(f"{recipe.name}: {len(tried)} techniques, {steps} steps per run, {rounds} rounds")
     same, faults = _compared(runner, base, tried)
-    refused = {name: f"cannot be tried here: {why}" for name, why in refused.items()}
-    refused |= {name: f"failed: {fault}" for name, fault in faults.items()}
-    rows = [{"name": name, "about": known[name].about, "fault": why} for name, why in refused.items()]
+    rejected = {name: f"cannot be tried here: {why}" for name, why in rejected.items()}
+    rejected |= {name: f"failed: {fault}" for name, fault in faults.items()}
+    rows = [{"name": name, "about": known[name].about, "fault": why} for name, why in rejected.items()]
     tried = [one for one in tried if one.technique.name not in faults]
     runs = _measured(runner, base, tried, steps=steps, rounds=rounds, say=say)
     rates = [outcome.rate for outcome in runs["none"] if not outcome.fault]
@@ -102,21 +104,21 @@ def _sized(runner: Runner, seconds: float, batch: int) -> tuple[int, Machine]:
     """Steps of a run that trains for about so many seconds, and what the recipe's own run tells of the machine."""
     outcome = runner({}, steps=_WARM + 6, warm=_WARM)
     if outcome.fault or outcome.facts is None:
-        raise BadInput(f"the recipe does not train as it stands: {outcome.fault}")
+        raise BadInput(f"the unchanged recipe does not train: {outcome.fault}")
     steps = _WARM + 1 + max(6, min(400, round(seconds * outcome.rate / batch)))
     return steps, Machine(**outcome.facts)
 
 
 def _chosen(recipe: Recipe, machine: Machine, named: Sequence[Technique]) -> tuple[list[_Tried], dict[str, str]]:
     tried: list[_Tried] = []
-    refused: dict[str, str] = {}
+    rejected: dict[str, str] = {}
     for technique in named or TECHNIQUES:
         keys = technique.keys(recipe, machine)
         if isinstance(keys, str):
-            refused[technique.name] = keys
+            rejected[technique.name] = keys
         elif named or len(tried) < DEFAULT:
             tried.append(_Tried(technique, *keys))
-    return tried, refused if named else {}
+    return tried, rejected if named else {}
 
 
 def _compared(runner: Runner, base: Keys, tried: Sequence[_Tried]) -> tuple[dict[str, str], dict[str, str]]:

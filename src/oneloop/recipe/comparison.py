@@ -5,7 +5,7 @@ from typing import Any
 
 from oneloop.basics.duration import Duration
 from oneloop.basics.files import flattened
-from oneloop.recipe.names import CHOICES, same_thing
+from oneloop.recipe.class_paths import CHOICES, same_thing
 
 _MATHEMATICS = ("task", "seed", "duration", "init", "optimizer", "schedule", "ema", "guard")  # groups of keys
 _MORE_MATHEMATICS = ("batch.size", "batch.grain", "debug.overfit")

@@ -17,13 +17,13 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_pa
 from jsonargparse.typing import register_type
 
 from oneloop.basics.duration import Duration
-from oneloop.basics.errors import BadInput
+from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import one_line
-from oneloop.recipe.kinds import documented, shown, wanted, without_effect
-from oneloop.recipe.mathematics import OptimizerConfig, ScheduleConfig, TaskConfig
-from oneloop.recipe.names import resolve, suggestion
+from oneloop.recipe.class_paths import resolve, suggestion
+from oneloop.recipe.key_rules import documented, shown, wanted, without_effect
+from oneloop.recipe.read import begun, flat, from_python, load, long, packaged
 from oneloop.recipe.schema import GROUPS, Recipe
-from oneloop.recipe.sources import begun, flat, from_python, load, long, packaged
+from oneloop.recipe.training_keys import OptimizerConfig, ScheduleConfig, TaskConfig
 
 register_type(Duration, serializer=lambda duration: duration.text, deserializer=Duration)
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -127,7 +127,9 @@ def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any
     if isinstance(source, Recipe):
         again = _made(source.name, flat(source.resolved), {}, set())
         if again != source:
-            raise BadInput("this recipe was changed after it was read; use recipe(old, batch={…}) for another one")
+            raise BadInput(
+                "this recipe was changed after it was read; use recipe(old, batch={…}) to get a changed copy"
+            )
         return _made(source.name, flat(source.resolved), given, set())
     if isinstance(source, Mapping):
         given = from_python(source) | given
@@ -165,7 +167,7 @@ def _made(name: str, written: dict[str, Any], typed: dict[str, Any], flags: set[
 
 
 def _parsed(made: ArgumentParser, given: Mapping[str, Any]) -> tuple[Namespace, dict[str, Any]]:
-    _refuse_unknown(given, made)
+    _reject_unknown(given, made)
     try:
         namespace = made.parse_args([_argument(key, value, made) for key, value in given.items()])
     except Exception as error:  # jsonargparse raises many kinds; all say what was wrong with which key
@@ -226,12 +228,12 @@ def _types(made: ArgumentParser) -> dict[str, Any]:
     return {action.dest: getattr(action, "_typehint", action.type) for action in made._actions if action.dest != "help"}
 
 
-def _refuse_unknown(given: Mapping[str, Any], made: ArgumentParser) -> None:
+def _reject_unknown(given: Mapping[str, Any], made: ArgumentParser) -> None:
     known = _types(made)
     for key in given:
         if key in GROUPS:
             inside = [name for name in known if name.startswith(f"{key}.")]
-            raise BadInput(f"{key} is a group of keys, and takes no value; its keys: {', '.join(inside)}")
+            raise BadInput(f"{key} is a group of keys and has no value; its keys: {', '.join(inside)}")
         if key not in known:
             raise BadInput(f"unknown key {key!r}{suggestion(key, known)} (--help lists all)")
 

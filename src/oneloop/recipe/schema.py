@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 
 from oneloop.basics.duration import Duration
-from oneloop.recipe.bookkeeping import (
+from oneloop.recipe.key_rules import reject_inexact
+from oneloop.recipe.run_keys import (
     DebugConfig,
     EvalConfig,
     LogConfig,
@@ -18,8 +19,7 @@ from oneloop.recipe.bookkeeping import (
     StopConfig,
     WatchConfig,
 )
-from oneloop.recipe.kinds import refuse_inexact
-from oneloop.recipe.mathematics import (
+from oneloop.recipe.training_keys import (
     BatchConfig,
     EmaConfig,
     GuardConfig,
@@ -76,7 +76,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.batch.grain is not None:
-            refuse_inexact(self.batch.grain, self.eval, self.optimizer, self.machine)
+            reject_inexact(self.batch.grain, self.eval, self.optimizer, self.machine)
 
     @property
     def folder(self) -> Path:

@@ -1,1 +1,1 @@
-"""From a command line to an exit code: the processes of a run, its job, its folder and its counters."""
+"""One run: entry, steps, counters, rare work, the run folder, export."""

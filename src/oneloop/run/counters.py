@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from oneloop.show.display import Display
 from oneloop.show.examples import Examples
+from oneloop.show.terminal import Display
 from oneloop.show.tracking import Tracking
 
 
@@ -55,18 +55,18 @@ class Counters:
             self.reductions += 1
             self.waited = 0
 
-    def figures(self, unit: str) -> dict[str, int]:
+    def as_metrics(self, unit: str) -> dict[str, int]:
         """What stands at the head of every line of metrics."""
         tokens = {"tokens": int(self.weight)} if unit == "tokens" else {}
         return {"step": self.step, "samples": self.samples, **tokens}
 
 
 class Results(dict[str, float]):
-    """The latest figure of each kind; those of an average are headed by its name."""
+    """The latest metric of each kind; those of an average are headed by its name."""
 
-    def take(self, figures: Mapping[str, float], weights: str) -> None:
+    def take(self, metrics: Mapping[str, float], weights: str) -> None:
         """Takes in the evaluation of these weights (``raw``, or an average's name)."""
-        self.update(figures if weights == "raw" else {f"{weights}/{name}": value for name, value in figures.items()})
+        self.update(metrics if weights == "raw" else {f"{weights}/{name}": value for name, value in metrics.items()})
 
     def __missing__(self, name: str) -> float:
         raise ValueError(f"eval.best {name!r} is not a metric of the evaluation; it has {', '.join(self)}")
@@ -104,7 +104,7 @@ class Best:
         return better
 
 
-class Book:
+class RunLog:
     """Lines for metrics.jsonl, the trackers and the terminal; ``unit`` is what the weight counts, samples or tokens.
     ``resumed`` is whether the run continues a checkpoint of its own folder."""
 
@@ -121,9 +121,9 @@ class Book:
         self._count, self._results, self._tracking, self._display = count, results, tracking, display
         self._unit, self.resumed = unit, resumed
 
-    def line(self, **figures: Any) -> dict[str, Any]:
-        """These figures, headed by the counters; what is given here again takes the counter's place."""
-        return {**self._count.figures(self._unit), **figures}
+    def line(self, **metrics: Any) -> dict[str, Any]:
+        """These metrics, headed by the counters; what is given here again takes the counter's place."""
+        return {**self._count.as_metrics(self._unit), **metrics}
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Writes a line down."""
@@ -133,11 +133,11 @@ class Book:
         """Writes down that something happened."""
         self.write(self.line(event=name))
 
-    def log(self, figures: Mapping[str, float], remarks: Iterable[str], **more: str) -> None:
-        """Training figures, and what there is to say of them; ``more`` is written down only."""
-        self._results["train/loss"] = figures["train/loss"]
-        self.write(self.line(time=self._count.elapsed(), **figures, **more))
-        self._display.figures(self._count.step, figures, remarks)
+    def log(self, metrics: Mapping[str, float], remarks: Iterable[str], **more: str) -> None:
+        """Training metrics, and what there is to say of them; ``more`` is written down only."""
+        self._results["train/loss"] = metrics["train/loss"]
+        self.write(self.line(time=self._count.elapsed(), **metrics, **more))
+        self._display.metrics(self._count.step, metrics, remarks)
 
     def evaluated(
         self, by_weights: Mapping[str, Mapping[str, float]], examples: Examples | None = None, *, of: int | None = None
@@ -147,9 +147,9 @@ class Book:
         step = self._count.step if of is None else of
         if examples is not None:
             self._tracking.show(step, examples)
-        for weights, figures in by_weights.items():
-            self._results.take(figures, weights)
-            new = {name: value for name, value in figures.items() if of is None or name.startswith("test/")}
+        for weights, metrics in by_weights.items():
+            self._results.take(metrics, weights)
+            new = {name: value for name, value in metrics.items() if of is None or name.startswith("test/")}
             if new:
                 self.write(self.line(step=step, **new, weights=weights))
-            self._display.results(step, figures, weights)
+            self._display.results(step, metrics, weights)

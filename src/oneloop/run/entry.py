@@ -9,32 +9,31 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from oneloop.basics import errors
-from oneloop.basics.errors import BadInput, Diverged, StoppedEarly
+from oneloop.basics import exit_codes
+from oneloop.basics.exit_codes import BadInput, Diverged, StoppedEarly
 from oneloop.basics.files import dumps, printable, vouched
 from oneloop.basics.launcher import rank, ranks
-from oneloop.data.groups import end_workers
-from oneloop.data.keyed import UnfitSample
+from oneloop.data.seeded_samples import UnfitSample
+from oneloop.data.step_batches import end_workers
+from oneloop.job.build import Job, build_job
+from oneloop.job.find_micro_batch import explained, find_micro
+from oneloop.launch.agreement import where
+from oneloop.launch.before_imports import is_main, read_once, reject
+from oneloop.launch.processes import Run, start
+from oneloop.launch.signals import leave, leave_at_once
 from oneloop.machine.micro_batch import is_out_of_memory
-from oneloop.machine.switches import float32_products
+from oneloop.machine.torch_settings import float32_products
 from oneloop.measure.profiling import memory_snapshot
 from oneloop.recipe.schema import Recipe
-from oneloop.run.agreement import where
-from oneloop.run.build import build_job
-from oneloop.run.early import is_main, read_once, refuse
+from oneloop.run.compatibility import another_file, source_changed
 from oneloop.run.folder import Folder
-from oneloop.run.identity import another_file, source_changed
-from oneloop.run.job import Job
-from oneloop.run.processes import Run, start
-from oneloop.run.same import refuse_other_jobs
-from oneloop.run.stopping import leave, leave_at_once
-from oneloop.run.trial import explained, find_micro
-from oneloop.show.display import Display
+from oneloop.run.same_on_ranks import reject_other_jobs
 from oneloop.show.report.page import report
+from oneloop.show.terminal import Display
 from oneloop.show.tracking import check_trackers
-from oneloop.supervise.link import LINK
-from oneloop.supervise.peers import ADDRESS
-from oneloop.supervise.watch import stopped_early
+from oneloop.supervise.crash_report import stopped_early
+from oneloop.supervise.pipe import LINK
+from oneloop.supervise.ranks import ADDRESS
 
 Ended = tuple[dict[str, Any], BaseException | None]  # the summary of a run, and what ended it, where that is an error
 Train = Callable[[Job, Run, Folder], dict[str, Any]]  # the loop: :func:`oneloop.train.train`
@@ -51,14 +50,14 @@ def main(train: Train, argv: Sequence[str]) -> NoReturn:
         LINK.tell(watched_at=run.from_main(os.environ.get(ADDRESS)))
         summary, _ = conduct(train, recipe, run, tell=True)
     except BadInput as error:
-        refuse(error)
+        reject(error)
     except StoppedEarly:
         if is_main():
             print(f"oneloop: {stopped_early(run.stopping.by)}", file=sys.stderr)
-        leave_at_once(errors.STOPPED)
+        leave_at_once(exit_codes.STOPPED)
     except BaseException as error:  # before there was a run
         _tell(error, _words(error))
-        leave(errors.ERROR, main=is_main())
+        leave(exit_codes.ERROR, main=is_main())
     run.end(summary["exit_code"])
 
 
@@ -92,7 +91,7 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, tell: bool = False) -> En
         folder.abandon()
         raise
     except Diverged as error:
-        fault, summary = error, {"exit_reason": f"diverged: {error}", "exit_code": errors.DIVERGED}
+        fault, summary = error, {"exit_reason": f"diverged: {error}", "exit_code": exit_codes.DIVERGED}
     except BaseException as error:
         if job is None or (not tell and not isinstance(error, Exception)):  # in Python: a second interrupt
             folder.let_go()
@@ -114,7 +113,7 @@ def _failed(error: BaseException, job: Job, run: Run, folder: Folder, *, tell: b
         reason = explained(job, run)
     if tell:
         _tell(error, reason)
-    return {"exit_reason": f"error: {reason}", "exit_code": errors.ERROR}
+    return {"exit_reason": f"error: {reason}", "exit_code": exit_codes.ERROR}
 
 
 def _words(error: BaseException) -> str:
@@ -132,7 +131,7 @@ def _words(error: BaseException) -> str:
 def _tell(error: BaseException, reason: str) -> None:
     """Prints the traceback; where several processes are watched, that is done for the first of them, and all end."""
     ours = isinstance(error, UnfitSample) and error.__cause__ is not None and not where(error.__cause__)
-    if ours or isinstance(error, errors.Inexact):
+    if ours or isinstance(error, exit_codes.Inexact):
         error = error.with_traceback(None)  # the message says all
         error.__cause__, error.__suppress_context__ = None, True
     if LINK.watched and ranks() > 1:
@@ -195,6 +194,6 @@ def _prepared(recipe: Recipe, run: Run, folder: Folder, *, tell: bool) -> Job | 
         job = build_job(
             recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=find_micro(recipe, run)
         )
-    refuse_other_jobs(job, run)
+    reject_other_jobs(job, run)
     run.stopping.also(file=folder.path / "STOP", after=recipe.stop.seconds)
     return job

@@ -1,7 +1,8 @@
 """Weights for use elsewhere: what ends a run, and what ``oneloop export`` takes out of a checkpoint."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -10,15 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from oneloop.basics.origin import Origin
-from oneloop.basics.power_function import gamma, post_hoc
-from oneloop.checkpoint.chosen import FILE, FINAL, base_of, origin_of
-from oneloop.checkpoint.state import load_tensors
+from oneloop.basics.base_models import BaseModel
+from oneloop.basics.exit_codes import BadInput
+from oneloop.checkpoint.select import FILE, FINAL, base_model_of, base_of
+from oneloop.checkpoint.state_dict import load_tensors
 from oneloop.checkpoint.store import MANIFEST, Store, header, problems, read_manifest, vouch
 from oneloop.checkpoint.weights import bare, gathered_weights, load_weights, write_weights
-from oneloop.ema import EMA
-from oneloop.machine.base import rounded
-from oneloop.tasks.base import Task
+from oneloop.ema import EMA, gamma, post_hoc
+from oneloop.machine.frozen_dtype import rounded
+from oneloop.show.model_card import model_card
+from oneloop.tasks.protocol import Task
 
 TASK = "task"  # what a task's own state is called in a checkpoint, and (task.json) in ``final/``
 
@@ -36,7 +38,7 @@ def write_final(
     ``task.save`` is called on rank 0, with a model whose tensors are whole (of one with an ``origin``: as it is).
     ``about`` goes into MANIFEST.json, which also holds the size and checksum of every file.
     """
-    origin: Origin | None = getattr(task, "origin", None)
+    origin: BaseModel | None = getattr(task, "origin", None)
     weights = gathered_weights(model, origin)
     if weights:  # on rank 0
         (folder / MANIFEST).unlink(missing_ok=True)
@@ -52,7 +54,7 @@ def write_final(
         vouch(folder, {**about, **({} if origin is None else {"base": origin.told})})
 
 
-def _file(origin: Origin | None) -> str:
+def _file(origin: BaseModel | None) -> str:
     return "model" if origin is None else origin.file
 
 
@@ -85,9 +87,9 @@ def export_checkpoint(
     """
     load_task_state(task, checkpoint)
     model = task.model()
-    origin: Origin | None = getattr(task, "origin", None)
-    _refuse_both(folder, adapters=origin is not None and not merge)
-    refuse_other_origin(checkpoint, origin)
+    origin: BaseModel | None = getattr(task, "origin", None)
+    _reject_both(folder, adapters=origin is not None and not merge)
+    reject_other_origin(checkpoint, origin)
     about = {"weights": weights, "checkpoint": checkpoint.name}
     if checkpoint.name == FINAL:
         _in_types(model, _types_of(checkpoint / f"{_file(origin)}.safetensors"), origin)
@@ -108,21 +110,23 @@ def export_checkpoint(
     write_final(folder, model, task, about=about)
 
 
-def _refuse_both(folder: Path, *, adapters: bool) -> None:
-    """Refuses a folder in which adapters and a model that has them already would lie together."""
+def _reject_both(folder: Path, *, adapters: bool) -> None:
+    """Rejects a folder in which adapters and a model that has them already would lie together."""
     other = "config.json" if adapters else "adapter_config.json"
     if (folder / other).exists():
         one, there = ("adapters", "a whole model") if adapters else ("a whole model", "adapters")
         raise ValueError(f"--to {folder} holds {there}, and {one} would be read together with it; use another folder")
 
 
-def refuse_other_origin(folder: Path, origin: Origin | None) -> None:
+def reject_other_origin(folder: Path, origin: BaseModel | None) -> None:
     """Raise ValueError if a checkpoint, or ``final/``, was trained on another base model than ``origin``."""
-    there = read_manifest(folder)["about"].get("base") if folder.name == FINAL else origin_of(folder)
+    there = read_manifest(folder)["about"].get("base") if folder.name == FINAL else base_model_of(folder)
     if (origin is None) != (there is None):
-        raise ValueError(f"{folder} is of another model: only one of both stands on somebody else's")
+        raise ValueError(
+            f"{folder} is of another model: one of the two models has a separate base model and the other does not"
+        )
     if origin is not None and (other := origin.difference(there or {})):
-        raise ValueError(f"{folder} stands on {other}; put that back where task.model names it")
+        raise ValueError(f"{folder} needs the base model {other}; restore it at the path in task.model")
 
 
 def load_task_state(task: Task, folder: Path) -> None:
@@ -139,7 +143,7 @@ def load_task_state(task: Task, folder: Path) -> None:
 def _as_saved(model: nn.Module, checkpoint: Path) -> None:
     """Turns floating tensors into the types that they are kept in (machine.dtype, machine.base_dtype)."""
     saved = {name: kind for name, (kind, _) in read_manifest(checkpoint).get("tensors", {}).items()}
-    if (base := base_of(checkpoint)) and origin_of(checkpoint) is None:
+    if (base := base_of(checkpoint)) and base_model_of(checkpoint) is None:
         saved |= _types_of(base[0] / FILE)
     _in_types(model, {name.removeprefix("model."): kind for name, kind in saved.items() if name.startswith("model.")})
 
@@ -148,7 +152,7 @@ def _types_of(file: Path) -> dict[str, str]:
     return {name: about["dtype"] for name, about in header(file).items() if name != "__metadata__"}
 
 
-def _in_types(model: nn.Module, saved: Mapping[str, str], origin: Origin | None = None) -> None:
+def _in_types(model: nn.Module, saved: Mapping[str, str], origin: BaseModel | None = None) -> None:
     if origin is not None:
         saved = {name: saved.get(origin.outside(name), "") for name in model.state_dict() if name not in origin.names}
     kinds = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -173,7 +177,7 @@ def _mix(checkpoint: Path, model: nn.Module, wanted: str) -> None:
             if name.startswith("ema-power-") and part["seen"] > 0:
                 saved.append((folder, name, part["seen"], float(name.removeprefix("ema-power-"))))
     if not saved:
-        raise ValueError(f"--weights {wanted}: no power-function average is saved; train with --ema.power [0.05,0.1]")
+        raise ValueError(f"--weights {wanted}: no power-function EMA is saved; train with --ema.power [0.05,0.1]")
     last = max(seen for *_, seen, _ in saved)
     factors = post_hoc([(seen, sigma) for *_, seen, sigma in saved], (last, sigma_rel))
     wide = {False: torch.float64, True: torch.complex128}
@@ -191,3 +195,66 @@ def _mix(checkpoint: Path, model: nn.Module, wanted: str) -> None:
     load_tensors(checkpoint, model)  # buffers, and what was not trained
     for name, parameter in held.items():
         parameter.copy_(total[name])
+
+
+_REPLACED = (".safetensors", ".json", ".jinja", "recipe.yaml")
+"""ends of files that an earlier push may have left, and that this one replaces"""
+
+
+def check_push(name: str) -> None:
+    """Raise BadInput if there is no token for the hub, or if ``name`` cannot be the name of a repository."""
+    from huggingface_hub import get_token
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise BadInput(f"--push {name!r} is not a repository name (ORG/NAME): {error}") from error
+    if not get_token():
+        raise BadInput(f"--push {name} needs a token that may write to the hub: hf auth login, or HF_TOKEN=…")
+
+
+def push(run: Path, folder: Path, name: str, *, licence: str | None, public: bool) -> str:
+    """Commit what ``oneloop export`` wrote to ``folder`` to the repository ORG/NAME, which is created if it is missing.
+
+    Return a line with the commit's address. Raise BadInput if the hub rejects the push, or cannot be reached.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    manifest = read_manifest(folder)
+    loadable = any((folder / file).is_file() for file in ("config.json", "adapter_config.json"))
+    card = model_card(run, name, manifest["about"], licence=licence, language_model=loadable)
+    files: dict[str, Any] = {file: folder / file for file in (*manifest["files"], MANIFEST)}
+    files |= {"README.md": card.encode(), "recipe.yaml": run / "recipe.yaml"}
+    api = HfApi()
+    with _told(name):
+        api.create_repo(name, private=not public, exist_ok=True)
+        there = api.list_repo_files(name)
+        stale = [file for file in there if file.endswith(_REPLACED) and "/" not in file and file not in files]
+        operations: list[Any] = [CommitOperationDelete(file) for file in stale]
+        operations += [CommitOperationAdd(file, content) for file, content in files.items()]
+        done = api.create_commit(name, operations, commit_message=f"oneloop: {run.name}, {_what(manifest['about'])}")
+    return f"{name}: {done.commit_url}"
+
+
+def _what(about: dict[str, Any]) -> str:
+    place = about.get("checkpoint") or f"step {about.get('step')}"
+    return f"{place}{'' if about.get('weights') in ('raw', None) else ', ' + str(about['weights'])}"
+
+
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    below: Any = HfHubHTTPError.__bases__[0]  # of the library that it speaks HTTP with, which changes
+
+    try:
+        yield
+    except HfHubHTTPError as error:
+        raise BadInput(f"--push {name}: the hub rejects it: {_first(error)}") from error
+    except (below, OSError) as error:
+        raise BadInput(f"--push {name}: the hub cannot be reached: {_first(error)}") from error
+
+
+def _first(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

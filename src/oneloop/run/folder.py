@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from oneloop.basics.errors import BadInput
+from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps, intact, replacing
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
 from oneloop.recipe.comparison import difference, goes_on, same_place
@@ -59,7 +59,7 @@ class Folder:
             raise BadInput(f"run.dir {self.path} is in use by {self._owner()}; wait for it, or choose another run.dir")
         saved = bool(self._store.sealed()) or (self.path / "final").exists()
         if not saved and self._strange():
-            raise BadInput(f"run.dir {self.path} holds files that are no run of oneloop; choose another run.dir")
+            raise BadInput(f"run.dir {self.path} has files that do not belong to a oneloop run; choose another run.dir")
         if not saved and not (self.path / "recipe.yaml").exists():
             return None
         if resume == "never":
@@ -69,11 +69,11 @@ class Folder:
             return None
         changed = difference(old, resolved)
         if changed and (kept := self._saved_recipe()) and not difference(kept, resolved):
-            self.say(f"{self.path}/recipe.yaml says otherwise than the newest checkpoint, whose recipe is this one")
+            self.say(f"{self.path}/recipe.yaml differs from the newest checkpoint; using the checkpoint's recipe")
             changed = []
         if changed and not accept_changes and not goes_on(old, resolved):
             apart = f"a run of another recipe ({'; '.join(changed)})"
-            ways = "choose another run.dir, use the same recipe, or go on with --run.accept_changes true"
+            ways = "choose another run.dir, use the same recipe, or continue with --run.accept_changes true"
             raise BadInput(f"run.dir {self.path} holds {apart}; {ways}")
         ended = self._plain("summary.json", _summary)
         done = str((ended or {}).get("exit_reason", "")).startswith(("done", "early stop"))
@@ -81,7 +81,7 @@ class Folder:
             return None
         final = self.path / "final"
         if (final / MANIFEST).exists() and (wrong := problems_of_files(final)):
-            self.say(f"{final} is damaged ({'; '.join(wrong[:3])}), and is written again")
+            self.say(f"{final} is damaged ({'; '.join(wrong[:3])}); rewriting it")
             return None
         return f"{self.path} holds this run, finished at step {ended.get('step')}: nothing to do"
 
@@ -106,7 +106,7 @@ class Folder:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
-            self.say(f"{file} is damaged ({type(error).__name__}), and is written again")
+            self.say(f"{file} is damaged ({type(error).__name__}); rewriting it")
             return None
 
     def _recipe(self) -> dict[str, Any] | None:
@@ -150,7 +150,7 @@ class Folder:
         ``need`` are the bytes that the run will write, besides those that are already there."""
         self._made = [parent for parent in (self.path, *self.path.parents) if not parent.exists()]
         with self._writing():
-            self._refuse_too_little(need)
+            self._reject_too_little(need)
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
             owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
@@ -185,7 +185,7 @@ class Folder:
             for folder in () if self.begun else self._made:
                 folder.rmdir()  # where nothing else is in it
 
-    def _refuse_too_little(self, need: int) -> None:
+    def _reject_too_little(self, need: int) -> None:
         there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
         free = shutil.disk_usage(there).free
         if free < need:
@@ -222,7 +222,7 @@ class Folder:
 def _summary(text: str) -> dict[str, Any]:
     content = json.loads(text)
     if not isinstance(content, dict) or not intact(content):
-        raise ValueError("its checksum is another")
+        raise ValueError("its checksum differs")
     return content
 
 
@@ -234,4 +234,4 @@ def _look_for(resume: str) -> None:
     if not path.is_dir():
         raise BadInput(f"run.resume {resume}: no such checkpoint; give auto, never, or the path of a …/step-… folder")
     if wrong := problems(path):
-        raise BadInput(f"run.resume {resume} is no good checkpoint: {'; '.join(wrong[:3])}; name another")
+        raise BadInput(f"run.resume {resume} is not an intact checkpoint: {'; '.join(wrong[:3])}; choose another")

@@ -16,22 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from oneloop.basics.errors import BadInput
 from oneloop.basics.exact_sums import tree_sum
+from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.seeds import reseed
 from oneloop.basics.tensors import optimizer_tensors
-from oneloop.checkpoint.state import model_tensors
+from oneloop.checkpoint.state_dict import model_tensors
 from oneloop.ema import EMA
+from oneloop.job.build import Job
+from oneloop.job.preflight import Preflight
+from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics
-from oneloop.machine.checks import Checks, search_unused
+from oneloop.machine.layout_checks import Checks, search_unused
 from oneloop.machine.reduction import Reduction, Tree
 from oneloop.measure.fingerprint import fingerprint
 from oneloop.measure.meter import Sums
 from oneloop.measure.noise_scale import Sensor
 from oneloop.optim.clip import global_norm
-from oneloop.run.job import Job
-from oneloop.run.processes import Run
-from oneloop.run.rehearsal import Rehearsal
 from oneloop.run.start_lines import DEPENDS
 
 
@@ -41,20 +41,20 @@ class Gradients:
     Raise BadInput if unused parameters must be searched for, and this torch cannot."""
 
     def __init__(
-        self, job: Job, run: Run, model: nn.Module, parameters: Sequence[nn.Parameter], seen: Rehearsal
+        self, job: Job, run: Run, model: nn.Module, parameters: Sequence[nn.Parameter], seen: Preflight
     ) -> None:
-        split = job.split
+        layout = job.layout
         self._job, self._run, self._model, self._parameters = job, run, model, parameters
-        self._metrics = tuple(seen.figures)
+        self._metrics = tuple(seen.metrics)
         self._sensor = Sensor(run.accelerator, model, exact=job.exact, summed=True)
         self.checks = _checks(job, run, model, seen)
-        how: dict[str, Any] = {"accumulate": split.accumulate, "checks": self.checks}
+        how: dict[str, Any] = {"accumulate": layout.accumulate, "checks": self.checks}
         self._reduction = (
             Tree(model, parameters, ranks=run.ranks, see=self._sensor.see, **how)
             if job.exact
             else Reduction(model, **how)
         )
-        leaves = [split.leaf(run.rank, micro) for micro in range(split.accumulate)]
+        leaves = [layout.leaf(run.rank, micro) for micro in range(layout.accumulate)]
         self._leaves = torch.tensor(leaves, device=run.device)  # this rank's, among those of a step
         self._position, self._micro, self._weight = 0, -1, 0.0
 
@@ -91,7 +91,7 @@ class Gradients:
     def _reseed(self) -> None:
         """Random numbers are a function of step, rank and micro-batch; with ``batch.grain``, of step and leaf."""
         job, run = self._job, self._run
-        own = [job.split.leaf(run.rank, self._micro)] if job.exact else [run.rank, self._micro]
+        own = [job.layout.leaf(run.rank, self._micro)] if job.exact else [run.rank, self._micro]
         reseed(run.device, job.recipe.seed, self._position, *own, others=job.exact)
 
     def norm(self) -> Tensor:
@@ -101,7 +101,7 @@ class Gradients:
     def noise(self, total: float) -> tuple[float, float, float]:
         """What :meth:`Sensor.read` found in the last measured step, whose weight over all ranks is ``total``.
         Collective: call on every rank."""
-        return self._sensor.read(total, self._job.split.size)
+        return self._sensor.read(total, self._job.layout.size)
 
     def total(self, losses: Tensor) -> Tensor:
         """A step's loss over all ranks, 0-dim, on the device. Collective: call on every rank.
@@ -123,7 +123,7 @@ class Gradients:
         return fingerprint(weights | optimizer_tensors(self._model, optimizer) | averages)
 
 
-def _checks(job: Job, run: Run, model: nn.Module, seen: Rehearsal) -> Checks:
+def _checks(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Checks:
     asked = job.recipe.machine.find_unused_parameters
     able = search_unused(model)
     if asked and not able:

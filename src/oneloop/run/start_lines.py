@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step: the batch arithmetic, and how exact it is."""
+"""Lines for the log before the first step: the batch arithmetic, and how exact the run is."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -7,13 +7,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from oneloop.ema import EMA
+from oneloop.job.build import Job
+from oneloop.job.preflight import Preflight
+from oneloop.launch.environment import computed_by
+from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics, has_dropout
+from oneloop.machine.mixed_precision import HALF
 from oneloop.machine.replicas import replica_group
-from oneloop.machine.strategy import HALF
-from oneloop.run.environment import computed_by
-from oneloop.run.job import Job
-from oneloop.run.processes import Run
-from oneloop.run.rehearsal import Rehearsal
 
 _IGNORED: dict[str, tuple[str, ...]] = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1",),
@@ -22,36 +22,36 @@ _IGNORED: dict[str, tuple[str, ...]] = {
 _IGNORED |= {"FSDP_CPU_RAM_EFFICIENT_LOADING": ("false", "False"), "XLA_DOWNCAST_BF16": ("0",)}
 _IGNORED |= {"ACCELERATE_DOWNCAST_BF16": ("false",)}
 """accelerate's settings that oneloop does not use, and their values that ask for nothing"""
-DEPENDS = "another parallel layout trains another model; the same layout is bit-identical"
+DEPENDS = "another parallel layout trains a different model; the same layout is bit-identical"
 
 
 def start_lines(
-    job: Job, run: Run, model: nn.Module, optimizer: Optimizer, emas: Sequence[EMA], seen: Rehearsal
+    job: Job, run: Run, model: nn.Module, optimizer: Optimizer, emas: Sequence[EMA], seen: Preflight
 ) -> Iterator[str]:
-    """Lines for a person to read at the start."""
-    recipe, split = job.recipe, job.split
+    """Yield the lines of the start-up log."""
+    recipe, layout = job.recipe, job.layout
     number = job.built.number
     strategy = "FSDP2" if run.sharded else "DDP" if run.ranks > 1 else "one process"
     sizes, precision = f"{number:,} parameters, {len(job.train_set):,} samples", run.accelerator.mixed_precision
     yield f"{recipe.name}: {sizes}, {strategy} on {run.device.type}, precision {precision}"
-    yield f"{split}; {job.steps:,} steps ({recipe.duration}, {job.steps * split.size:,} samples)"
+    yield f"{layout}; {job.steps:,} steps ({recipe.duration}, {job.steps * layout.size:,} samples)"
     yield f"{recipe.optimizer.name}, learning rate {job.rate.peak:.3g} at most; schedule {recipe.schedule.name}"
     if job.eval_sets:
-        yield f"held out: {', '.join(f'{name} {len(part):,} samples' for name, part in job.eval_sets.items())}"
+        yield f"evaluation data: {', '.join(f'{name} {len(part):,} samples' for name, part in job.eval_sets.items())}"
     yield _promise(job, run, model, seen)
     if about := getattr(job.train_set, "about", lambda: None)():
         yield f"data: {about}"
     yield from getattr(job.task, "notes", ())
     if seen.unused:
         first = ", ".join(seen.unused[:3])
-        yield f"parameters that took no part in the loss at the start: {len(seen.unused)} ({first})"
+        yield f"parameters without a gradient in the preflight check: {len(seen.unused)} ({first})"
     if job.exact and run.sharded:
-        moved = split.accumulate * 4 * number / 2**20
+        moved = layout.accumulate * 4 * number / 2**20
         half = run.accelerator.mixed_precision in HALF
         weights = "; half precision is autocast, and weights are gathered in float32: twice the bytes" if half else ""
         yield f"batch.grain under FSDP2: {moved:,.1f} MiB of gradients are exchanged per step, none kept whole{weights}"
-    elif run.sharded and split.accumulate > 1:
-        held, moved = 4 * number / 2**20, split.accumulate * 4 * number / 2**20
+    elif run.sharded and layout.accumulate > 1:
+        held, moved = 4 * number / 2**20, layout.accumulate * 4 * number / 2**20
         if recipe.machine.sync_each_batch:
             yield f"machine.sync_each_batch: {moved:,.1f} MiB of gradients are scattered per step, none kept whole"
         else:
@@ -62,38 +62,36 @@ def start_lines(
         names = ", ".join(f"{name}={os.environ[name]}" for name in ignored)
         yield f"accelerate's {names} has no effect: oneloop has batch.micro, its own checkpoints and machine.in_turn"
     if emas:
-        yield f"averages of the weights: {', '.join(ema.name for ema in emas)}"
-    if run.ranks > 1 and "check" in job.rhythm:
+        yield f"EMA weights: {', '.join(ema.name for ema in emas)}"
+    if run.ranks > 1 and "check" in job.intervals:
         if replica_group(model) is None:
             yield "machine.check_every: every process holds its own share (FSDP2), so there are no replicas to compare"
         else:
-            yield f"the processes compare weights and optimizer state every {job.rhythm.every['check']:,} steps"
+            yield f"the processes compare weights and optimizer state every {job.intervals.every['check']:,} steps"
     if matrices := [p for group in optimizer.param_groups if group.get("muon") for p in group["params"]]:
         yield f"muon updates {len(matrices)} matrices, adamw the rest"
 
 
-def _promise(job: Job, run: Run, model: nn.Module, seen: Rehearsal) -> str:
+def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
     if job.exact:
-        leaves, about = job.split.size // job.split.each, computed_by(job.recipe, run.device)
-        same = f"the same bits on 1 to {leaves} processes (powers of two), sharded or not"
-        kind = f"the device ({about['device']}) and the versions (torch {about['versions']['torch']}, …)"
-        return f"batch.grain {job.split.each}, {leaves} leaves: {same}, as long as {kind} are the same"
+        leaves, about = job.layout.size // job.layout.each, computed_by(job.recipe, run.device)
+        same = f"bit-identical on 1 to {leaves} processes (powers of two), sharded or not"
+        kind = f"device ({about['device']}) and versions (torch {about['versions']['torch']}, …)"
+        return f"batch.grain {job.layout.each}: {same}, on the same {kind}"
     if seen.stateful and not seen.moved:
-        why = "the data set, the model or the loss keeps a generator or a counter of its own"
-        fix = "so neither another parallel layout nor a resume trains the same model; use torch's global generator"
-        return f"the same samples with the same seeds give another loss: {why}, {fix}"
+        why = "the data set, the model or the loss keeps its own generator or counter"
+        fix = "so another parallel layout or a resume trains a different model; use torch's global generator"
+        return f"the same samples and seeds give a different loss: {why}, {fix}"
     if not seen.additive:
-        why = "the task says that its loss is no sum over samples: another split of the batch trains another model"
-        return f"{why}; the same split is exact to the bit"
+        return f"the task declares additive = False: its loss is not a sum over samples; {DEPENDS}"
     if has_batch_statistics(model):
-        why = "its statistics depend on the micro-batch, so another split trains another model"
-        return f"the model has BatchNorm: {why}; the same split is exact to the bit"
+        return f"the model has BatchNorm, whose statistics depend on the micro-batch; {DEPENDS}"
     if seen.moved:
         return f"a forward in training changes the {seen.moved}: {DEPENDS}"
     if not seen.linear:
         return f"the gradient of a batch is not the sum of its samples' (a hook or a custom backward): {DEPENDS}"
     if has_dropout(model) or seen.draws:
         what = "the model has dropout" if has_dropout(model) else "model, loss or collate draw random numbers"
-        return f"{what}: another split sees the same samples, with other draws; the same split is exact to the bit"
+        return f"{what}: another parallel layout draws other random numbers; the same layout is bit-identical"
     exact_in = "1e-12" if job.recipe.machine.dtype == "float64" else "1e-6"
-    return f"any split of the batch gives the same gradients (to {exact_in}); the same split is exact to the bit"
+    return f"any parallel layout gives the same gradients (to {exact_in}); the same layout is bit-identical"

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from oneloop.basics.beats import BEATS, EPOCH, TRAINING
 from oneloop.basics.exact_sums import rounded_sum
+from oneloop.basics.heartbeats import BEATS, EPOCH, TRAINING
 from oneloop.checkpoint.checkpoints import Checkpoints
-from oneloop.data.groups import Group, groups
-from oneloop.machine.checks import Checks, agree, disagreement
+from oneloop.data.step_batches import Group, groups
+from oneloop.job.build import Job
+from oneloop.launch.processes import Run
+from oneloop.machine.layout_checks import Checks, agree, disagreement
 from oneloop.run.counters import Counters
-from oneloop.run.job import Job
-from oneloop.run.processes import Run
 
 NO_WEIGHT = "the total weight of the global batch is 0, so the mean loss is undefined; check task.weight()"
 _AHEAD = 3  # steps whose samples may be loaded before the current one ends
@@ -85,14 +85,14 @@ class Steps:
     def _phase(self) -> str:
         """Whether samples of a new epoch may be loaded next: a data set may do there what it does once per epoch."""
         position, length = self._count.position, len(self._job.train_set)
-        ahead = position + _AHEAD * self._job.split.size
+        ahead = position + _AHEAD * self._job.layout.size
         return TRAINING if (position - 1) // length == ahead // length else EPOCH
 
     def _groups(self) -> Iterator[Group]:
         job, run, machine = self._job, self._run, self._job.recipe.machine
         how: dict[str, Any] = {"workers": run.workers(machine.workers), "pinned": machine.pinned, "device": run.device}
         how |= {"rank": run.rank, "seed": job.recipe.seed, "start": self._count.position}
-        return groups(job.train_set, job.collate, job.order, job.split, **how)
+        return groups(job.train_set, job.collate, job.order, job.layout, **how)
 
     def _wait_at_most(self, seconds: float) -> None:
         """Limit the time of collectives: a second safeguard, if no supervisor runs."""

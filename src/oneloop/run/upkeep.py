@@ -5,27 +5,27 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from oneloop.basics import errors
-from oneloop.basics.beats import BEATS, ENDING, EVALUATION
-from oneloop.basics.errors import Diverged
+from oneloop.basics import exit_codes
+from oneloop.basics.exit_codes import Diverged
+from oneloop.basics.heartbeats import BEATS, ENDING, EVALUATION
 from oneloop.checkpoint.store import Keep, name_of
 from oneloop.ema import EMA
 from oneloop.evaluate import evaluate_all
+from oneloop.job.build import Job
+from oneloop.launch.processes import Run
 from oneloop.machine.replicas import check_replicas
-from oneloop.machine.switches import release_cache
+from oneloop.machine.torch_settings import release_cache
 from oneloop.measure.clock import Advice
 from oneloop.measure.noise_scale import meaning
 from oneloop.measure.profiling import Profiling
+from oneloop.optim.bad_steps import BadSteps, Fault, Outcome
 from oneloop.optim.clip import clear_gradients
 from oneloop.optim.guard import Step
-from oneloop.optim.policy import BadSteps, Fault, Outcome
-from oneloop.run.counters import Book
+from oneloop.run.counters import RunLog
 from oneloop.run.export import load_task_state, write_final
 from oneloop.run.gradients import Gradients
-from oneloop.run.job import Job
-from oneloop.run.processes import Run
-from oneloop.run.state import State
 from oneloop.run.steps import Steps
+from oneloop.run.training_state import State
 from oneloop.show.examples import Examples
 
 
@@ -33,12 +33,12 @@ class Upkeep:
     """What a run does between steps, while no step is pending. All methods are collective: call them on every rank."""
 
     def __init__(
-        self, job: Job, run: Run, state: State, book: Book, gradients: Gradients, steps: Steps, emas: Sequence[EMA]
+        self, job: Job, run: Run, state: State, book: RunLog, gradients: Gradients, steps: Steps, emas: Sequence[EMA]
     ) -> None:
         self._job, self._run, self._state, self._book = job, run, state, book
         self._gradients, self._steps, self._emas = gradients, steps, emas
         self.bad = BadSteps(job.policy, job.recipe.guard.patience)
-        every = job.rhythm.every
+        every = job.intervals.every
         about = {"eval_every": every["eval"], "save_every": every["save"]}
         self._workers = run.workers(job.recipe.machine.workers)
         self._advice = Advice(after=3, workers=self._workers, cores=run.cores, **about)
@@ -65,12 +65,12 @@ class Upkeep:
     def _log(self, lr: float, total: float) -> None:
         job, state, gradients = self._job, self._state, self._gradients
         epoch = state.count.samples / len(job.train_set)
-        figures = {"train/lr": lr, **state.meter.read(), "train/epoch": epoch}
+        metrics = {"train/lr": lr, **state.meter.read(), "train/epoch": epoch}
         if job.noise_scale:
-            state.noise.add(*gradients.noise(total), norm=figures["train/grad_norm"])
-            figures |= state.noise.figures()
+            state.noise.add(*gradients.noise(total), norm=metrics["train/grad_norm"])
+            metrics |= state.noise.metrics()
         remarks = self._advice(state.meter.clock.overall)
-        self._book.log(figures, remarks, **gradients.fingerprint(state.optimizer, self._emas))
+        self._book.log(metrics, remarks, **gradients.fingerprint(state.optimizer, self._emas))
 
     def validate(self) -> bool:
         """Evaluate on the validation sets and judge the result; False if a stop was requested first."""
@@ -92,14 +92,14 @@ class Upkeep:
         job, run, state, recipe = self._job, self._run, self._state, self._job.recipe
         examples = Examples(fixed=recipe.eval.samples, worst=recipe.eval.samples) if sets.keys() - {"test"} else None
         with BEATS.phase(EVALUATION):
-            how: dict[str, Any] = {"micro": recipe.eval.micro or job.split.each, "workers": self._workers}
+            how: dict[str, Any] = {"micro": recipe.eval.micro or job.layout.each, "workers": self._workers}
             how |= {"dtype": job.dtype, "seed": recipe.seed, "exact": job.exact, "interrupted": run.stop_wanted}
             what = {"averages": self._emas, "examples": examples, "accelerator": run.accelerator}
-            figures = evaluate_all(job.task, state.model, sets, **what, **how)
-        if figures is None:
+            metrics = evaluate_all(job.task, state.model, sets, **what, **how)
+        if metrics is None:
             return False
-        self._book.evaluated(figures, examples, of=of)
-        if recipe.eval.micro not in (None, job.split.each):
+        self._book.evaluated(metrics, examples, of=of)
+        if recipe.eval.micro not in (None, job.layout.each):
             release_cache()  # memory cached for shapes that training does not have
         state.meter.clock.mark("evaluate")
         return True
@@ -107,7 +107,7 @@ class Upkeep:
     def kept(self) -> dict[str, Any]:
         """Arguments of :meth:`State.save`: what the manifest records, and which checkpoints stay."""
         recipe, best = self._job.recipe, self._state.best
-        keep = Keep(recipe.save.keep, self._job.rhythm.forever, best.step if recipe.save.best else None)
+        keep = Keep(recipe.save.keep, self._job.intervals.forever, best.step if recipe.save.best else None)
         return {"about": {"metric": recipe.eval.best, **best.state_dict()}, "keep": keep}
 
     def is_best(self) -> bool:
@@ -122,7 +122,7 @@ class Upkeep:
         count, say = state.count, run.display.say
         action, why = self.bad.answer(step.fault)
         number, after = count.step + 1, count.position  # the position is after the samples of the bad step
-        ids = job.order[after - job.split.size : after][1].tolist()
+        ids = job.order[after - job.layout.size : after][1].tolist()
         book.write(book.line(step=number, event=action, why=why, ids=ids))
         say(f"step {number}: {why}: {action}; the samples are in metrics.jsonl")
         state.checkpoints.finish()  # the last good checkpoint is sealed first
@@ -131,7 +131,7 @@ class Upkeep:
         if action == "skip":
             return Outcome.SKIPPED
         if not state.resume(state.checkpoints, "auto", say=say):
-            raise Diverged(f"step {number}: {why}; there is no checkpoint to go back to")
+            raise Diverged(f"step {number}: {why}; no checkpoint to rewind to")
         count.position = after  # the samples since the checkpoint are not trained on
         clear_gradients(state.model.parameters())
         self._steps.begin_afresh()
@@ -143,7 +143,7 @@ class Upkeep:
         """A trace of the steps that the recipe names, on rank 0, in ``folder``."""
         watch, book, run = self._job.recipe.watch, self._book, self._run
         which = {"profile": watch.profile, "memory": watch.memory} if run.main else dict.fromkeys(("profile", "memory"))
-        log = lambda figures: book.write(book.line(**figures))  # noqa: E731
+        log = lambda metrics: book.write(book.line(**metrics))  # noqa: E731
         return Profiling(folder, run.device, **which, say=run.display.say, log=log)
 
     def final_weights(self, *, stopped: bool) -> dict[str, Any]:
@@ -178,13 +178,13 @@ class Upkeep:
         early = f"early stop: {metric} was best at step {best.step}" if count.step < job.steps else "done"
         return {
             "exit_reason": f"stopped by {self._run.stopping.by or 'a signal to another rank'}" if stopped else early,
-            "exit_code": errors.STOPPED if stopped else errors.DONE,
-            **count.figures(job.unit),
+            "exit_code": exit_codes.STOPPED if stopped else exit_codes.DONE,
+            **count.as_metrics(job.unit),
             "passed_over": count.passed_over,
             "seconds": count.elapsed(),
             **state.results,
             "best": {"metric": metric, "value": best.value, "step": best.step},
             "final": final,
-            "noise_scale": meaning(state.noise.value, job.split.size, job.no_noise_scale),
+            "noise_scale": meaning(state.noise.value, job.layout.size, job.no_noise_scale),
             "time": self._advice.sentence(state.meter.clock.overall()),
         }

@@ -1,1 +1,1 @@
-"""Where figures go: files, trackers, bars, the terminal and the report."""
+"""Where metrics go: files, trackers, bars, the terminal and the report."""

@@ -5,7 +5,7 @@
 >>> examples.samples        # [{"index": 7, "loss": 4.2, "worst": True, "image": …, "target": "3", …}, …]
 >>> examples.confusion      # {"classes": ["0", …], "counts": [[31, 0, …], …]}, rows are the true classes
 
-How a sample looks is its task's to say (``show`` and ``generate`` of :class:`oneloop.tasks.base.Task`).
+How a sample looks is its task's to say (``show`` and ``generate`` of :class:`oneloop.tasks.protocol.Task`).
 """
 
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ class Examples:
         self._indices: Tensor | None = None
         self.samples: list[dict[str, Any]] = []
         self.confusion: dict[str, Any] | None = None
-        self.trouble = ""  # why a sample is missing
+        self.problem = ""  # why a sample is missing
 
     def take(self, batch: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
         """Remembers the worst samples of a micro-batch, on the device, by their mean loss; no host sync."""
@@ -108,7 +108,7 @@ class Examples:
             try:
                 shown = plain(task.show(sample, {name: value[row] for name, value in rows.items()}))
             except Exception as error:  # what cannot be shown is no reason to stop a run
-                self.trouble = (
+                self.problem = (
                     f"sample {index} cannot be shown ({type(task).__name__}.show: {type(error).__name__}: {error})"
                 )
                 continue
@@ -122,7 +122,7 @@ class Examples:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            self.trouble = f"nothing is generated ({type(task).__name__}.generate: {type(error).__name__}: {error})"
+            self.problem = f"nothing is generated ({type(task).__name__}.generate: {type(error).__name__}: {error})"
             return {}
 
     def plain(self) -> dict[str, Any]:

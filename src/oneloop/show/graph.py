@@ -34,7 +34,7 @@ class Drawing(TorchDispatchMode):
 
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph: Any = GraphDef(versions=VersionDef(producer=22))
-        self.trouble = ""  # why something is missing in it
+        self.problem = ""  # why something is missing in it
         self._tracker: Any = ModuleTracker()
         self._root = type(model).__name__.removeprefix("FSDP")  # which fully_shard puts before it
         self._model = model
@@ -83,7 +83,7 @@ class Drawing(TorchDispatchMode):
         try:
             self._draw(operation, tree_leaves((args, kwargs or {})), tree_leaves(result))
         except Exception as error:  # a picture is not worth a run
-            self.trouble = f"{type(error).__name__}: {error}"
+            self.problem = f"{type(error).__name__}: {error}"
         return result
 
     def _draw(self, operation: Any, given: list[Any], result: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Where figures go: metrics.jsonl, and the trackers that accelerate knows. Only rank 0 writes."""
+"""Where metrics go: metrics.jsonl, and the trackers that accelerate knows. Only rank 0 writes."""
 
 import json
 import time
@@ -13,10 +13,10 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from numpy.typing import NDArray
 
-from oneloop.basics.errors import BadInput
+from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps, flattened, intact, replacing, vouched
 from oneloop.show.examples import Examples, with_earlier
-from oneloop.show.lines import Lines
+from oneloop.show.metrics_file import Lines
 from oneloop.show.pictures import matrix, tiles
 
 _HAND_OVER = 5.0  # seconds between two times that TensorBoard gets what was logged: together, and waited for
@@ -27,15 +27,15 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
             known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
-            raise BadInput(f"track {name!r} is none of accelerate's trackers: {known}")
+            raise BadInput(f"track {name!r} is not a tracker of accelerate; known: {known}")
         if find_spec(name) is None:
             raise BadInput(f"track {name!r}: {name!r} is not installed; pip install {name}, or set --track tensorboard")
 
 
 class Tracking:
-    """One JSON object per line in metrics.jsonl, and the same figures to the trackers. Only the main process writes.
+    """One JSON object per line in metrics.jsonl, and the same metrics to the trackers. Only the main process writes.
 
-    Trouble with a tracker, or with the disk under metrics.jsonl, never ends a run: it is said once, and the rest goes
+    A problem with a tracker, or with the disk under metrics.jsonl, never ends a run: it is said once, and the rest goes
     on.
 
     ``resumed`` is the state of an earlier start, at ``step``: what was written after it is cut off (None: everything).
@@ -58,7 +58,7 @@ class Tracking:
         self._told: set[str] = set()
         self._lines = Lines(folder / "metrics.jsonl", say=say)
         self._waiting: list[tuple[Mapping[str, float], int, float]] = []
-        """figures for TensorBoard, their steps and times (seconds since 1970)"""
+        """metrics for TensorBoard, their steps and times (seconds since 1970)"""
         self._handed_over = time.monotonic()
         self._writes = accelerator.is_main_process
         if self._writes:
@@ -98,7 +98,7 @@ class Tracking:
         except Exception as error:
             if what not in self._told:
                 self._told.add(what)
-                self._say(f"{what} cannot be written ({type(error).__name__}: {error}); training goes on without")
+                self._say(f"{what} cannot be written ({type(error).__name__}: {error}); training continues without it")
 
     @property
     def files(self) -> list[Path]:
@@ -126,33 +126,33 @@ class Tracking:
         except (OSError, ValueError, TypeError, RecursionError):
             damaged = True
         if damaged:
-            self._say(f"{examples} is damaged, and put aside; the next evaluation writes it again")
+            self._say(f"{examples} is damaged and was renamed; the next evaluation writes a new one")
             examples.rename(examples.with_name(f"bad-{examples.name}"))
 
-    def log(self, figures: Mapping[str, Any]) -> None:
+    def log(self, metrics: Mapping[str, Any]) -> None:
         """Writes one line; its numbers also go to the trackers."""
         if not self._writes:
             return
         with self._bearing("metrics.jsonl"):
-            self._lines.append(figures)
-        head = f"{figures['weights']}/" if figures.get("weights", "raw") != "raw" else ""  # an average's own curve
+            self._lines.append(metrics)
+        head = f"{metrics['weights']}/" if metrics.get("weights", "raw") != "raw" else ""  # an average's own curve
         numbers = {
-            f"{head}{name}": value for name, value in figures.items() if "/" in name and isinstance(value, int | float)
+            f"{head}{name}": value for name, value in metrics.items() if "/" in name and isinstance(value, int | float)
         }
         for tracker in self._accelerator.trackers if numbers else ():
             with self._bearing(f"tracker {tracker.name}"):
                 if tracker.name == "tensorboard":
-                    self._waiting.append((numbers, figures["step"], time.time()))
+                    self._waiting.append((numbers, metrics["step"], time.time()))
                 else:
-                    tracker.log(numbers, step=figures["step"])
+                    tracker.log(numbers, step=metrics["step"])
         if time.monotonic() - self._handed_over > _HAND_OVER:
             self._hand_over()
 
     def show(self, step: int, examples: Examples) -> None:
         """Keeps what is to be looked at in examples.json, and gives it to the trackers that take pictures or texts."""
-        if examples.trouble and self._writes and "show" not in self._told:
+        if examples.problem and self._writes and "show" not in self._told:
             self._told.add("show")
-            self._say(f"{examples.trouble}; training goes on, --eval.samples 0 shows none")
+            self._say(f"{examples.problem}; training continues (--eval.samples 0 turns examples off)")
         if not self._writes or not (examples.samples or examples.confusion):
             return
         place = self._folder / "examples.json"
@@ -165,7 +165,7 @@ class Tracking:
                 _give(tracker, step, examples)
 
     def _hand_over(self) -> None:
-        """To TensorBoard, one event for all figures of a step.
+        """To TensorBoard, one event for all metrics of a step.
 
         accelerate makes an event for each, and waits for the disk: that takes thirty times as long.
         """

@@ -11,22 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from oneloop.basics.errors import BAD_INPUT, ERROR, STOPPED
+from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED
 from oneloop.basics.launcher import awaited, noted, on_stops, registered, stop_signals
-from oneloop.supervise.link import TICK
-from oneloop.supervise.peers import Peers
-from oneloop.supervise.trainee import Trainee
-from oneloop.supervise.watch import (
-    Cause,
-    Standing,
-    Watch,
-    leave_page,
-    leave_stacks,
-    leave_summary,
-    of_a_death,
-    sentence,
-    stopped_early,
-)
+from oneloop.supervise.crash_report import Cause, describe_exit, stopped_early, write_page, write_stacks, write_summary
+from oneloop.supervise.hangs import RankStatus, Watch, sentence
+from oneloop.supervise.pipe import TICK
+from oneloop.supervise.ranks import Supervisors
+from oneloop.supervise.worker import Worker
 
 _LOOK = 0.25  # seconds from one look to the next
 _ORPHAN = 10.0  # seconds that a training process has for a last checkpoint, once its launcher has gone
@@ -41,7 +32,7 @@ class Supervisor:
     """Watches one training process, and on rank 0 the run. ``started_by`` is the launcher's process id, if there is
     one."""
 
-    def __init__(self, child: Trainee, peers: Peers, selector: Any, *, started_by: int | None) -> None:
+    def __init__(self, child: Worker, peers: Supervisors, selector: Any, *, started_by: int | None) -> None:
         self.child, self.peers, self._selector, self._started_by = child, peers, selector, started_by
         self.watch = Watch(peers.ranks, say=say)
         self._signals: list[int] = []
@@ -54,7 +45,7 @@ class Supervisor:
         self._decided = float("inf")  # when the cause is to be known
         self._hangs = False
         """whether rank 0 ends the run because of a hang: then no exit code of the training process counts"""
-        self._refused = float("inf")  # when a run ends that one rank has refused
+        self._rejected = float("inf")  # when a run ends that one rank has rejected
         self._stacks: dict[int, str] = {}
         self._awaited: set[int] = set()  # ranks whose stacks are asked for
         self._looked = self._sent = time.monotonic()
@@ -78,7 +69,7 @@ class Supervisor:
                 self._look()
         except Exception:  # a fault of the watching is none of the training
             traceback.print_exc()
-            say("this rank is not watched any more, and goes on")
+            say("this rank is no longer supervised, and continues")
         while self.child.alive() and not self._causes:
             time.sleep(_LOOK)
             while self._signals:
@@ -123,12 +114,12 @@ class Supervisor:
                 if self._announced is None and not self.watch.has_ended(rank):
                     self._found(Cause(rank, f"rank {rank} and its supervisor process were killed", follows=True))
             case {"standing": standing}:
-                self.watch.hear(Standing(**standing))
+                self.watch.hear(RankStatus(**standing))
             case {"ended": code}:
                 self.watch.ended(rank)
                 self._over = time.monotonic() if rank == 0 else self._over
                 if code == BAD_INPUT:  # found by that rank alone, if the others do not say the same at once
-                    self._refused = min(self._refused, time.monotonic() + 3 * _OTHERS)
+                    self._rejected = min(self._rejected, time.monotonic() + 3 * _OTHERS)
             case {"cause": cause}:
                 self._found(Cause(**cause))
             case {"dump": wake}:
@@ -173,7 +164,7 @@ class Supervisor:
             self._causes, self._decided = [cause], now
         if now > self._decided:
             self._wreck()
-        if now > self._refused:
+        if now > self._rejected:
             self.peers.tell(end=BAD_INPUT)
             self._leave(BAD_INPUT)
 
@@ -199,7 +190,7 @@ class Supervisor:
         late = now - self._over > (self.child.patience or float("inf")) * _OVER
         late |= self._told is not None and now - max(self._over, self._told[0]) > _LEAVING
         if late and self._announced is not None:
-            say(f"rank {self.child.rank} has ended but did not leave (a thread, or an exit handler); it is killed")
+            say(f"rank {self.child.rank} has finished but does not exit (a thread or an exit handler); killing it")
             self._leave(self._announced)
         if late and not self._causes:
             self._found(Cause(self.child.rank, f"rank {self.child.rank} stands still, and rank 0 has ended"))
@@ -222,7 +213,7 @@ class Supervisor:
             self._stop_early()
         if not self._causes:
             told = self._told[1] if self._told else None
-            self._found(Cause(self.child.rank, of_a_death(self.child.rank, code, told=told)))
+            self._found(Cause(self.child.rank, describe_exit(self.child.rank, code, told=told)))
 
     def _found(self, cause: Cause) -> None:
         """One reason for which the run ends. Rank 0 hears of all, and decides which was the first."""
@@ -244,7 +235,7 @@ class Supervisor:
             for key, _ in self._selector.select(0.1):
                 self._read(key.data)
         if self._folder is not None:
-            leave_stacks(self._folder, self._stacks)
+            write_stacks(self._folder, self._stacks)
         self._looked = time.monotonic()
 
     def _wreck(self) -> NoReturn:
@@ -254,12 +245,12 @@ class Supervisor:
         self.child.kill()
         folder = self._folder if alone and not self.watch.has_ended(0) else None
         if folder is not None:
-            leave_summary(folder, cause.summary)
+            write_summary(folder, cause.summary)
         if alone:
             print(cause.text, end="", file=sys.stderr)
             say(cause.summary["exit_reason"])
         if folder is not None:
-            leave_page(folder)
+            write_page(folder)
         self._leave(ERROR)
 
     def _leave(self, code: int) -> NoReturn:

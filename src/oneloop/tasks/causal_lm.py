@@ -7,11 +7,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from oneloop.data.rows.sources import Source, combined, named_sources
+from oneloop.data.rows.open_data import Source, combined, named_sources
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.models import SCRATCH
-from oneloop.tasks.language.samples import IGNORE, Packed, Padded, collated, spans
+from oneloop.tasks.language.sequences import IGNORE, Packed, Padded, collated, spans
 from oneloop.tasks.language.texts import Texts, all_texts, texts_of
 from oneloop.tasks.language.tokens import BPE, Blocks, Bytes, Vocabulary
 

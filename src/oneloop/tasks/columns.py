@@ -11,8 +11,8 @@ import numpy as np
 
 from oneloop.basics.files import replacing
 from oneloop.data.rows.cache import alone, key_of
-from oneloop.data.rows.converted import OBJECTS
-from oneloop.data.rows.sources import Source
+from oneloop.data.rows.csv_json import OBJECTS
+from oneloop.data.rows.open_data import Source
 
 _LOOKED = 2  # raised where the same column is judged otherwise than before
 _MOST = 100_000  # distinct values of a column of labels
@@ -26,7 +26,7 @@ def columns_of(sources: Sequence[Source], key: str) -> Iterator[tuple[Source, st
                 yield source, part, rows, column
 
 
-def refused(source: Source, key: str, kind: Any, wanted: str) -> ValueError:
+def rejected(source: Source, key: str, kind: Any, wanted: str) -> ValueError:
     """The error that says what a column holds, and what is needed."""
     column = source.columns[key]
     return ValueError(f"{source.where}: {column!r} holds {named(kind)}, and {wanted}; set task.{key} to another")
@@ -36,7 +36,7 @@ def check_texts(sources: Sequence[Source], key: str) -> None:
     """Raise ValueError if the column of this key holds anything but text, or a row has none."""
     for source, _, rows, column in columns_of(sources, key):
         if not is_text(rows.types[column]):
-            raise refused(source, key, rows.types[column], "text is needed")
+            raise rejected(source, key, rows.types[column], "text is needed")
         values_of(rows, column, distinct=False)
 
 
@@ -44,7 +44,7 @@ def check_words(sources: Sequence[Source], key: str) -> None:
     """As :func:`check_texts`, of lists of texts, none of them empty."""
     for source, _, rows, column in columns_of(sources, key):
         if not is_text(inside(rows.types[column])):
-            raise refused(source, key, rows.types[column], "lists of texts are needed")
+            raise rejected(source, key, rows.types[column], "lists of texts are needed")
         values_of(rows, column, distinct=False)
 
 
@@ -73,7 +73,7 @@ def check_numbers(sources: Sequence[Source], key: str) -> None:
         kind = rows.types[column]
         plain = inside(kind) is None and str(getattr(kind, "dtype", "")).startswith(("float", "int", "uint"))
         if not plain and not is_text(kind):
-            raise refused(source, key, kind, "a number is needed")
+            raise rejected(source, key, kind, "a number is needed")
         values_of(rows, column, distinct=False, numbers=True)
 
 
@@ -114,7 +114,7 @@ def decoded(value: Any, *, limit: int) -> Any:
 
     data, path = (value.get("bytes"), value.get("path")) if isinstance(value, Mapping) else (value, None)
     if data is None and path is None:
-        raise ValueError("there is no image")
+        raise ValueError("the image is missing")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the key is the limit
@@ -166,9 +166,9 @@ def _looked_through(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
             wrong = wrong | lacking.to_numpy(zero_copy_only=False)
         if wrong.any():
             place = rows.where(before + int(np.argmax(wrong)))
-            raise ValueError(f"{place} has nothing in {column!r}; fill it, or leave the row out")
+            raise ValueError(f"{place} has nothing in {column!r}; fill it, or remove the row")
         if numbers and (at := _no_number(values)) is not None:
-            raise ValueError(f"{rows.where(before + at)}: {values[at].as_py()!r} in {column!r} is no finite number")
+            raise ValueError(f"{rows.where(before + at)}: {values[at].as_py()!r} in {column!r} is not a finite number")
         if distinct:
             seen |= set(compute.unique(values).to_pylist())
         if len(seen) > _MOST:

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oneloop.data.rows.open_data import Source, named_sources, notes_of, opened, sets_of, whole
 from oneloop.data.rows.rows import Mapped, Row
-from oneloop.data.rows.sources import Source, named_sources, notes_of, opened, sets_of, whole
-from oneloop.tasks.base import Task
-from oneloop.tasks.columns import columns_of, decoded, is_image, refused
+from oneloop.tasks.augmentation import TORCHVISION, Augmentation, Blended, Images, digits, prepared, torchvision_set
+from oneloop.tasks.columns import columns_of, decoded, is_image, rejected
+from oneloop.tasks.evaluation_metrics import ClassCounts
 from oneloop.tasks.image_models import Pretrained, image_model, statistics
 from oneloop.tasks.labels import are_shares, classes_of, counts_of, likeliest, numbers_of, shares_of
-from oneloop.tasks.metrics import ClassCounts
-from oneloop.tasks.pixels import TORCHVISION, Augmentation, Blended, Images, digits, prepared, torchvision_set
+from oneloop.tasks.protocol import Task
 from oneloop.tasks.transformers_models import is_transformers
 
 Statistics = tuple[Sequence[float], Sequence[float]]  # mean and deviation of pixels, by channel
@@ -98,7 +98,7 @@ class ImageClassification(Task):
         mirror = (augment and not of_letters) if mirror is None else mirror
         how = Augmentation(crop, randaugment, augment, mirror, erasing)
         if not 0 <= smoothing < 1:
-            raise ValueError(f"task.smoothing {smoothing} must lie between 0 and 1; 0.1 is usual")
+            raise ValueError(f"task.smoothing {smoothing} must be between  0 and 1; 0.1 is common")
         self.architecture = model
         self.weights: dict[str, Any] = {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
         self.width, self.smoothing, self.dropout, self.top_k = width, smoothing, dropout, top_k
@@ -122,7 +122,7 @@ class ImageClassification(Task):
         if self.class_weights is None:
             self.sample_weight = 1.0
         if not 0 <= top_k < len(self.classes):
-            raise ValueError(f"task.top_k {top_k} is asked for, and there are {len(self.classes)} classes")
+            raise ValueError(f"task.top_k {top_k} must be below the number of classes, {len(self.classes)}")
 
     def _packaged(self, data: str, root: str, download: bool) -> tuple[dict[str, Any], Statistics]:
         """Data sets by part, in memory, and the mean and deviation of their pixels."""
@@ -283,4 +283,4 @@ class Files(Mapped):
 def _check_images(sources: Sequence[Source]) -> None:
     for source, _, rows, column in columns_of(sources, "image"):
         if not is_image(rows.types[column]):
-            raise refused(source, "image", rows.types[column], "images are needed (files, or their bytes)")
+            raise rejected(source, "image", rows.types[column], "images are needed (files, or their bytes)")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oneloop.basics.origin import HUB, fetched
+from oneloop.basics.base_models import HUB, fetched
 from oneloop.tasks.transformers_models import auto_model, is_transformers, listed
 
 Pretrained = bool | str | None  # nothing, the name's own weights, or a file or folder of them
@@ -28,13 +28,13 @@ def image_model(
     ValueError."""
     if is_transformers(name):
         if isinstance(pretrained, str):
-            raise ValueError(f"task.model {name!r} has weights of its own; leave task.pretrained {pretrained!r} out")
+            raise ValueError(f"task.model {name!r} has its own weights; remove task.pretrained {pretrained!r}")
         how = {"pretrained": pretrained is not False, "trust_remote_code": trust_remote_code}
         return auto_model("AutoModelForImageClassification", name, classes, **how)
     if name.startswith(_TIMM):
         model = _of_timm(name.removeprefix(_TIMM), len(classes))
     elif "/" in name:
-        raise ValueError(f"task.model {name!r} is no folder that transformers saved: there is no {name}/config.json")
+        raise ValueError(f"task.model {name!r} is not a folder saved by transformers: {name}/config.json is missing")
     elif "." in name:
         model = _own(name, len(classes))
     else:
@@ -72,7 +72,7 @@ def _of_timm_known(name: str) -> None:
         raise ValueError(f"task.model timm:{name} needs timm, which is not installed; pip install timm") from error
     if not timm.is_model(name):
         near = get_close_matches(name.partition(".")[0], timm.list_models(), n=3)
-        hint = f"; near it are {', '.join(near)}" if near else ""
+        hint = f" (similar names: {', '.join(near)}" if near else ""
         raise ValueError(f"task.model timm:{name} is none of timm's {len(timm.list_models()):,} models{hint}")
 
 
@@ -99,13 +99,13 @@ def _of_torchvision(name: str, classes: int) -> nn.Module:
 def _own(path: str, classes: int) -> nn.Module:
     module, _, attribute = path.rpartition(".")
     if module.partition(".")[0] in sys.stdlib_module_names:
-        raise ValueError(f"task.model {path!r} is of Python's standard library, where no model is")
+        raise ValueError(f"task.model {path!r} is in Python's standard library, which has no models")
     try:
         made = getattr(import_module(module), attribute)(num_classes=classes)
     except (ImportError, AttributeError, TypeError) as error:
-        raise ValueError(f"task.model {path!r} cannot be made with num_classes={classes}: {error}") from error
+        raise ValueError(f"task.model {path!r} cannot be built with num_classes={classes}: {error}") from error
     if not isinstance(made, nn.Module):
-        raise ValueError(f"task.model {path!r} made a {type(made).__name__}, and a torch.nn.Module is needed")
+        raise ValueError(f"task.model {path!r} returned a {type(made).__name__}, expected a torch.nn.Module")
     return made
 
 
@@ -169,7 +169,7 @@ def _weights_of(name: str, model: nn.Module, pretrained: bool | str | None) -> d
         advice = "give a .safetensors file, or what has one"
         raise ValueError(f"task.pretrained {str(pretrained)!r} has no {_WEIGHTS}; {advice}")
     if file.suffix != ".safetensors":
-        raise ValueError(f"task.pretrained {file} is no .safetensors file; pickled weights are never loaded")
+        raise ValueError(f"task.pretrained {file} is not a .safetensors file; oneloop never loads pickled weights")
     try:
         return dict(load_file(file))
     except (SafetensorError, OSError) as error:

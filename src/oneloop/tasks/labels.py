@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from oneloop.data.rows.converted import OBJECTS
-from oneloop.data.rows.sources import Source
-from oneloop.tasks.columns import columns_of, inside, refused, values_of
+from oneloop.data.rows.csv_json import OBJECTS
+from oneloop.data.rows.open_data import Source
+from oneloop.tasks.columns import columns_of, inside, rejected, values_of
 
 Numbers = Mapping[str, Callable[[Any], int]]  # the number of a label's class, for each source by name
 
@@ -28,10 +28,10 @@ def classes_of(sources: Sequence[Source], key: str, *, lists: bool = False) -> t
             continue
         if not _is_label(kind):
             wanted = f"{'a list of labels' if lists else 'one label'} for each row is needed (text or a whole number)"
-            raise refused(source, key, rows.types[column], wanted)
+            raise rejected(source, key, rows.types[column], wanted)
         if getattr(kinds.setdefault(source.name, kind), "names", None) != getattr(kind, "names", None):
             apart = f"numbers its classes {kind} in {part}, and {kinds[source.name]} before"
-            raise ValueError(f"{source.where}: {column!r} {apart}; write all parts with one list of classes")
+            raise ValueError(f"{source.where}: {column!r} {apart}; write all files with the same list of classes")
         seen[source.name or source.where, part] = {_name(kind, value) for value in values_of(rows, column)}
         trained |= seen[source.name or source.where, part] if part == "train" else set()
     for (where, part), found in seen.items():
@@ -61,7 +61,7 @@ def shares_of(sources: Sequence[Source]) -> list[str]:
     classes = 0
     for source, _, rows, column in columns_of(sources, "label"):
         if not str(getattr(inside(rows.types[column]), "dtype", "")).startswith("float"):
-            raise refused(source, "label", rows.types[column], "shares of the classes are needed, as in other places")
+            raise rejected(source, "label", rows.types[column], "expected class probabilities, as in the other data")
         before = 0
         for array in rows.values(column):
             for number, shares in enumerate(array.to_pylist()):
@@ -69,7 +69,7 @@ def shares_of(sources: Sequence[Source]) -> list[str]:
                 good = len(shares or ()) == classes and all(share is not None and share >= 0 for share in shares)
                 if not good or not np.isclose(sum(shares), 1.0, atol=1e-3):
                     good_ = f"shares of {classes} classes, which are 0 or more and sum to 1"
-                    raise ValueError(f"{rows.where(before + number)}: {shares} in {column!r} are no {good_}")
+                    raise ValueError(f"{rows.where(before + number)}: {shares} in {column!r} are not {good_}")
             before += len(array)
     if classes < 2:
         where, column = sources[0].where, sources[0].columns["label"]
@@ -93,9 +93,9 @@ def numbers_of(source: Source, key: str, classes: Sequence[str], *, lists: bool 
     for _, _, rows, column in columns_of([source], key):
         kind = inside(rows.types[column]) if lists else rows.types[column]
         if not _is_label(kind):
-            raise refused(source, key, rows.types[column], "one label for each is needed (text or a whole number)")
+            raise rejected(source, key, rows.types[column], "one label for each is needed (text or a whole number)")
         if unknown := sorted({_name(kind, value) for value in values_of(rows, column)} - set(classes)):
-            raise ValueError(f"{source.where}: labels {unknown[:5]} were never trained on; leave their rows out")
+            raise ValueError(f"{source.where}: labels {unknown[:5]} were never trained on; remove their rows")
     return _number(kind, {name: index for index, name in enumerate(classes)})
 
 

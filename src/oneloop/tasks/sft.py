@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from oneloop.data.rows.cache import key_of
+from oneloop.data.rows.open_data import Source, combined, first_columns, named_sources, notes_of, opened, whole
 from oneloop.data.rows.ragged import Ragged, ragged
-from oneloop.data.rows.sources import Source, combined, first_columns, named_sources, notes_of, opened, whole
+from oneloop.tasks.evaluation_metrics import TextSums
 from oneloop.tasks.language.chat import DAY, Chat, template_of
 from oneloop.tasks.language.completions import end_of, ends_in, other_ends
 from oneloop.tasks.language.conversations import asked, encoded, is_text
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import LanguageModel
-from oneloop.tasks.language.lessons import LESSONS, Lessons
 from oneloop.tasks.language.models import SCRATCH, Architecture
-from oneloop.tasks.language.samples import IGNORE, Asked, Overlong, Packed, Padded, collated, spans
+from oneloop.tasks.language.sequences import IGNORE, Asked, Overlong, Packed, Padded, collated, spans
+from oneloop.tasks.language.synthetic_chats import LESSONS, SyntheticChats
 from oneloop.tasks.language.tokens import chat_tokenizer, tokenizer_key
-from oneloop.tasks.metrics import TextSums
 
 _VERSION = 1  # raised where the same row becomes other tokens than before
 
@@ -77,11 +77,11 @@ class SFT(LanguageModel):
     ) -> None:
         super().__init__(packed=pack == "documents", length=length, dropout=0.0, architecture=architecture, **model)
         if answer < 1:
-            raise ValueError(f"task.answer {answer} is no answer at all; 64 tokens are usual")
+            raise ValueError(f"task.answer {answer} must be at least 1 token (common: 64)")
         self.length, self.answer, self.overlong, self.window = length, answer, overlong, window
         self.columns = {"messages": messages, "prompt": prompt, "completion": completion, "tools": tools}
         template = None if chat_template is None else template_of(chat_template)
-        self.tokenizer = self.known_tokenizer() if self.name else chat_tokenizer(_texts(Lessons("train")), vocab)
+        self.tokenizer = self.known_tokenizer() if self.name else chat_tokenizer(_texts(SyntheticChats("train")), vocab)
         self._template, self._day, self.end = template, day, self.tokenizer.eos_token_id
         self._chat: Chat | None = None
         self._skip, self.skipped_rows = unreadable == "skip", list[str]()
@@ -109,7 +109,7 @@ class SFT(LanguageModel):
     def _sources(self, data: str | list[dict[str, Any]], held_out: float) -> list[Source]:
         if data == "lessons":
             columns = dict.fromkeys(self.columns, "") | {"messages": "messages"}
-            return [Source("lessons", columns, parts={part: Lessons(part) for part in LESSONS})]
+            return [Source("lessons", columns, parts={part: SyntheticChats(part) for part in LESSONS})]
         open_ = partial(opened, held_out=held_out, window=self.window)
         named = named_sources(data, self.columns)
         return [first_columns(one, self._choices(one.columns), open_) for one in named]
@@ -194,7 +194,7 @@ class SFT(LanguageModel):
             self.tokenizer.chat_template = self._template
         self.tokenizer.save_pretrained(folder)
 
-    # --- figures, and what is to be seen ---
+    # --- metrics, and what is to be seen ---
 
     def metrics(self) -> TextSums:
         return TextSums(by_bytes=False, whole=True)
@@ -217,17 +217,17 @@ class SFT(LanguageModel):
 
     def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
         """Return each sample's prompt, the model's answer and, if known, the right answer and its metrics."""
-        figures = super().predicted(batch, outputs)
-        some = [tokens > 0 for tokens in figures["tokens"]]
-        figures = {
+        metrics = super().predicted(batch, outputs)
+        some = [tokens > 0 for tokens in metrics["tokens"]]
+        metrics = {
             name: [value if there else None for value, there in zip(values, some, strict=True)]
-            for name, values in figures.items()
+            for name, values in metrics.items()
         }
         rows = zip(batch["input"].tolist(), batch["target"].tolist(), outputs["prompt"].tolist(), strict=True)
         told = [(self.decode(tokens[:given]), self._first_answer(target)) for tokens, target, given in rows]
         prompts, targets = zip(*told, strict=True)
         answers = [self._answer(tokens) for tokens in outputs["written"].tolist()]
-        return {"prompt": list(prompts), "answer": answers, "target": list(targets), **figures}
+        return {"prompt": list(prompts), "answer": answers, "target": list(targets), **metrics}
 
     def _first_answer(self, target: list[int]) -> str | None:
         """What is trained first in a sample; None where nothing is."""
@@ -254,5 +254,5 @@ class SFT(LanguageModel):
         return str(self.tokenizer.decode(tokens))
 
 
-def _texts(lessons: Lessons) -> list[str]:
+def _texts(lessons: SyntheticChats) -> list[str]:
     return [message["content"] for one in lessons.conversations for message in one]

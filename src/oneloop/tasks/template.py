@@ -75,7 +75,7 @@ class MyTask:
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """The SUM of the losses over what `weight` counts (the loop divides once, by the weight of the whole global
-        batch), and detached outputs, a row for each sample. A 0-dim output is a figure, logged as train/NAME."""
+        batch), and detached outputs, a row for each sample. A 0-dim output is a metric, logged as train/NAME."""
         logits = model(batch["point"])
         each = F.cross_entropy(logits, batch["label"], reduction="none")
         return each.sum(), {"logits": logits.detach(), "loss": each.detach()}
@@ -83,7 +83,7 @@ class MyTask:
     # --- What is seen of it: leave out what you do not need. ---
 
     def metrics(self) -> Any:
-        """Figures beside the loss, of all held-out samples, exact for any number of processes."""
+        """Metrics beside the loss, of all held-out samples, exact for any number of processes."""
         from torchmetrics import MetricCollection
         from torchmetrics.classification import MulticlassAccuracy
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import nn
 
+from oneloop.data.rows.open_data import Source, named_sources, notes_of, opened, sets_of, whole
 from oneloop.data.rows.rows import Row
-from oneloop.data.rows.sources import Source, named_sources, notes_of, opened, sets_of, whole
-from oneloop.tasks.base import Task
 from oneloop.tasks.columns import check_texts
+from oneloop.tasks.evaluation_metrics import ClassCounts
 from oneloop.tasks.labels import classes_of, numbers_of
-from oneloop.tasks.metrics import ClassCounts
-from oneloop.tasks.readers import reader
+from oneloop.tasks.protocol import Task
+from oneloop.tasks.text_encoders import reader
 
 
 class TextRows(Task):
@@ -37,7 +37,7 @@ class TextRows(Task):
     needs: dict[str, str] = dict.fromkeys(("layers", "heads", "width", "dropout"), "model=bytes") | dict.fromkeys(
         ("pretrained", "trust_remote_code"), "model!=bytes"
     )
-    """see :class:`oneloop.tasks.base.Task`"""
+    """see :class:`oneloop.tasks.protocol.Task`"""
     target = "label"  # the task's key of the column to be learned
     words = False  # whether each word has a class, instead of the whole text
     classes: Sequence[str] = ()  # names of the model's outputs

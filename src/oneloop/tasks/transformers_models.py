@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oneloop.basics.origin import HUB, fetched, place_of
+from oneloop.basics.base_models import HUB, fetched, place_of
 from oneloop.data.rows.cache import content_of
 
 
@@ -93,16 +93,16 @@ def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Any:
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ValueError(f"task.model {name!r}: no tokenizer: {' '.join(str(error).split())}") from error
     if len(made) <= len(made.all_special_tokens):  # made of nothing, where no file of it lies there
-        raise ValueError(f"task.model {name!r}: no tokenizer: its vocabulary is empty; save it beside the weights")
+        raise ValueError(f"task.model {name!r}: no tokenizer: its vocabulary is empty; save it next to the weights")
     if not made.is_fast:
-        raise ValueError(f"task.model {name!r}: its tokenizer is none of the fast ones (tokenizer.json)")
+        raise ValueError(f"task.model {name!r}: its tokenizer is not a fast tokenizer (tokenizer.json)")
     return made
 
 
 def _judged(
     model: nn.Module, missing: Iterable[str], strange: Iterable[str], other: Iterable[str], where: str
 ) -> list[str]:
-    """Refuses weights in which more is missing than a head (and a pooler, which some are saved without), or that hold
+    """Rejects weights in which more is missing than a head (and a pooler, which some are saved without), or that hold
     more than one of another task."""
     base = f"{getattr(model, 'base_model_prefix', '')}."
     if not any(name.startswith(base) for name, _ in model.named_parameters()):  # then its largest part is

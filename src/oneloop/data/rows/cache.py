@@ -136,16 +136,16 @@ def _of_files(before: Any, now: Any) -> Iterator[str]:
     if before == now:
         return
     if not isinstance(before, Mapping) or not isinstance(now, Mapping):
-        yield "files are new" if not before else "files are gone"
+        yield "new files" if not before else "missing files"
         return
     if "digest" in before or "digest" in now:
         count, here = before.get("count", len(before)), now.get("count", len(now))
-        yield f"{here:,} files, and there were {count:,}" if count != here else "the content of some file is another"
+        yield f"{here:,} files, expected {count:,}" if count != here else "the content of a file has changed"
         return
     gone, new = [n for n in before if n not in now], [n for n in now if n not in before]
     renamed = [(old, name) for old in gone for name in new if before[old] == now[name]]
     for old, name in renamed[:_NAMED]:
-        yield f"{old} is called {name} now"
+        yield f"{old} was renamed to {name}"
     yield from _listed("is new", [name for name in new if name not in {name for _, name in renamed}])
     yield from _listed("is gone", [old for old in gone if old not in {old for old, _ in renamed}])
     yield from _listed("has another content", [n for n in before if n in now and before[n] != now[n]])

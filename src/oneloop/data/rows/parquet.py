@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.data.order import Ordered
+from oneloop.data.row_group_order import Windows
+from oneloop.data.rows.arrow_tables import no_column
 from oneloop.data.rows.cache import content_of, numbers_key
-from oneloop.data.rows.found import Found
+from oneloop.data.rows.find_files import Found
 from oneloop.data.rows.rows import Row
-from oneloop.data.rows.table import no_column
-from oneloop.data.windows import Windows
 
 _MEGABYTE = 1 << 20
 _SLACK = 1.25  # groups may be in memory for so much of the window: when one ends, the next is there already
@@ -23,9 +23,11 @@ _OPEN_FILES = 16  # that stay open: the index of a file with many groups takes l
 
 
 class Parquet:
-    """Rows of parquet row groups, in the order of :class:`oneloop.data.windows.Windows`; a process holds ``window``
-    megabytes. ``content`` is the fingerprint. Raises ValueError if a file or column is missing, or a group exceeds the
-    window."""
+    """Rows of parquet row groups, in the order of :class:`oneloop.data.row_group_order.Windows`.
+
+    A process holds ``window`` megabytes. ``content`` is the fingerprint. Raises ValueError if a file or column is
+    missing, or a group exceeds the window.
+    """
 
     def __init__(self, files: Sequence[Path], root: Path, columns: Sequence[str], *, window: int, content: Any) -> None:
         self.files, self.columns = list(files), list(columns)

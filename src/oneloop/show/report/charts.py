@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from oneloop.show.runs import Record, number
+from oneloop.show.run_reader import Record, number
 
 _COLOURS = ("#2f6fde", "#d9622b", "#2a9d6f", "#a04fc4", "#c43b5c", "#8a8a2a", "#3a9fb8", "#8a5a3c")
 _MARKS = {"resume": "triangle-up", "save": "square", "skip": "x", "rewind": "triangle-left", "stop": "octagon"}
@@ -28,13 +28,13 @@ def charts(runs: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _all(runs: Sequence[Record]) -> Iterable[dict[str, Any]]:
-    def some(*figures: str) -> list[dict[str, Any]]:
-        return [trace for run in runs for figure in figures for trace in _traces(run, figure, runs)]
+    def some(*metrics: str) -> list[dict[str, Any]]:
+        return [trace for run in runs for metric in metrics for trace in _traces(run, metric, runs)]
 
     losses = [*some("train/loss"), *some("eval/loss"), *_event_marks(runs)]
     yield _chart("Loss", losses, log=_wide(runs, "train/loss"))
-    evaluated = dict.fromkeys(name for run in runs for name in run.figures() if name.startswith("eval/"))
-    own = dict.fromkeys(name for run in runs for name in run.figures() if name.startswith("train/"))
+    evaluated = dict.fromkeys(name for run in runs for name in run.metrics() if name.startswith("eval/"))
+    own = dict.fromkeys(name for run in runs for name in run.metrics() if name.startswith("train/"))
     for name in own:
         if name not in ("train/loss", "train/epoch", *_SINGLE):
             yield _chart(f"In training: {name.removeprefix('train/').replace('_', ' ')}", some(name))
@@ -42,11 +42,11 @@ def _all(runs: Sequence[Record]) -> Iterable[dict[str, Any]]:
         if name != "eval/loss":
             yield _chart(name.removeprefix("eval/").replace("_", " ").capitalize(), some(name))
     known = (*_TRAINING, "eval/", "test/", "profile/")
-    for name in dict.fromkeys(name for run in runs for name in run.figures() if not name.startswith(known)):
+    for name in dict.fromkeys(name for run in runs for name in run.metrics() if not name.startswith(known)):
         yield _chart(name.replace("/", ": ").replace("_", " ").capitalize(), some(name))
-    for figure, title in _SINGLE.items():
-        yield _chart(title, some(figure), log=_wide(runs, figure))
-        if figure == "speed/mfu":
+    for metric, title in _SINGLE.items():
+        yield _chart(title, some(metric), log=_wide(runs, metric))
+        if metric == "speed/mfu":
             yield from (_shares(run, several=len(runs) > 1) for run in runs)
     for run in runs:
         if confusion := matrix_of(run.examples.get("confusion")):
@@ -55,7 +55,7 @@ def _all(runs: Sequence[Record]) -> Iterable[dict[str, Any]]:
 
 def _shares(run: Record, *, several: bool) -> dict[str, Any]:
     stacked = []
-    phases = [name.removeprefix("share/") for name in run.figures() if name.startswith("share/")]
+    phases = [name.removeprefix("share/") for name in run.metrics() if name.startswith("share/")]
     for phase, colour in zip(phases, _COLOURS, strict=False):
         stacked += [
             {**trace, "stackgroup": "one", "mode": "lines", "name": phase, "line": {"color": colour, "width": 0}}
@@ -65,14 +65,14 @@ def _shares(run: Record, *, several: bool) -> dict[str, Any]:
     return _chart(f"Where the time goes{f': {run.name}' if several else ''}", stacked)
 
 
-def _traces(run: Record, figure: str, runs: Sequence[Record]) -> list[dict[str, Any]]:
+def _traces(run: Record, metric: str, runs: Sequence[Record]) -> list[dict[str, Any]]:
     traces = []
-    evaluation = not figure.startswith(_TRAINING)
+    evaluation = not metric.startswith(_TRAINING)
     for weights in run.weights() if evaluation else [None]:
-        steps, values = run.curve(figure, weights)
+        steps, values = run.curve(metric, weights)
         if not steps:
             continue
-        what = figure if evaluation else figure.partition("/")[2]
+        what = metric if evaluation else metric.partition("/")[2]
         words = [run.name if len(runs) > 1 else "", what, f"({weights})" if weights not in (None, "raw") else ""]
         number = runs.index(run) if len(runs) > 1 else 1 + run.weights().index(weights) if weights else 0
         dash = "solid" if weights is None else "dot" if weights == "raw" else "dash"
@@ -155,7 +155,7 @@ def _confusion(confusion: dict[str, Any], of: str) -> dict[str, Any]:
 
 
 def rows(chart: dict[str, Any]) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """The figures of a chart as a table: its head, and its rows."""
+    """The metrics of a chart as a table: its head, and its rows."""
     if chart["data"][0]["type"] == "heatmap":
         trace = chart["data"][0]
         cells = [
@@ -170,11 +170,11 @@ def rows(chart: dict[str, Any]) -> tuple[list[str], list[tuple[Any, ...]]]:
     ]
 
 
-def _wide(runs: Sequence[Record], figure: str) -> bool:
+def _wide(runs: Sequence[Record], metric: str) -> bool:
     """Whether the values are positive and span more than a decade: such an axis is logarithmic."""
-    values = [value for run in runs for value in run.curve(figure)[1] if math.isfinite(value)]
+    values = [value for run in runs for value in run.curve(metric)[1] if math.isfinite(value)]
     return (
-        figure not in ("train/lr", "speed/mfu") and bool(values) and min(values) > 0 and max(values) / min(values) > 20
+        metric not in ("train/lr", "speed/mfu") and bool(values) and min(values) > 0 and max(values) / min(values) > 20
     )
 
 

@@ -3,7 +3,7 @@
 >>> Path("report.html").write_text(report([Path("runs/digits")]))
 
 Curves are drawn by plotly, whose code is in the page: nothing is fetched. Colours follow the reader's light or dark
-theme; every chart has its figures as a table beside it, for screen readers and for copying.
+theme; every chart has its metrics as a table beside it, for screen readers and for copying.
 """
 
 import base64
@@ -21,8 +21,8 @@ import yaml
 
 from oneloop.basics.files import flattened
 from oneloop.show.report.charts import charts, matrix_of, rows
-from oneloop.show.report.samples import of_classes, sections
-from oneloop.show.runs import EVENTS, Record, distinct, number, read_record
+from oneloop.show.report.example_pages import of_classes, sections
+from oneloop.show.run_reader import EVENTS, Record, distinct, number, read_record
 
 _TABLE_ROWS = 200
 
@@ -36,7 +36,7 @@ def report(folders: Sequence[Path]) -> str:
     body = [f"<h1>{_safe(title)}</h1>", *(_headline(run, several=several) for run in runs)]
     if several:
         body.append(_differences(runs))
-    body += [figure(number, chart) for number, chart in enumerate(drawn)]
+    body += [chart_section(number, chart) for number, chart in enumerate(drawn)]
     body += [_classes(run, several=several) for run in runs]
     for run in runs:
         body += sections(run.examples, of=f" in {run.name}" if several else "")
@@ -46,7 +46,7 @@ def report(folders: Sequence[Path]) -> str:
 
 
 def assembled(title: str, body: Sequence[str], charts: Sequence[Mapping[str, Any]]) -> str:
-    """One page with all that it needs: HTML sections, and charts as :func:`figure` has made room for them."""
+    """One page with all that it needs: HTML sections, and charts as :func:`chart_section` lays them out."""
     drawn = [{"data": _escaped(chart["data"]), "layout": chart["layout"]} for chart in charts]
     data = json.dumps(drawn, allow_nan=False)
     here = Path(__file__).parent
@@ -86,15 +86,15 @@ def _plotly() -> str:
     return (Path(package.submodule_search_locations[0]) / "package_data" / "plotly.min.js").read_text()
 
 
-def figure(number: int, chart: dict[str, Any]) -> str:
-    """Room for a chart, and its figures as a table."""
+def chart_section(number: int, chart: dict[str, Any]) -> str:
+    """Room for a chart, and its metrics as a table."""
     head, lines = rows(chart)
     every = math.ceil(len(lines) / _TABLE_ROWS)
     more = f" (every {every}-th of {len(lines)})" if every > 1 else ""
     title = _safe(chart["title"])
     return (
         f'<figure><figcaption><h2>{title}</h2></figcaption><div id="chart-{number}" class="chart" role="img"'
-        f' aria-label="Chart: {title}. Its figures follow as a table."></div><details><summary>Figures{more}</summary>'
+        f' aria-label="Chart: {title}. Its metrics follow as a table."></div><details><summary>Metrics{more}</summary>'
         f"{_region(chart['title'], table(head, lines[:: max(1, every)]))}</details></figure>"
     )
 

@@ -118,7 +118,7 @@ def _window(module: nn.Module, length: int, sliding: int | None) -> int | None:
     kind = kinds[layer] if kinds and isinstance(layer, int) and layer < len(kinds) else "full_attention"
     chunk = getattr(config, "attention_chunk_size", None)
     if (kind == "sliding_attention" and sliding is None) or (kind == "chunked_attention" and (chunk or 0) < length):
-        raise ValueError(f"{type(module).__name__}: {kind} of other positions than its sliding_window says")
+        raise ValueError(f"{type(module).__name__}: {kind} at positions that differ from its sliding_window")
     return sliding if sliding is not None and sliding < length else None
 
 
@@ -192,7 +192,7 @@ def _try(model: nn.Module, own: Tensor, *, packed: bool) -> None:
     first, whole, here = tokens.shape[1] // 2, tokens.shape[1], tokens.device
     second = tokens[:, first:]
     if not _near(_logits(model, tokens, attention_mask=causal(here)), own):
-        raise ValueError(f"{name} does not attend to all that is before a token, or not to that alone")
+        raise ValueError(f"{name} does not attend to exactly the tokens before each token")
     if not packed:
         return
     numbers = torch.tensor([[0] * first + [1] * (whole - first)], device=here)

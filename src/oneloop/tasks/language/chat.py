@@ -87,7 +87,7 @@ class Chat:
             given: so many of the messages are a prompt, of which nothing is trained.
 
         Raises:
-            ValueError: the template refuses it, does not tell what is trained, or ends a turn without a special token.
+            ValueError: the template rejects it, does not tell what is trained, or ends a turn without a special token.
         """
         text, said = self._rendered(messages, tools, marks=self.marked)
         if not self.marked:
@@ -124,7 +124,7 @@ class Chat:
             )
         except Exception as error:  # a template is a program
             told = f"{type(error).__name__}: " if not isinstance(error, jinja2.TemplateError) else ""
-            raise ValueError(f"the chat template refuses it: {told}{' '.join(str(error).split())}") from error
+            raise ValueError(f"the chat template raised an error: {told}{' '.join(str(error).split())}") from error
         said = list[tuple[int, int]]()
         for start, stop in spans[0] if marks else ():
             if said and said[-1][1] == start:  # a turn in two marks
@@ -157,7 +157,7 @@ class Chat:
         kept = [(start, stop) for start, stop in said if start >= begin]
         turns = [message["role"] == "assistant" for message in messages]
         if len(kept) < sum(turns[given:]) or len(said) - len(kept) < sum(turns[:given]):
-            raise ValueError(f"the chat template does not mark where the prompt ends; {_FILE}")
+            raise ValueError(f"the chat template does not mark the end of the prompt; {_FILE}")
         return kept
 
     def _check_marks(self) -> None:
@@ -167,8 +167,8 @@ class Chat:
             return  # it wants other conversations
         for answer in ("first answer", "second answer"):
             if not any(answer in text[start:stop] for start, stop in said):
-                why = f"{answer!r} is outside; a mark inside {{% set %}} is counted from another place"
-                raise ValueError(f"the generation marks do not enclose the answers ({why}); move them")
+                why = f"{answer!r} is outside; a mark inside {{% set %}} is counted from elsewhere"
+                raise ValueError(f"the {{% generation %}} tags do not enclose the answers ({why}); move them")
 
     def _keeps_prefixes(self) -> bool:
         try:
@@ -190,10 +190,8 @@ class Chat:
             raise ValueError(f"{why}; {where}{own} in --task.chat_template FILE")
         plain = [token for token in tokens[first:end] if token not in self.special]
         if not self.tokenizer.decode(plain).strip():
-            why = (
-                f"the chat template writes nothing of what the assistant says ({whole!r}: only tool calls or thoughts?)"
-            )
-            raise ValueError(f"{why}; use a template that writes them, or leave the row out")
+            why = f"the chat template does not write the assistant's answer ({whole!r}: only tool calls or thoughts?)"
+            raise ValueError(f"{why}; use a template that writes them, or remove the row")
         return last if self.marked else end
 
 
@@ -212,7 +210,7 @@ def template_of(file: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"task.chat_template {file!r} cannot be read: {error}") from error
     except jinja2.TemplateError as error:
-        raise ValueError(f"task.chat_template {file!r} is no Jinja template: {error}") from error
+        raise ValueError(f"task.chat_template {file!r} is not a Jinja template: {error}") from error
     return text
 
 

@@ -112,7 +112,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, slope: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        """In place: a weight's gradient twice would be as large as the logits; torch refuses a second backward."""
+        """In place: a weight's gradient twice would be as large as the logits; torch rejects a second backward."""
         return *(None if saved is None else saved.mul_(slope) for saved in ctx.saved_tensors), *[None] * 5
 
 

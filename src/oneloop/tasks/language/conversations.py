@@ -32,7 +32,7 @@ def encoded(row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | N
         raise ValueError(f"{kinds}; both must be texts, or both messages")
     if is_text(prompt):
         if not completion:
-            raise ValueError("the completion is empty; fill it, or leave the row out")
+            raise ValueError("the completion is empty; fill it, or remove the row")
         return completed(tokenizer, prompt, completion)
     template, before, after = _chat(chat), conversation(prompt), conversation(completion)
     return template.encode([*before, *after], tools, given=len(before))
@@ -53,7 +53,7 @@ def asked(row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | Non
             return _chat(chat).encode(messages, tools, given=len(messages) - 1)
         tokens = _chat(chat).prompt(messages, tools)
     if not tokens:
-        raise ValueError("the prompt is empty; fill it, or leave the row out")
+        raise ValueError("the prompt is empty; fill it, or remove the row")
     return ~np.array([*tokens, 0], dtype=np.int32)
 
 
@@ -89,11 +89,11 @@ def _message(given: Any, number: int, *, exact: bool) -> dict[str, Any]:
     if role is None:
         raise ValueError(f"message {number} has no role; it has {', '.join(message) or 'nothing'}")
     if role not in ROLES:
-        raise ValueError(f"message {number} is by {role!r}, which is none of {', '.join(ROLES)}; rename it")
+        raise ValueError(f"message {number} has role {role!r}; expected one of {', '.join(ROLES)}; rename it")
     if role == "assistant":
         message = {"content": "", **message}
         if not any(message.get(key) for key in _SAID):
-            raise ValueError(f"message {number}: the assistant says nothing; fill it, or leave the row out")
+            raise ValueError(f"message {number}: the assistant says nothing; fill it, or remove the row")
     if "content" not in message:
         raise ValueError(f"message {number} has no content; it has {', '.join(given)}")
     message["content"] = _text(message["content"], number)
@@ -109,7 +109,7 @@ def _text(content: Any, number: int) -> str:
         if not isinstance(content, list):
             raise ValueError(f"message {number}: its content is {_briefly(content)}; text is needed")
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"message {number} holds more than text ({_briefly(part)}); this task reads text alone")
+            raise ValueError(f"message {number} holds more than text ({_briefly(part)}); this task supports only text")
     return "".join(part["text"] for part in content)
 
 

@@ -1,4 +1,4 @@
-"""What all language tasks share: the loss over target tokens, its figures, and what is to be seen of a model."""
+"""What all language tasks share: the loss over target tokens, its metrics, and what is to be seen of a model."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oneloop.basics.origin import Origin
-from oneloop.tasks.base import Task
-from oneloop.tasks.language.adapted import merged, put_on, save_config
+from oneloop.basics.base_models import BaseModel
+from oneloop.tasks.evaluation_metrics import TextSums
 from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.chunked_loss import without_logits
 from oneloop.tasks.language.lora import LoRA, adapters
 from oneloop.tasks.language.models import Architecture, Shape, from_scratch, known, made_ready
-from oneloop.tasks.language.samples import IGNORE
-from oneloop.tasks.metrics import TextSums
+from oneloop.tasks.language.peft_models import merged, put_on, save_config
+from oneloop.tasks.language.sequences import IGNORE
+from oneloop.tasks.protocol import Task
 from oneloop.tasks.transformers_models import is_transformers, seen, tokenizer_of
 
 Fused = bool | Literal["auto"]
@@ -29,7 +29,7 @@ MANY_LOGITS = 1 << 27
 class LanguageModel(Task):
     """Text, predicted token by token; the weight of a sample is its number of target tokens.
 
-    Batches are those of :func:`oneloop.tasks.language.samples.collated`.
+    Batches are those of :func:`oneloop.tasks.language.sequences.collated`.
 
     Args:
         packed: whether a sample holds several documents, and none sees another.
@@ -45,7 +45,7 @@ class LanguageModel(Task):
         width: of the residual stream.
         fused_loss: output layer and cross-entropy in one, without all logits in memory; auto does it on a GPU, for
             micro-batches of over 134 million logits (tokens x entries).
-        router_loss: of models that send tokens to experts: refuse them where they have an auxiliary loss, which is no
+        router_loss: of models that send tokens to experts: reject them where they have an auxiliary loss, which is no
             sum over samples; none leaves it out.
         lora: adapters beside the layers of a trained model; they alone are trained.
     """
@@ -69,7 +69,7 @@ class LanguageModel(Task):
         heads: int = 4,
         width: int = 128,
         fused_loss: Fused = "auto",
-        router_loss: Literal["refuse", "none"] = "refuse",
+        router_loss: Literal["reject", "none"] = "reject",
         lora: LoRA = LoRA(),
     ) -> None:
         self.shape = Shape(architecture, layers, heads, width, length, dropout)
@@ -80,7 +80,7 @@ class LanguageModel(Task):
         if self.name is not None and not is_transformers(self.name):
             raise ValueError(f"task.model {self.name!r} is neither a folder that transformers saved, nor hf:ID")
         self.notes, self._of_data = list[str](), list[str]()
-        self.origin: Origin | None = None
+        self.origin: BaseModel | None = None
         self._fusible, self._masked = False, False
 
     def model(self) -> nn.Module:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from oneloop.basics.origin import HUB, fetched
+from oneloop.basics.base_models import HUB, fetched
 
 OUTSIDE = "base_model.model."
 """before every name in peft's files"""
@@ -35,15 +35,15 @@ class LoRA:
 
     def __post_init__(self) -> None:
         if self.rank is not None and self.rank < 1:
-            raise ValueError(f"task.lora.rank {self.rank} is no adapter; 16 is usual (null: train all parameters)")
+            raise ValueError(f"task.lora.rank {self.rank} must be at least 1 (common: 16; null: train all parameters)")
         if not self.alpha > 0:
-            raise ValueError(f"task.lora.alpha {self.alpha} must be above 0; 32 is usual")
+            raise ValueError(f"task.lora.alpha {self.alpha} must be above 0 (common: 32)")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"task.lora.dropout {self.dropout} must be at least 0 and below 1")
         if self.quantize is None and not self.double_quant:
-            raise ValueError("task.lora.double_quant false is given without task.lora.quantize; nf4 is usual")
+            raise ValueError("task.lora.double_quant false requires task.lora.quantize (common: nf4)")
         if not self.targets or "" in [*self.targets]:
-            raise ValueError("task.lora.targets names no layer; all-linear takes all of them")
+            raise ValueError("task.lora.targets is empty; all-linear selects all linear layers")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def adapters(model: str | None, lora: LoRA | Mapping[str, Any], *, pretrained: b
     if settings.rank is None:
         if settings != LoRA():
             changed = [key for key, value in asdict(settings).items() if value != asdict(LoRA())[key]]
-            raise ValueError(f"task.lora.{changed[0]} is given without task.lora.rank; 16 is usual")
+            raise ValueError(f"task.lora.{changed[0]} requires task.lora.rank (common: 16)")
         return None
     if model is None or not pretrained:
         advice = "name a trained one with task.model, or remove task.lora.rank"
@@ -139,12 +139,12 @@ def _read(folder: Path, model: str) -> tuple[str, LoRA]:
         raise ValueError(f"task.model {model!r}: adapters of another kind than LoRA's own ({kind})")
     base, rank, alpha = (about.get(key) for key in ("base_model_name_or_path", "r", "lora_alpha"))
     if not base or not isinstance(rank, int) or not isinstance(alpha, int | float):
-        needs = f"must say base_model_name_or_path, r and lora_alpha; it says {base}, {rank}, {alpha}"
+        needs = f"must set base_model_name_or_path, r and lora_alpha; found {base}, {rank}, {alpha}"
         raise ValueError(f"task.model {model!r}: its {CONFIG} {needs}")
     place = str(base)
     if not (Path(place).expanduser() / "config.json").is_file():
         if Path(place).is_absolute() or place.count("/") > 1:
-            raise ValueError(f"task.model {model!r}: its adapters are for {place}, which is not there; put it back")
+            raise ValueError(f"task.model {model!r}: its adapters are for {place}, which is missing; restore it")
         place = f"{HUB}{place}" + (f"@{about['revision']}" if about.get("revision") else "")
     layers = {name.removeprefix(OUTSIDE).partition(".lora_")[0] for name in names if ".lora_" in name}
     how: dict[str, Any] = {"rslora": bool(about.get("use_rslora")), "dropout": about.get("lora_dropout") or 0.0}

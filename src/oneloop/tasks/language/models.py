@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from oneloop.basics.origin import fetched
+from oneloop.basics.base_models import fetched
 from oneloop.tasks.language.attention import attend_within_documents
 from oneloop.tasks.language.lora import LoRA
 from oneloop.tasks.transformers_models import auto_model
@@ -58,7 +58,7 @@ def settle_four_bits(model: Any) -> None:
             # In evaluation on a CPU with AVX-512 it would pack its weights anew, in place, for a product of its own.
             module.support_avx512bf16_for_cpu = False
     if hasattr(model, "hf_device_map"):
-        del model.hf_device_map  # accelerate would refuse to move it
+        del model.hf_device_map  # accelerate would reject to move it
 
 
 def quantized(module: nn.Module) -> bool:
@@ -146,7 +146,7 @@ def known(
     ``length`` that of a sample, and its key; with ``lora`` it keeps its dtype, or has 4 bits. Raises ValueError if
     it does not fit."""
     options: dict[str, Any] = {} if lora is None else {"dtype": "auto"}
-    refuse_quantized(name, lora)
+    reject_quantized(name, lora)
     if lora is not None and lora.quantize is not None:
         options |= in_four_bits(lora.quantize, double_quant=lora.double_quant)
     model, notes = auto_model("AutoModelForCausalLM", name, None, **weights, **options)
@@ -161,7 +161,7 @@ def known(
     return model, notes
 
 
-def refuse_quantized(name: str, lora: LoRA | None) -> None:
+def reject_quantized(name: str, lora: LoRA | None) -> None:
     """Raise ValueError if a quantized model would be trained itself or quantized again, or is not of bitsandbytes' 4
     bits."""
     file = fetched(name, "config.json")
@@ -171,12 +171,14 @@ def refuse_quantized(name: str, lora: LoRA | None) -> None:
     kind = about.get("bnb_4bit_quant_type") if about.get("load_in_4bit") else None
     if kind is None:
         method = about.get("quant_method")
-        ways = "only 4-bit models of bitsandbytes can get adapters; name the model it was made from"
+        ways = "only 4-bit models of bitsandbytes can get adapters; use the unquantized model"
         raise ValueError(f"task.model {name!r} is quantized ({method}), and {ways}")
     if lora is None:
         raise ValueError(f"task.model {name!r} is in 4 bits ({kind}), which cannot be trained; give task.lora.rank 16")
     if lora.quantize is not None:
-        raise ValueError(f"task.lora.quantize {lora.quantize}: {name!r} is in 4 bits ({kind}) already; leave it out")
+        raise ValueError(
+            f"task.lora.quantize {lora.quantize}: {name!r} is in 4 bits ({kind}) already; remove task.lora.quantize"
+        )
 
 
 def made_ready(model: nn.Module, *, packed: bool, router_loss: str) -> bool:
@@ -184,9 +186,9 @@ def made_ready(model: nn.Module, *, packed: bool, router_loss: str) -> bool:
     not and samples are ``packed``, or if its routers have an auxiliary loss."""
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     coefficient = getattr(config, "router_aux_loss_coef", None)
-    if coefficient and router_loss == "refuse":
+    if coefficient and router_loss == "reject":
         loss = f"an auxiliary loss over the micro-batch (router_aux_loss_coef {coefficient})"
-        why = "another split of the batch would train another model"
+        why = "another parallel layout would train a different model"
         raise ValueError(f"{type(model).__name__} balances experts by {loss}: {why}; set task.router_loss none")
     try:
         attend_within_documents(model, packed=packed)

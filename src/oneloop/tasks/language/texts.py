@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from oneloop.basics.progress import tracked
 from oneloop.data.rows.cache import below, content_of
-from oneloop.data.rows.found import Found, found
+from oneloop.data.rows.find_files import Found, found
+from oneloop.data.rows.open_data import Source, checked, opened, whole
 from oneloop.data.rows.ragged import Ragged, ragged
-from oneloop.data.rows.sources import Source, checked, opened, whole
 from oneloop.tasks.columns import check_texts
 
 _LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "ensurepip", "turtledemo"}
@@ -42,9 +42,9 @@ def documents(files: Iterable[Path], root: Path) -> list[Document]:
         try:
             text = file.read_text(encoding="utf-8-sig")  # some programs put a mark before it
         except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is no text in UTF-8: {error}; convert it, or move it away") from error
+            raise ValueError(f"{file} is not UTF-8 text: {error}; convert it, or move it away") from error
         if "\0" in text:
-            raise ValueError(f"{file} is no text: it has bytes of zero; move it away")
+            raise ValueError(f"{file} is not text: it has bytes of zero; move it away")
         made.append(Document(below(file, root), text))
     return made
 

@@ -100,7 +100,7 @@ class Vocabulary:
     def __init__(self, model: Any, name: str) -> None:
         self.model = model
         if self.model.eos_token_id is None:
-            raise ValueError(f"task.model {name!r}: its tokenizer has no end token, which parts one text from the next")
+            raise ValueError(f"task.model {name!r}: its tokenizer has no end token to separate texts")
         self.separator: int = self.model.eos_token_id
         self.content = tokenizer_key(self.model)
         tokens = self.model.convert_ids_to_tokens(range(len(self.model)))

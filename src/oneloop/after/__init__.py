@@ -1,0 +1,1 @@
+"""After training: load the model of a run, compare two runs."""

@@ -1,0 +1,120 @@
+"""Whether two runs are the same bits, by the hashes of their logs, and where they part; needs no torch."""
+
+import base64
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from oneloop.basics.exit_codes import BadInput
+from oneloop.checkpoint.store import Store, read_manifest
+from oneloop.recipe.comparison import difference
+
+_KINDS = ("model", "optimizer", "ema")  # of tensors, by the beginnings of their names
+
+
+class FirstDifference(NamedTuple):
+    """The first step at which two runs differ."""
+
+    step: int
+    names: list[str]  # the tensors that differ, in the order of the model; empty if they are not known
+    of: int  # number of compared tensors
+    why: str = ""  # what is known instead of the names
+
+    def __str__(self) -> str:
+        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        return f"{self.names[0]}{more}, of {self.of} tensors" if self.names else self.why
+
+
+def parting(one: Path, other: Path) -> tuple[FirstDifference | None, list[str]]:
+    """Compare weights, averages and optimizer state of two runs at every step that both have logged.
+
+    Return where they differ first (None: nowhere), and lines about it. Raise BadInput if a folder holds no such log, or
+    they have no step in common."""
+    logs = {folder: _log(folder) for folder in (one, other)}
+    steps = sorted(logs[one].keys() & logs[other].keys())
+    if not steps:
+        told = " and ".join(f"{folder} ({_some(log)})" for folder, log in logs.items())
+        raise BadInput(f"{told} have logged no step in common; give both the same log.every")
+    lines, parted, before = [], None, None
+    for step in steps:
+        mine, theirs = logs[one][step], logs[other][step]
+        if mine["bits"] != theirs["bits"]:
+            since = "before it nothing was logged" if before is None else f"at step {before} they were the same bits"
+            parted = FirstDifference(step, *_tensors(one, other, mine, theirs))
+            lines = [f"they part at step {step} ({since}): {parted}"]
+            break
+        before = step
+    recipes = [_recipe(folder) for folder in (one, other)]
+    apart = difference(*recipes) if all(recipes) else []
+    changed = [f"set otherwise: {'; '.join(apart)}"] if apart else []
+    if parted:
+        return parted, lines + changed
+    longest = max(logs, key=lambda folder: max(logs[folder]))
+    more = max(logs[longest]) - steps[-1]
+    rest = [f"{longest} goes on for {more} steps, which are compared with nothing"] if more else []
+    which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} log lines, step {steps[0]} to {steps[-1]}"
+    return None, [f"the same bits at {which}: weights, averages and optimizer state", *rest, *changed]
+
+
+def _log(folder: Path) -> dict[int, Mapping[str, Any]]:
+    try:
+        text = (folder / "metrics.jsonl").read_text(errors="replace")
+    except OSError as error:
+        raise BadInput(f"{folder} holds no run (metrics.jsonl cannot be read: {error})") from error
+    found = {}
+    for line in text.splitlines():
+        try:
+            told = json.loads(line)
+            if isinstance(told.get("bits"), str):
+                found[int(told["step"])] = told
+        except (ValueError, KeyError, AttributeError, TypeError, OverflowError):
+            continue  # cut off, or damaged
+    if not found:
+        raise BadInput(f"{folder} has no hashes in metrics.jsonl; a run logs them if batch.grain is set")
+    return found
+
+
+def _some(log: Mapping[int, Any]) -> str:
+    first = sorted(log)[:3]
+    return f"{', '.join(map(str, first))}{', …' if len(log) > len(first) else ''}"
+
+
+def _recipe(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(yaml.safe_load((folder / "recipe.yaml").read_text()))
+    except (OSError, ValueError, yaml.YAMLError, TypeError):
+        return {}
+
+
+def _tensors(one: Path, other: Path, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[list[str], int, str]:
+    """Which tensors differ, the number of all, and what is known instead."""
+    try:
+        hashes = [_short(line["bits_of"]) for line in (mine, theirs)]
+    except (KeyError, ValueError, TypeError, struct.error):
+        return [], 0, "which tensors is not told"
+    number = len(hashes[0])
+    if number != len(hashes[1]):
+        return [], number, f"one holds {number} tensors, the other {len(hashes[1])}"
+    apart = [a != b for a, b in zip(*hashes, strict=True)]
+    names = _names(one, number) or _names(other, number)
+    differ = dict(zip(sorted(names), apart, strict=False))
+    return [name for name in names if differ[name]], number, f"{sum(apart) or 'some'} of {number} tensors"
+
+
+def _short(text: str) -> tuple[int, ...]:
+    raw = base64.b64decode(text)
+    return struct.unpack(f"<{len(raw) // 2}H", raw)
+
+
+def _names(folder: Path, number: int) -> list[str]:
+    """Names of what is hashed, in the order of the model, as a checkpoint of that run has them; empty where it has
+    others."""
+    for path in reversed(Store(folder / "checkpoints").sealed()):
+        names = list(read_manifest(path).get("tensors") or {})
+        if len(names) == number and all(name.split(".")[0] in _KINDS for name in names):
+            return names
+    return []

@@ -1,0 +1,110 @@
+"""Base models: files of the Hugging Face hub or a folder, which a checkpoint names instead of holding them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+HUB = "hf:"  # begins the name of a repository: ``hf:ID[@REVISION]``
+
+
+def place_of(name: str) -> tuple[str, str | None]:
+    """Folder or repository, and revision."""
+    if not name.startswith(HUB):
+        return str(Path(name).expanduser()), None
+    where, _, revision = name.removeprefix(HUB).partition("@")
+    return where, revision or None
+
+
+def fetched(name: str, file: str) -> Path | None:
+    """Return the path of a file of a folder or hub repository, None if it has no such file. Raises ValueError if the
+    repository does not exist or cannot be reached."""
+    where, revision = place_of(name)
+    if not name.startswith(HUB):
+        path = Path(where) / file
+        return path if path.is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(where, file, revision=revision))
+    except LocalEntryNotFoundError as error:
+        raise ValueError(f"{name!r} cannot be fetched: {_first(error)}") from error
+    except EntryNotFoundError:
+        return None
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ValueError(f"{name!r} cannot be fetched: {_first(error)}") from error
+
+
+def _first(error: Exception) -> str:
+    """What went wrong, without what a library advises."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or type(error).__name__
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A model of somebody's, on which a few parameters of a run's own stand."""
+
+    place: str  # for a person: a folder, or hf:ID
+    names: frozenset[str]  # what of the model's state was read from there
+    look: Callable[[], dict[str, Any]]
+    """tells what lies there from anything else: checksums of its files, or the hub's commit"""
+    file: str  # of the other weights, where they are taken elsewhere
+    outside: Callable[[str], str]  # the name in there of a tensor of the model
+    settings: Mapping[str, Any]  # what the other weights mean nothing without, by its names in adapter_config.json
+    seen: Callable[[], object] = lambda: None  # a quick look at what lies there, which changes where it is changed
+
+    def __post_init__(self) -> None:
+        self.__dict__["_first"] = self.seen()
+
+    def unchanged(self) -> None:
+        """Raise ValueError if the content of the base model has changed since it was read (a new mtime is no
+        change)."""
+        if (now := self.seen()) == self.__dict__["_first"]:
+            return
+        if self.look() != self.__dict__.get("content"):
+            raise ValueError(
+                f"{self.place}, the base model, changed since this run started; restore the original files"
+            )
+        self.__dict__["_first"] = now
+
+    @cached_property
+    def content(self) -> dict[str, Any]:
+        """What :attr:`look` finds, once."""
+        self.unchanged()
+        return self.look()
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"place": self.place, **self.content, "settings": dict(self.settings)}
+
+    def difference(self, there: Mapping[str, Any]) -> str:
+        """What is other than it was told; empty where nothing is."""
+        if any(there.get(key) != value for key, value in self.content.items()):
+            one, other = (short(about) for about in (there, self.told))
+            return f"{one}, and not {other}"
+        return self.other_settings(there.get("settings", {}))
+
+    def other_settings(self, there: Mapping[str, Any]) -> str:
+        """Which settings are others; empty where none is."""
+        apart = ((key, there.get(key, value), value) for key, value in self.settings.items())
+        return "; ".join(f"{key} {other}, and not {value}" for key, other, value in apart if other != value)
+
+    def of_another(self, about: Mapping[str, Any], there: Mapping[str, Any] | None) -> str:
+        """Return the other base model that adapters were trained on, empty if it is this one; ``about`` is their
+        adapter_config.json, ``there`` the base model's entry in the manifest next to them."""
+        if there:
+            return self.difference({**there, "settings": {}})
+        named = str(about.get("base_model_name_or_path") or "")
+        here = Path(self.place.removeprefix(HUB).partition("@")[0]).name
+        return f"{named}, and not {self.place}" if named and Path(named).name != here else ""
+
+
+def short(about: Mapping[str, Any]) -> str:
+    """An origin, for a person."""
+    files = about.get("files", {})
+    sums = [f"{name} {entry[1]}" for name, entry in files.items() if isinstance(entry, list)]
+    return f"{about.get('place')} ({about.get('commit') or ', '.join(sums[:2]) or files.get('digest')})"

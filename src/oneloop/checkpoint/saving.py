@@ -1,0 +1,253 @@
+"""The save in progress on one rank, and the process that writes it."""
+
+import json
+import mmap
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oneloop.basics.heartbeats import BEATS, SAVING
+from oneloop.basics.progress import Working
+from oneloop.checkpoint import writer
+from oneloop.checkpoint.state_dict import Piece, stage
+from oneloop.checkpoint.store import Store
+
+_PATIENCE = 15.0  # seconds that it has for the save under way, when it is told to end
+
+
+class WritingProcess:
+    """A process that runs ``module``, and the memory it shares with this one: ``size`` bytes, pinned for a GPU."""
+
+    def __init__(self, module: str, size: int, *, pin: bool) -> None:
+        self.size = size
+        if hasattr(os, "memfd_create"):
+            shared = os.memfd_create("oneloop-checkpoint")
+        else:
+            with tempfile.TemporaryFile() as file:
+                shared = os.dup(file.fileno())
+        os.ftruncate(shared, max(1, size))
+        self.buffer: Tensor = torch.frombuffer(mmap.mmap(shared, max(1, size)), dtype=torch.uint8)
+        if pin and size:
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), size, 0)))
+        package = str(Path(__file__).parents[2])
+        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, "-m", module, str(os.getpid()), str(shared), str(size)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pass_fds": [shared]}
+        self._process = subprocess.Popen(command, **pipes, env={**os.environ, "PYTHONPATH": path})
+        os.close(shared)
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._heard = b""
+
+    def tell(self, request: writer.SaveRequest) -> None:
+        self._send(writer.as_line(request))
+
+    def call_off(self) -> None:
+        self._send(writer.as_line(None))
+
+    def _send(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return  # it is gone, which answer() will say
+
+    def answer(self, seconds: float | None) -> dict[str, Any] | None:
+        """The answer to the last request, if it comes within these seconds (None: whenever); None: it has not."""
+        assert self._process.stdout is not None
+        handle = self._process.stdout.fileno()
+        until = None if seconds is None else time.monotonic() + seconds
+        while b"\n" not in self._heard:
+            try:
+                more = os.read(handle, 1 << 16)
+            except BlockingIOError:
+                left = None if until is None else until - time.monotonic()
+                if seconds == 0.0 or (left is not None and left <= 0):
+                    return None
+                select.select([handle], [], [], left)
+                continue
+            if not more:
+                return {"error": f"the writing process ended with {self._process.wait()}"}
+            self._heard += more
+        line, _, self._heard = self._heard.partition(b"\n")
+        return json.loads(line)  # type: ignore[no-any-return]
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:  # its storage hangs, or it waits for a rank that has gone
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends it at once; one that its storage holds may stay until that lets go."""
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+
+
+WRITER = "oneloop.checkpoint.writer"  # the module that a writing process runs
+_AT_LEAST = 10.0  # seconds that a save may take
+_SLOW = 10e6  # bytes per second that storage makes at least
+_STILL = "still"
+
+
+class UnderWay:
+    """The save in progress on one rank. ``agree`` gathers a value of all ranks (None: one process), ``max_failures``
+    bounds consecutive failures, and ``patience`` scales the time limit of a save (0: none)."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        agree: Callable[[Any], list[Any]] | None,
+        pin: bool,
+        max_failures: int,
+        patience: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._store, self._rank, self._agree, self._pin, self._say = store, rank, agree, pin, say
+        self._process: WritingProcess | None = None
+        self._trouble: str | None = None
+        self._pending = False
+        self._step, self._size, self._began = 0, 0, 0.0
+        self._longest = 0.0  # seconds that a save has taken
+        self._patience = patience
+        self._shown: Working | None = None
+        self._failures, self._max_failures = 0, max_failures
+        self.stuck = False  # whether it has taken longer than a save may, on any rank
+
+    def begin(self, request: writer.SaveRequest, pieces: list[Piece]) -> None:
+        """Copies to host memory, and lets the other process write."""
+        if self._process is None or self._process.size < request.size or not self._process.alive():
+            if self._process is not None:
+                self._process.close()
+            self._process = WritingProcess(WRITER, request.size, pin=self._pin)
+        stage(pieces, self._process.buffer)
+        self._process.tell(request)
+        self._pending, self._began = True, time.monotonic()
+        self._step, self._size = request.step, request.size
+        self._shown = Working(f"saving step {request.step}")
+
+    def write_here(self, request: writer.SaveRequest, pieces: list[Piece]) -> None:
+        """In this process: rank 0 last, when the others' parts are there or known to have failed."""
+        buffer = torch.empty(request.size, dtype=torch.uint8)
+        stage(pieces, buffer)
+        data = buffer.numpy().data
+        if self._rank != 0:
+            self._trouble = _attempt(lambda: writer.write(request, data))
+        others = self._all(self._trouble)
+        if self._rank == 0 and not any(others):
+            self._trouble = _attempt(lambda: writer.write(request, data))
+        if self._agree is None and self._trouble is None:
+            self._failures = 0
+
+    def poll(self) -> str | None:
+        """This rank's problem, if it is known by now; a microsecond, without a wait."""
+        if self._pending and self._process is not None:
+            self._note(self._process.answer(0.0))
+        return self._trouble
+
+    def finish(self, *, or_go_on: bool = False) -> str | None:
+        """Wait for the save. Return the error, the same on all ranks; None if the checkpoint is complete or none was in
+        progress. With ``or_go_on``, leave a slow save running and set ``stuck``. Collective. Raises OSError on all
+        ranks after more than ``max_failures`` failures, or if the save takes too long."""
+        if not self._pending and self._trouble is None and self._agree is None:
+            self.stuck = False
+            return None
+        with BEATS.phase(SAVING):
+            troubles = self._waited()
+        still = [rank for rank, problem in enumerate(troubles) if problem == _STILL]
+        self.stuck = bool(still)
+        real = [problem for problem in troubles if problem and problem != _STILL]
+        if still and not real:
+            taken = f"the save of step {self._step} has not come to its end in {time.monotonic() - self._began:.0f} s"
+            if or_go_on:
+                if self._rank == 0:
+                    self._say(f"{taken}: its storage does not respond; continuing without a new checkpoint")
+                return None
+            self._end_process()
+            raise OSError(f"{taken} (rank {', '.join(map(str, still))}): its storage does not respond")
+        if self._pending:
+            self._end_process()  # another rank's problem: this part is of no use
+        self._trouble, self._pending, self.stuck = None, False, False
+        if not real:
+            self._failures = 0
+            return None
+        return self._failed(next((first for first in real if not first.startswith("Gone")), real[0]))
+
+    def _waited(self) -> list[str | None]:
+        """Every rank's problem: parts first, then rank 0, which seals."""
+        if self._rank != 0:
+            self._wait()
+        others = self._all(self._state())
+        if self._rank == 0 and self._pending and self._process is not None:
+            if any(problem not in (None, _STILL) for problem in others[1:]):
+                self._process.call_off()
+            if _STILL not in others[1:]:
+                self._wait()
+        if self._rank == 0 and (self._trouble or any(problem not in (None, _STILL) for problem in others)):
+            self._store.sweep(drafts=True)  # no writer is at work now, and none begins before all are told
+        return self._all(self._state())
+
+    def _state(self) -> str | None:
+        return self._trouble or (_STILL if self._pending else None)
+
+    def _failed(self, problem: str) -> str:
+        self._failures += 1
+        if self._failures > self._max_failures:
+            raise OSError(f"{self._failures} saves in a row have failed, the last one: {problem}")
+        if self._rank == 0:
+            self._say(f"SAVE FAILED; the next save tries again: {problem} (the previous checkpoint is intact)")
+        return problem
+
+    def _wait(self) -> None:
+        if self._pending and self._process is not None:
+            may = self._patience * max(_AT_LEAST, 3 * self._longest, self._size / _SLOW)
+            self._note(self._process.answer(max(0.0, self._began + may - time.monotonic()) if may else None))
+
+    def _note(self, answer: dict[str, Any] | None) -> None:
+        if answer is not None:
+            self._pending = False
+            if self._shown is not None:
+                self._shown.done()
+            self._trouble = answer.get("error")
+            self._longest = max(self._longest, time.monotonic() - self._began)
+
+    def _all(self, value: Any) -> list[Any]:
+        return [value] if self._agree is None else self._agree(value)
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+    def close(self) -> None:
+        """Ends the writing process."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+
+def _attempt(act: Callable[[], None]) -> str | None:
+    try:
+        act()
+    except (OSError, writer.Gone) as error:
+        return f"{type(error).__name__}: {error}"
+    return None

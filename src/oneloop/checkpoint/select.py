@@ -1,0 +1,127 @@
+"""The checkpoint that a user names, and its frozen parameters in ``base/``, or only named there. Needs no torch."""
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from oneloop.basics.exit_codes import BadInput
+from oneloop.checkpoint.store import (
+    MANIFEST,
+    Store,
+    changed,
+    header,
+    problems,
+    problems_of_files,
+    read_manifest,
+    step_of,
+)
+
+FILE = "frozen.safetensors"
+NAMED = "origin.json"  # in its place: what they were read from, and their names
+
+
+def base_of(checkpoint: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The folder with a checkpoint's frozen parameters, and what its file should be; None where none are frozen."""
+    entry = read_manifest(checkpoint)["about"].get("base")
+    if not entry:
+        return None
+    return checkpoint.parent.parent / Path(entry["folder"]).name, entry
+
+
+def base_problems(checkpoint: Path) -> list[str]:
+    """What is wrong with the frozen parameters of a checkpoint, which is good itself. Reads them whole."""
+    told = base_of(checkpoint)
+    if told is None:
+        return []
+    folder, entry = told
+    wrong = changed(folder, {file_of(entry): entry}) or problems_of_files(folder)
+    return [f"{folder.name}/{line}" for line in wrong]
+
+
+def file_of(entry: Mapping[str, Any]) -> str:
+    """The file's name, of what a manifest says of frozen parameters."""
+    return NAMED if entry.get("file") == NAMED else FILE
+
+
+def base_model_of(checkpoint: Path) -> dict[str, Any] | None:
+    """What a checkpoint's frozen parameters were read from (``place`` with ``files`` or ``commit``) and their
+    ``names``; None where it is not only named."""
+    told = base_of(checkpoint)
+    if told is None or file_of(told[1]) != NAMED:
+        return None
+    return dict(json.loads((told[0] / NAMED).read_text()))
+
+
+def names_in(folder: Path) -> set[str]:
+    """Names of the parameters in it."""
+    if not (folder / FILE).exists():
+        return {f"model.{name}" for name in json.loads((folder / NAMED).read_text())["names"]}
+    return set(header(folder / FILE)) - {"__metadata__"}
+
+
+def fresh(run: Path, checkpoints: Iterable[Path]) -> Path:
+    """A folder for frozen parameters that none of these checkpoints names: ``base``, ``base-2``, …"""
+    named = set()
+    for checkpoint in checkpoints:
+        with suppress(ValueError):  # a damaged one names none
+            named.add((base_of(checkpoint) or (run,))[0].name)
+    names = ["base", *(f"base-{number}" for number in range(2, len(named) + 3))]
+    return run / next(name for name in names if name not in named)
+
+
+FINAL = "final"
+
+
+def chosen_of(run: Path, asked: str | None, *, weights: str = "raw") -> Path:
+    """Return the folder with the weights that a user names: ``final``, or as :func:`checkpoint_of`. None: ``final/`` if
+    the run has ended, else the newest checkpoint (always for ``power:SIGMA``). Raises BadInput if it is missing or
+    damaged."""
+    mixed = weights.startswith("power:")
+    asked = asked or ("newest" if mixed else _default(run))
+    if asked != FINAL:
+        return checkpoint_of(run, asked)
+    final = run / FINAL
+    if mixed:
+        raise BadInput(f"--weights {weights} needs checkpoints, and {final} is not one; use a step number or newest")
+    if wrong := problems_of_files(final):
+        raise BadInput(f"{final} is damaged: {'; '.join(wrong)}; choose a checkpoint with --checkpoint STEP")
+    if weights != "raw" and not (final / f"{weights}.safetensors").is_file():
+        there = sorted(file.stem for file in final.glob("*.safetensors") if file.stem not in ("model", "adapter_model"))
+        raise BadInput(f"{final}has no EMA {weights!r}; it has {', '.join(there) or 'none'}")
+    return final
+
+
+def _default(run: Path) -> str:
+    sealed = Store(run / "checkpoints").sealed()
+    try:
+        about = read_manifest(run / FINAL)["about"]
+    except ValueError:
+        return FINAL if (run / FINAL / MANIFEST).exists() else "newest"  # which says what is wrong
+    end = about.get("end", about.get("step", 0))
+    return "newest" if sealed and step_of(sealed[-1]) > end else FINAL
+
+
+def checkpoint_of(run: Path, asked: str) -> Path:
+    """Return the checkpoint that a user names: newest, best, or a step. Raises BadInput if it is missing or damaged."""
+    store = Store(run / "checkpoints")
+    names = {step_of(path): path for path in store.sealed()}
+    if not names:
+        raise BadInput(f"{run} holds no checkpoint (looked for {store.root}/step-…)")
+    newest = max(names)
+    if asked == "best":
+        try:
+            step = read_manifest(names[newest])["about"]["step"]
+        except ValueError as error:
+            raise BadInput(f"{names[newest]}: {error}; name a step instead of best") from error
+        if step not in names:
+            raise BadInput("--checkpoint best: no checkpoint of an evaluation is there; name a step, or newest")
+    else:
+        step = newest if asked == "newest" else int(asked) if asked.isdigit() else -1
+    if step not in names:
+        steps = ", ".join(map(str, names))
+        raise BadInput(f"--checkpoint {asked} not found; available steps: {steps}; or final, newest, best")
+    if wrong := problems(names[step]) or base_problems(names[step]):
+        raise BadInput(f"{names[step]} is damaged: {'; '.join(wrong)}; choose another with --checkpoint STEP")
+    return names[step]

@@ -1,0 +1,170 @@
+"""What ``task.data`` names, opened: one place or a mixture of several, as rows by part."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from oneloop.data.mixture import Mixture, proportions
+from oneloop.data.rows.arrow_tables import NoColumn, hub, tables
+from oneloop.data.rows.find_files import KINDS_OF_ROWS, Found, found
+from oneloop.data.rows.parquet import parquets
+from oneloop.data.rows.rows import Mapped, Row, Rows, divided
+
+Data = str | list[dict[str, Any]]
+"""a path or ``hf:NAME[:CONFIG][@REVISION]``; or several, each ``{"data": …, "weight": …}``"""
+
+
+@dataclass
+class Source:
+    """One place that rows are from."""
+
+    where: str
+    columns: Mapping[str, str]  # what the task calls a column, and its name there
+    name: str = ""
+    weight: float = 1.0
+    parts: dict[str, Any] = field(default_factory=dict)  # rows by part: train, validation, test
+    notes: list[str] = field(default_factory=list)  # what a person should know of it
+
+
+def named_sources(data: Data, columns: Mapping[str, str]) -> list[Source]:
+    """Return the sources that ``task.data`` names, not opened; ``columns`` are the default column names by key. Raises
+    ValueError for anything else."""
+    if isinstance(data, str):
+        return [Source(data, columns)]
+    if not data:
+        raise ValueError("task.data is an empty list; give at least one data set")
+    sources = []
+    for item in data:
+        known = {"data", "weight", "name", *columns}
+        if not isinstance(item, Mapping) or not isinstance(item.get("data"), str):
+            raise ValueError(f"task.data: {item!r}has no data; write {{data: PATH, weight: 0.7}} for each")
+        if strange := set(item) - known:
+            raise ValueError(f"task.data: {sorted(strange)[0]!r}: unknown entry; known: {', '.join(sorted(known))}")
+        weight = item.get("weight", 1.0)
+        if not isinstance(weight, int | float) or isinstance(weight, bool):
+            raise ValueError(f"task.data: the weight {weight!r} of {item['data']!r}is not a number")
+        own = {key: str(item.get(key, name)) for key, name in columns.items()}
+        name = str(item.get("name") or Path(item["data"]).stem)
+        sources.append(Source(item["data"], own, name, float(weight)))
+    names = [source.name for source in sources]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"task.data has two entries named {twice!r}; give each a different name")
+    proportions([source.weight for source in sources])
+    return [source for source in sources if source.weight]
+
+
+def opened(
+    source: Source,
+    *,
+    held_out: float,
+    window: int,
+    kinds: Sequence[str] = KINDS_OF_ROWS,
+    check: Callable[[Sequence[Source]], None] | None = None,
+) -> Source:
+    """Open a source: the rows of its columns, by split (``held_out``: share of missing splits). ``check`` may reject
+    the rows before that. ``window`` is in megabytes. Raises ValueError."""
+    checked(held_out, window)
+    parts = _named(source, window, kinds)
+    for part, rows in parts.items():
+        if not len(rows):
+            raise ValueError(f"task.data {source.where!r}: the {part or 'whole'} set is empty")
+    source.parts = dict(parts)
+    if check:
+        check([source])
+    source.parts = dict(divided(parts, held_out))
+    return source
+
+
+def first_columns(source: Source, choices: Sequence[Mapping[str, str]], open_: Callable[[Source], Source]) -> Source:
+    """Open a source (with ``open_``) with the first of several ``choices`` of columns that it has ("": no such column).
+    Raises ValueError with the columns that it has."""
+    missing = list[str]()
+    for columns in choices:
+        source.columns = columns
+        try:
+            return open_(source)
+        except ValueError as error:
+            if not isinstance(error.__cause__, NoColumn):
+                raise
+            there, missing = str(error.__cause__).partition("; ")[2], [*missing, error.__cause__.column]
+    wanted = [[key for key, name in columns.items() if name] for columns in choices]
+    fewest = [" and ".join(keys) for keys in wanted if not any(set(other) < set(keys) for other in wanted)]
+    keys = " or ".join(f"task.{key}" for key in dict.fromkeys(key for one in wanted for key in one))
+    needed = [choices[at][key] for at, keys_ in enumerate(wanted) for key in keys_ if " and ".join(keys_) in fewest]
+    lacking = " and no ".join(repr(name) for name in dict.fromkeys(missing) if name in needed)
+    lacks = f"{' or '.join(fewest)} are needed, and there is no {lacking}"
+    raise ValueError(f"{source.where}: {there}; {lacks}; name other columns with {keys}")
+
+
+def _named(source: Source, window: int, kinds: Sequence[str], *, whole: bool = False) -> Mapping[str, Rows]:
+    """:func:`_rows_of`; what is said of a column names the task's key of it."""
+    try:
+        return _rows_of(source, window, kinds, whole=whole)
+    except NoColumn as error:
+        keys = " or ".join(f"task.{key}" for key, name in source.columns.items() if name == error.column)
+        raise ValueError(f"{error}; name another with {keys}") from error
+
+
+def _rows_of(source: Source, window: int, kinds: Sequence[str], *, whole: bool) -> Mapping[str, Rows]:
+    """The rows by part; a test part without a column is left out, and said."""
+    columns = list(dict.fromkeys(name for name in source.columns.values() if name))
+    if source.where.startswith("hf:"):
+        return hub(source.where[3:], columns)
+    try:
+        there = found(source.where, kinds, whole=whole)
+    except ValueError as error:
+        raise ValueError(f"task.data: {error}") from error
+    parts: dict[str, Rows] = {}
+    test = there.parts.pop("test", None) if "train" in there.parts else None
+    for several in ({**there.parts}, {"test": test} if test else {}):
+        there = Found(there.root, there.kind, several)
+        try:
+            parts |= parquets(there, columns, window=window) if there.kind == "parquet" else tables(there, columns)
+        except NoColumn as error:
+            if "test" not in several:
+                raise
+            source.notes.append(f"{error}: the test part is left out")
+    return parts
+
+
+def whole(source: Source, *, window: int, kinds: Sequence[str] = KINDS_OF_ROWS) -> Source:
+    """Open a source as one set, in file order; of the hub its test split, else its validation split, if it has one.
+    Raises ValueError."""
+    parts = _named(source, window, kinds, whole=True)
+    rows = next(parts[name] for name in ("", "test", "validation", "train") if name in parts)
+    if not len(rows):
+        raise ValueError(f"{source.where!r} is empty")
+    source.parts = {"all": rows}
+    return source
+
+
+def notes_of(sources: Sequence[Source]) -> list[str]:
+    """What a person should know of them."""
+    return [note for source in sources for note in source.notes]
+
+
+def checked(held_out: float, window: int) -> None:
+    """Raise ValueError if the share or the window (megabytes) is out of range."""
+    if not 0 < held_out < 0.5:
+        raise ValueError(f"task.held_out {held_out} must be between  0 and 0.5; the default is 0.05")
+    if window < 1:
+        raise ValueError(f"task.window {window}must be a positive number of megabytes (default 256)")
+
+
+def sets_of(sources: Sequence[Source], make: Callable[[Source], Callable[[Row], Any]]) -> dict[str, Any]:
+    """Return the data sets by split: the samples that ``make(source)`` makes of each row, several sources mixed."""
+    return combined(sources, [{part: Mapped(rows, make(s)) for part, rows in s.parts.items()} for s in sources])
+
+
+def combined(sources: Sequence[Source], each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the data sets by split, mixed by the sources' weights; ``each`` holds the data sets of each source."""
+    if len(sources) == 1:
+        return dict(each[0])
+    made = {}
+    for part in ("train", "validation", "test"):
+        having = [(source, sets[part]) for source, sets in zip(sources, each, strict=True) if part in sets]
+        if having:
+            made[part] = Mixture({s.name: dataset for s, dataset in having}, [s.weight for s, _ in having])
+    return made

@@ -1,0 +1,251 @@
+"""Builds a job from a recipe, and checks it before anything is written."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Subset
+
+from oneloop.basics.duration import Duration, Scale, is_time
+from oneloop.data.batch_layout import BatchLayout
+from oneloop.data.order import Ordered, order_of
+from oneloop.data.step_batches import CollateWithWeight
+from oneloop.ema import gamma
+from oneloop.job.model import BuiltModel, build_model, torch_dtype
+from oneloop.launch.agreement import where
+from oneloop.measure.noise_scale import Sensor
+from oneloop.optim.bad_steps import Policy
+from oneloop.optim.optimizers import build, reject_if_sharded, try_optimizer
+from oneloop.optim.schedule import LearningRate, learning_rate
+from oneloop.recipe.class_paths import resolve
+from oneloop.recipe.schema import Recipe
+from oneloop.recipe.training_keys import OptimizerConfig
+from oneloop.tasks.evaluation_metrics import directions, prefix
+from oneloop.tasks.protocol import Progress, Task, check, check_sets
+from oneloop.tasks.protocol_checks import theirs
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Steps between two of each kind: log, eval and save; check and collect where they are wanted."""
+
+    every: Mapping[str, int]
+    total: int  # steps of the run: at the last one all is due
+    forever: int = 0  # steps between two checkpoints that are never deleted (0: none)
+
+    def due(self, step: int) -> list[str]:
+        """What is due after this step, in the order in which it is done."""
+        return [name for name, every in self.every.items() if is_time(step, every, self.total)]
+
+    def is_due(self, name: str, step: int) -> bool:
+        return is_time(step, self.every[name], self.total)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.every
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one run trains, with all durations in steps."""
+
+    recipe: Recipe
+    task: Task
+    train_set: Any
+    eval_sets: dict[str, Any]
+    built: BuiltModel
+    make_optimizer: Callable[[nn.Module], Optimizer]  # the recipe's optimizer over a prepared model
+    optimizer_share: float  # bytes of the optimizer's state for each byte of the parameters, about
+    emas: list[dict[str, Any]]  # arguments of each EMA, except model and optimizer
+    layout: BatchLayout
+    order: Ordered
+    collate: CollateWithWeight
+    intervals: Intervals
+    rate: LearningRate
+    upward: bool  # whether a larger eval.best metric is better
+    no_noise_scale: str | None  # why the noise scale cannot be measured
+
+    @property
+    def model(self) -> nn.Module:
+        return self.built.model
+
+    @property
+    def sets(self) -> dict[str, Any]:
+        """All data sets by name."""
+        return {"train": self.train_set, **self.eval_sets}
+
+    @property
+    def steps(self) -> int:
+        """Of the whole run."""
+        return self.intervals.total
+
+    @property
+    def unit(self) -> str:
+        """What the weight counts: samples or tokens."""
+        return getattr(self.task, "unit", "samples")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch_dtype(self.recipe)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the run must be bit-identical on every parallel layout (``batch.grain``)."""
+        return self.layout.grain is not None
+
+    @property
+    def noise_scale(self) -> bool:
+        """Whether it is measured."""
+        return self.recipe.log.noise_scale and self.no_noise_scale is None
+
+    @property
+    def policy(self) -> Policy:
+        guard = self.recipe.guard
+        return Policy(guard.nonfinite, guard.spike, guard.sigma, guard.window)
+
+
+def build_job(recipe: Recipe, *, ranks: int, sharded: bool = False, device: str = "cpu", micro: Any = None) -> Job:
+    """Build what the recipe names; ``micro`` is what ``batch.micro auto`` found. Raise ValueError for bad input."""
+    if sharded:
+        reject_if_sharded(resolve("optimizer", recipe.optimizer.name))
+    micro = recipe.batch.micro if isinstance(recipe.batch.micro, int) else micro
+    layout = BatchLayout(recipe.batch.size, ranks, micro, grain=recipe.batch.grain, sharded=sharded)
+    task = make_task(recipe)
+    train_set, eval_sets = (theirs(task, member, getattr(task, member)) for member in ("train_set", "eval_sets"))
+    check_sets(train_set, eval_sets)
+    if recipe.save.final == "best" and not set(eval_sets) - {"test"}:
+        raise ValueError("save.final best requires a validation set; the task has none")
+    if recipe.debug.overfit:
+        train_set = Subset(train_set, range(min(recipe.debug.overfit, len(train_set))))
+    sample_weight = getattr(task, "sample_weight", None)
+    tokens = sample_weight if getattr(task, "unit", "samples") == "tokens" else None
+    scale = Scale(layout.size, len(train_set), tokens)
+    total = recipe.duration.steps(scale)
+    emas = _emas(recipe, scale, total)
+    upward = _direction(recipe.eval.best, task, eval_sets, [ema["name"] for ema in emas])
+    if total < 1:
+        raise ValueError(f"duration {recipe.duration}is shorter than one step; the minimum is 1")
+    collate = CollateWithWeight(task.collate, task.weight, sample_weight=sample_weight, dtype=torch_dtype(recipe))
+    built = build_model(recipe, task, layout, sharded=sharded, device=device)
+    optimizer = resolve("optimizer", recipe.optimizer.name)
+    return Job(
+        recipe=recipe,
+        task=task,
+        train_set=train_set,
+        eval_sets=eval_sets,
+        built=built,
+        make_optimizer=partial(_optimizer, recipe, built),
+        optimizer_share=try_optimizer(optimizer, recipe.optimizer.name, recipe.optimizer.options),
+        emas=emas,
+        layout=layout,
+        order=order_of(train_set, seed=recipe.seed, batch=layout.size),
+        collate=collate,
+        intervals=_rhythm(recipe, scale, total),
+        rate=_rate(recipe, scale, total),
+        upward=upward,
+        no_noise_scale=Sensor.why_not(ranks, layout.accumulate, sharded=sharded and not layout.grain),
+    )
+
+
+def _optimizer(recipe: Recipe, built: BuiltModel, model: nn.Module) -> Optimizer:
+    chosen = recipe.optimizer
+    try:
+        return build(
+            resolve("optimizer", chosen.name),
+            model,
+            lr=chosen.lr,
+            weight_decay=chosen.weight_decay,
+            options=chosen.options,
+            settings=built.settings,
+            elementwise=recipe.batch.grain is not None,
+        )
+    except Exception as error:
+        raise ValueError(f"optimizer.name {chosen.name} cannot be built: {error}{where(error)}") from error
+
+
+def make_task(recipe: Recipe) -> Task:
+    """Make the task that the recipe names. Raise ValueError if that fails, or if it is not a task."""
+    kind = resolve("task", recipe.task.name)
+    try:
+        task: Task = kind(**recipe.task.options)
+    except (ValueError, ImportError, MemoryError):
+        raise  # told as it is, with its place
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}{where(error)}"
+        raise ValueError(f"task.name {recipe.task.name}: __init__ failed: {why}") from error
+    check(task)
+    if hasattr(task, "progress"):
+        try:
+            task.progress = Progress(lambda: 0, 1, 1)  # until the run knows better
+        except (AttributeError, TypeError) as error:
+            why = f"its progress cannot be set ({error})"
+            raise ValueError(f"task.name {recipe.task.name}: {why}; write progress = None in the class") from error
+    return task
+
+
+def _direction(best: str, task: Task, eval_sets: Iterable[str], averages: Iterable[str]) -> bool:
+    """Return whether a larger ``eval.best`` is better. Raise ValueError if no evaluation measures it."""
+    measured, names = sorted(directions(task).items()), [prefix(name) for name in eval_sets if name != "test"]
+    known = {f"{name}/{metric}": upward for name in names for metric, upward in measured}
+    known |= {f"{average}/{metric}": upward for average in averages for metric, upward in known.items()}
+    if known and best not in known:
+        raise ValueError(f"eval.best {best!r} is not a metric of this task; known: {', '.join(known)}")
+    return known.get(best, False)
+
+
+def _rhythm(recipe: Recipe, scale: Scale, total: int) -> Intervals:
+    def steps(every: Duration, key: str) -> int:
+        return every.steps(scale, total=total, key=key)
+
+    machine = recipe.machine
+    every = {"log": max(1, steps(recipe.log.every, "log.every")), "eval": steps(recipe.eval.every, "eval.every")}
+    every |= {"save": steps(recipe.save.every, "save.every")}
+    if machine.check_every.amount:
+        every["check"] = steps(machine.check_every, "machine.check_every")
+    if machine.gc_every.amount:
+        every["collect"] = steps(machine.gc_every, "machine.gc_every")
+    forever = recipe.save.forever.steps(scale, total=total, key="save.forever")
+    return Intervals(every, 1 if recipe.debug.dry_run else total, forever)
+
+
+def _rate(recipe: Recipe, scale: Scale, total: int) -> LearningRate:
+    schedule = recipe.schedule
+    return learning_rate(
+        resolve("schedule", schedule.name),
+        peak(recipe.optimizer, recipe.batch.size),
+        warmup=schedule.warmup,
+        final=schedule.final,
+        options=schedule.options,
+        scale=scale,
+        total=total,
+    )
+
+
+def peak(optimizer: OptimizerConfig, batch: int) -> float:
+    """The peak learning rate at this global batch: linear (Goyal et al. 2017) or sqrt (Malladi et al. 2022) scaling."""
+    if not optimizer.lr_at_batch:
+        return optimizer.lr
+    power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[optimizer.lr_rule]
+    return float(optimizer.lr * (batch / optimizer.lr_at_batch) ** power)
+
+
+def _emas(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:
+    ema = recipe.ema
+    kinds: list[dict[str, Any]] = [
+        {"half_life": half_life.samples(scale, total=total, key="ema.half_life"), "name": f"ema-{half_life.text}"}
+        for half_life in ema.half_lives
+    ]
+    kinds += [{"decay": ema.decay, "name": f"ema-{ema.decay}"}] if ema.decay else []
+    kinds += [{"power": width, "name": f"ema-power-{width}"} for width in ema.power]
+    for width in ema.power:
+        gamma(width)  # rejects a width that is too large
+    if len(kinds) == 1 and not ema.power:
+        kinds[0]["name"] = "ema"
+    names = [kind["name"].replace(" ", "") for kind in kinds]
+    if len(set(names)) < len(names):
+        raise ValueError(f"ema: two EMAs are the same, of {', '.join(names)}; give each once")
+    common = {"every": ema.every, "ramp": ema.ramp, "device": ema.device}
+    return [{**common, **kind, "name": name} for kind, name in zip(kinds, names, strict=True)]

@@ -1,0 +1,243 @@
+"""``batch.micro auto``: tries micro-batches of the job itself before the run, on all ranks; remembers the answer."""
+
+import hashlib
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from oneloop.basics.files import replacing
+from oneloop.basics.progress import Working
+from oneloop.data.seeded_samples import SeededSamples
+from oneloop.ema import EMA
+from oneloop.job.build import Job, build_job
+from oneloop.launch.processes import Run, start
+from oneloop.machine.micro_batch import Attempt, Child, Steps, search
+from oneloop.machine.torch_settings import float32_products
+from oneloop.optim.clip import clip_, global_norm
+from oneloop.recipe.schema import Recipe
+
+_LAUNCHED = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"]
+_LAUNCHED += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Whole steps of a recipe's job, in a process of its own."""
+
+    recipe: Recipe
+
+    def __call__(self) -> Steps:
+        machine = self.recipe.machine
+        run = start(sync_each_batch=machine.sync_each_batch, deterministic=machine.deterministic)
+        float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
+        if run.device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(0.95)  # DDP's and NCCL's own buffers need a little too
+        micro = max(1, self.recipe.batch.size // run.ranks)
+        job = build_job(self.recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=micro)
+        model = run.prepare(job.model, blocks=job.built.blocks)
+        optimizer = job.make_optimizer(model)
+        emas = [EMA(model, optimizer=optimizer, **ema) for ema in job.emas]
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        largest = by_size(job)
+
+        def steps(micro: int) -> None:
+            # Two micro-batches, if there are as many: gradients are held, and added to.
+            accumulate = min(2, max(1, self.recipe.batch.size // run.ranks // micro))
+            chosen = [(0, largest[place % len(largest)]) for place in range(micro)]
+            keyed = SeededSamples(job.train_set, seed=self.recipe.seed)
+            samples = [keyed[place] for place in chosen]
+            run.accelerator.gradient_accumulation_steps = accumulate
+            for _ in range(accumulate):
+                batch, weight = job.collate(samples)
+                batch = {k: v.to(run.device) if torch.is_tensor(v) else v for k, v in batch.items()}
+                with run.accelerator.accumulate(model):
+                    loss, _ = job.task.loss(model, batch)
+                    run.accelerator.backward(loss / max(weight, 1.0))
+            norm = global_norm(parameters)
+            clip_(parameters, self.recipe.optimizer.clip, norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            for ema in emas:
+                ema.update(micro)
+            if run.device.type != "cpu":
+                torch.accelerator.synchronize()
+
+        return steps
+
+
+def by_size(job: Job) -> list[int]:
+    """Indices of training samples, the largest first; of equal samples the first few thousand."""
+    if job.collate.sample_weight is not None:
+        return list(range(min(len(job.train_set), 4096)))
+    if (lengths := getattr(job.train_set, "lengths", None)) is not None:  # of texts, which tell it by themselves
+        longest: list[int] = np.argsort(-lengths, kind="stable")[:4096].tolist()
+        return longest
+    samples = SeededSamples(job.train_set, seed=job.recipe.seed)
+
+    def size(index: int) -> int:
+        batch, _ = job.collate([samples[0, index]])
+        return sum(value.numel() for value in batch.values() if torch.is_tensor(value))
+
+    return sorted(range(len(job.train_set)), key=size, reverse=True)
+
+
+def find_micro(recipe: Recipe, run: Run) -> int | None:
+    """Return the micro-batch that a recipe leaves open, or None if it states one. Collective: call on every rank.
+
+    Raise ValueError if batch.size does not divide over the ranks, or if nothing fits.
+    """
+    if (asked := recipe.batch.micro) not in ("auto", "fastest"):
+        return None
+    _reject_notebook(recipe)
+    share, rest = divmod(recipe.batch.size, run.ranks)
+    if rest or not share:
+        nearest = max(1, round(recipe.batch.size / run.ranks)) * run.ranks
+        raise ValueError(f"batch.size {recipe.batch.size} cannot be split over {run.ranks} ranks; nearest: {nearest}")
+    memory = _Memory(recipe, run)
+    if (known := run.from_main(memory.read())) is not None:
+        run.display.say(
+            f"batch.micro {asked}: {known} (from an earlier search for this model on this machine: {memory.file})"
+        )
+        return int(known)
+    environment: dict[str, str | None] = dict.fromkeys(_LAUNCHED) if not run.sharded else {"MASTER_PORT": _port(run)}
+    if run.device.type == "cuda" and not run.sharded:
+        environment["ACCELERATE_TORCH_DEVICE"] = str(run.device)
+    environment["ONELOOP_EXIT_FILE"] = None
+
+    with Child(Trial(recipe), environment=environment, wait=partial(_everyone, run)) as child:
+
+        def attempt(micro: int) -> Attempt:
+            if run.sharded and child.closed:
+                child.environment["MASTER_PORT"] = _port(run)
+            try:
+                with Working(f"trying micro-batch {micro}"):
+                    tried, fault = child.attempt(micro), None
+            except RuntimeError as error:
+                tried, fault = Attempt(micro, fits=False), str(error)
+            if faults := [reason for reason in run.gathered(fault) if reason]:
+                raise RuntimeError(faults[0])
+            seconds, peak = run.largest(tried.seconds, tried.peak)
+            tried = Attempt(micro, tried.fits, seconds, int(peak))
+            found = "does not fit"
+            if tried.fits:
+                found = f"fits ({tried.peak / 2**30:.2f} GiB, {1 / tried.seconds:,.0f} samples/s on a process)"
+            run.display.say(f"batch.micro {asked}: {micro} {found}")
+            return tried
+
+        try:
+            sizes = [micro for micro in range(1, share + 1) if share % micro == 0]
+            best = search(sizes, attempt, fastest=asked == "fastest")
+        except MemoryError as error:
+            advice = "set machine.recompute full, shard the model (fsdp2.yaml), or make it smaller"
+            raise ValueError(f"batch.micro {asked}: {error}; {advice}") from error
+    if run.main:
+        memory.write(best.micro)
+    return best.micro
+
+
+def _reject_notebook(recipe: Recipe) -> None:
+    if recipe.task.name.startswith("__main__."):
+        why = f"batch.micro {recipe.batch.micro} needs a second process, which cannot see a class of a notebook"
+        raise ValueError(f"{why}; put it into a file (my_task.py:MyTask), or give batch.micro a number")
+
+
+def _everyone(run: Run, answered: bool, failed: bool) -> tuple[bool, bool]:
+    missing, bad = run.largest(float(not answered), float(failed))
+    return not missing, bool(bad)
+
+
+def _port(run: Run) -> str:
+    port = None
+    if run.main:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = str(probe.getsockname()[1])
+    return str(run.from_main(port))
+
+
+class _Memory:
+    """What was found before, by model and machine, in the user's cache folder."""
+
+    def __init__(self, recipe: Recipe, run: Run) -> None:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self.file = root / "oneloop" / "batch_size.json"
+        resolved = recipe.resolved
+        left_out = ("workers", "check_every", "gc_every")  # they change neither memory nor speed of a step
+        machine = {name: value for name, value in resolved["machine"].items() if name not in left_out}
+        about = {
+            "task": resolved["task"],
+            "optimizer": resolved["optimizer"]["name"],
+            "ema": resolved["ema"],
+            "machine": machine,
+            "share": recipe.batch.size // run.ranks,
+            "asked": recipe.batch.micro,
+            "sharded over": run.ranks if run.sharded else 1,
+            "precision": run.accelerator.mixed_precision,
+            "devices": sorted(set(run.gathered(_device(run.device)))),
+            "torch": torch.__version__,
+        }
+        self.key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        self.about = about
+
+    def _all(self) -> dict[str, Any]:
+        """What the file holds; nothing where it cannot be read: it is then written anew."""
+        try:
+            known = json.loads(self.file.read_text())
+        except (OSError, ValueError):
+            return {}
+        return known if isinstance(known, dict) else {}
+
+    def read(self) -> int | None:
+        try:
+            return int(self._all()[self.key]["micro"])
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, micro: int) -> None:
+        """Not being able to remember is no reason to fail."""
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            known = self._all()
+            known[self.key] = {"micro": micro, "found": time.strftime("%Y-%m-%d %H:%M"), **self.about}
+            with replacing(self.file, shared=True) as draft:
+                draft.write_text(json.dumps(known, indent=1, default=str))
+        except (OSError, ValueError):
+            return
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        about = torch.cuda.get_device_properties(device)
+        return f"{about.name}, {about.total_memory} bytes"
+    return f"{device.type}, {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')} bytes, {os.cpu_count()} cores"
+
+
+def explained(job: Job, run: Run) -> str:
+    """What to do about a lack of memory, with metrics."""
+    each, number = job.layout.each, sum(p.numel() * p.element_size() for p in job.model.parameters())
+    gib = 2.0**30
+    advice = []
+    if each > 1:
+        smaller = max(micro for micro in range(1, each) if each % micro == 0)
+        advice.append(f"--batch.micro {smaller} (now {each}; the result stays the same), or --batch.micro auto")
+    if job.recipe.machine.recompute == "none" and job.built.blocks:
+        advice.append("--machine.recompute full (activations are computed again: about a third more time)")
+    if not run.sharded:
+        size = f"here about {4 * number / gib:.2f} GiB with AdamW"
+        advice.append(f"fsdp2.yaml (weights, gradients and optimizer, {size}, are divided among the processes)")
+    else:
+        advice.append(f"more processes (each now holds {4 * number / gib:.2f} GiB of weights, gradients and optimizer)")
+    held = ""
+    if run.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(run.device)
+        there = torch.cuda.get_device_properties(run.device).total_memory
+        held = f" (peak {peak / gib:.2f} of {there / gib:.2f} GiB)"
+    return f"out of memory on {run.device}{held} with a micro-batch of {each}; " + "; or ".join(advice)

@@ -1,0 +1,212 @@
+"""The model of a run: built from its seed, loaded where it starts from other weights, laid out for its machine."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from oneloop.basics.base_models import BaseModel
+from oneloop.basics.memory import anonymous_memory
+from oneloop.basics.seeds import key
+from oneloop.basics.tensors import dense
+from oneloop.checkpoint.state_dict import unsavable
+from oneloop.checkpoint.weights import load_weights
+from oneloop.data.batch_layout import BatchLayout
+from oneloop.machine.blocks import blocks, class_names, has_batch_statistics
+from oneloop.machine.compile import compile_
+from oneloop.machine.frozen_dtype import count, hold_frozen
+from oneloop.machine.load_in_turn import in_turn, local_processes
+from oneloop.machine.recompute import parsed, recompute
+from oneloop.machine.torch_settings import channels_last
+from oneloop.optim.parameter_groups import LR_FACTOR, chosen, freeze, layer_decay
+from oneloop.recipe.schema import Recipe
+from oneloop.tasks.protocol import Task
+from oneloop.tasks.protocol_checks import named, theirs
+
+_MUCH = 1e9  # bytes of a host's memory
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model that is not yet wrapped, and what became of it."""
+
+    model: nn.Module
+    blocks: list[str]  # class names of its blocks
+    notes: list[str]  # how it runs, for a person to read at the start
+    structure: str  # its repr, as the task made it
+    settings: Mapping[str, Mapping[str, Any]]  # of single parameters, for the optimizer
+    number: int  # of its parameters
+
+
+def torch_dtype(recipe: Recipe) -> torch.dtype:
+    """Type of the weights."""
+    return {"float32": torch.float32, "float64": torch.float64}[recipe.machine.dtype]
+
+
+def build_model(recipe: Recipe, task: Task, layout: BatchLayout, *, sharded: bool, device: str) -> BuiltModel:
+    """Build the task's model as the recipe says. Raise ValueError if its weights, layout or exactness do not fit."""
+    model, notes = _made(recipe, task, sharded=sharded)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{named(task)}.model returned a {type(model).__name__}; a torch.nn.Module is needed")
+    _reject_unfit(model, task, sharded=sharded)
+    origin: BaseModel | None = getattr(task, "origin", None)
+    structure = re.sub(r" at 0x[0-9a-f]+", "", repr(model))  # of functions it may name
+    in_dtype(model, torch_dtype(recipe))
+    if recipe.init.source:
+        init = recipe.init
+        left = load_weights(model, recipe.init.source, init.weights, leave_out=init.leave_out, origin=origin)
+        notes += [f"init.leave_out: {len(left)} tensors begin as the task makes them"] if left else []
+    parts = blocks(model, recipe.machine.blocks)
+    settings, said = _parameters(model, recipe, parts, origin, sharded=sharded)
+    names = class_names(parts)
+    notes += said + _lay_out(model, recipe, names, sharded=sharded, device=device)
+    _reject_inexact(recipe, model, layout)
+    return BuiltModel(model, names, notes, structure, settings, sum(map(count, model.parameters())))
+
+
+def _made(recipe: Recipe, task: Task, *, sharded: bool) -> tuple[Any, list[str]]:
+
+    def make() -> Any:
+        torch.manual_seed(key(recipe.seed))
+        return theirs(task, "model", task.model)
+
+    before, processes = anonymous_memory(), local_processes()
+    model = in_turn(make) if recipe.machine.in_turn else make()
+    size = anonymous_memory() - before
+    if recipe.machine.in_turn or not sharded or size * processes < _MUCH:
+        return model, []
+    each = f"{processes} processes of this host made {size / 1e9:.1f} GB of weights each before they are sharded"
+    return model, [f"{each}; --machine.in_turn true has one copy at a time in memory"]
+
+
+def _parameters(
+    model: nn.Module, recipe: Recipe, parts: Sequence[nn.Module], origin: BaseModel | None, *, sharded: bool
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Return the settings of single parameters, and lines about them for the log; freeze parameters in place.
+
+    Raise ValueError if a pattern matches none, two disagree, or nothing is left to train."""
+    optimizer = recipe.optimizer
+    settings, taken = chosen(model, {pattern: rule.settings for pattern, rule in optimizer.groups.items()})
+    freeze(model, [name for name, own in settings.items() if own.get("freeze")])
+    sizes = {name: count(parameter) for name, parameter in model.named_parameters()}
+    notes = []
+    for pattern, names in taken.items():
+        what = ", ".join(f"{key} {value}" for key, value in optimizer.groups[pattern].settings.items())
+        notes.append(f"{pattern}: {sum(sizes[name] for name in names):,} parameters in {len(names)} tensors: {what}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("optimizer.groups freezes all parameters of the model; keep some of them trainable")
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    machine = recipe.machine
+    notes += hold_frozen(model, machine.base_dtype, sharded=sharded, stored=machine.quant_storage)
+    if frozen:
+        size = sum(parameter.numel() * parameter.element_size() for parameter in frozen) / 1e6
+        share = f"{sum(map(count, frozen)):,} of {sum(sizes.values()):,} parameters"
+        where = "in base/ once" if origin is None else f"named in base/ ({origin.place})"
+        notes.append(f"frozen: {share}: {where} ({size:,.1f} MB), without optimizer state or average")
+    if optimizer.layer_decay != 1:
+        factors = layer_decay(model, parts, optimizer.layer_decay)
+        for name, factor in factors.items():
+            own = settings.setdefault(name, {})
+            own[LR_FACTOR] = own.get(LR_FACTOR, 1.0) * factor
+        least = min(factors.values())
+        notes.append(f"layer-wise decay over {len(parts)} blocks: learning-rate factors from {least:.3g} to 1")
+    return settings, notes
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Turns float32 parameters and buffers into ``dtype``, in place; all others stay as they are."""
+    if dtype is not torch.float32:
+        model._apply(lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor)
+
+
+def _reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
+    parameters = dict(model.named_parameters())
+    if lazy := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
+        advice = "put a batch through it in model() first, or state the shape"
+        raise ValueError(f"{named(task)}.model returned a lazy module: {lazy[0]} has no shape yet; {advice}")
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        none = f"{len(parameters)} parameters of which none is trained (requires_grad is False in all of them)"
+        raise ValueError(f"{named(task)}.model returned a model with {none}; keep some of them trainable")
+    tables = nn.Embedding | nn.EmbeddingBag
+    if sparse := [name for name, table in model.named_modules() if isinstance(table, tables) and table.sparse]:
+        raise ValueError(f"the gradient of {sparse[0]}.weight is sparse, which is not supported; set sparse=False")
+    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
+    if sharded and (len(kinds) > 1 or kinds[0].startswith("complex")):
+        kinds_ = " and ".join(kinds)
+        raise ValueError(f"{named(task)}.model trains {kinds_} parameters; FSDP2 needs one real dtype: use ddp.yaml")
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and not dense(parameter):
+            gaps = f"has gaps between its elements (strides {parameter.stride()})"
+            raise ValueError(f"{named(task)}.model: the parameter {name} {gaps}; call .contiguous() on it")
+        if sharded and (fault := _unshardable(parameter)):
+            raise ValueError(f"{named(task)}.model: the parameter {name} {fault}, or run it with ddp.yaml")
+    if wrong := unsavable(model):
+        raise ValueError(f"{named(task)}.model cannot be saved: {wrong}")
+
+
+def _unshardable(parameter: nn.Parameter) -> str:
+    """Why FSDP2 cannot shard a parameter, or would train it in another way; empty if it can."""
+    if not parameter.numel():
+        return "has no elements, which FSDP2 cannot reduce; leave it out"
+    if not parameter.ndim:
+        return "is a scalar, which FSDP2 cannot shard; give it the shape (1,)"
+    if not parameter.is_contiguous():
+        return f"is not contiguous (strides {parameter.stride()}), which FSDP2 cannot shard; call .contiguous() on it"
+    if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+        return "has a gradient hook, which FSDP2 would drop; put the hook on an activation"
+    return ""
+
+
+def _lay_out(model: nn.Module, recipe: Recipe, names: list[str], *, sharded: bool, device: str) -> list[str]:
+    machine, notes = recipe.machine, []
+    kind, share = parsed(machine.recompute)
+    if machine.offload and device == "cpu":
+        raise ValueError("machine.offload requires a GPU; on a CPU, activations are in host memory already")
+    wanted = False if recipe.batch.grain else machine.channels_last  # auto would be another one under FSDP2
+    if channels_last(model, wanted, device=device, sharded=sharded):
+        notes.append("convolutions run channels last")
+    if count := recompute(model, machine.recompute, names=machine.blocks, offload=machine.offload):
+        notes.append(f"recompute {machine.recompute}: {count} blocks of {', '.join(names)}")
+    if kind == "budget":
+        hint = "a smaller share may have a higher peak (pytorch #197838), so measure several"
+        notes.append(f"recompute {machine.recompute} sets torch's activation_memory_budget; {hint}")
+    if count := compile_(
+        model,
+        machine.compile,
+        mode=machine.compile_mode,
+        names=machine.blocks,
+        sharded=sharded,
+        budget=share if kind == "budget" else None,
+    ):
+        what = "blocks" if machine.compile == "regional" else "model"
+        notes.append(f"compile {machine.compile}: {count} {what}; the first step waits for it")
+    return notes
+
+
+def _reject_inexact(recipe: Recipe, model: nn.Module, layout: BatchLayout) -> None:
+    if layout.grain and any(parameter.is_complex() for parameter in model.parameters() if parameter.requires_grad):
+        why = "sums of complex gradients are not known to be exact"
+        raise ValueError(f"batch.grain {layout.grain} requires real parameters: {why}; or remove batch.grain")
+    hooked = [name for name, p in model.named_parameters() if p.requires_grad and p._post_accumulate_grad_hooks]
+    if hooked and not layout.grain:
+        why = "has a post-accumulate gradient hook, so the weights would depend on batch.micro"
+        raise ValueError(f"the parameter {hooked[0]} {why}; use register_hook, or set batch.grain")
+    if layout.grain and has_batch_statistics(model):
+        why = "the running statistics of BatchNorm would depend on the micro-batches of each process"
+        ways = "use GroupNorm or LayerNorm, or freeze it in eval mode"
+        raise ValueError(f"batch.grain {layout.grain} does not work with BatchNorm: {why}; {ways}")
+    skips = "skip" in (recipe.guard.nonfinite, recipe.guard.spike if recipe.guard.sigma else "")
+    if skips and has_batch_statistics(model):
+        why = "its running statistics take in a bad batch before it is known to be bad"
+        raise ValueError(f"guard skip does not work with BatchNorm: {why}; set rewind or stop")
+    mode = recipe.machine.compile_mode
+    graphs = recipe.machine.compile != "none" and mode in ("reduce-overhead", "max-autotune")
+    if graphs and layout.accumulate > 1:
+        why = f"with {layout.accumulate} micro-batches a step, because CUDA graphs reuse the memory of gradients"
+        ways = "set max-autotune-no-cudagraphs or default, or batch.micro to the whole share of a process"
+        raise ValueError(f"machine.compile_mode {mode} does not work {why}; {ways}")

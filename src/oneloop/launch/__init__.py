@@ -1,0 +1,1 @@
+"""Start the processes of a run: the launcher, accelerate, signals, exit codes."""

@@ -1,0 +1,169 @@
+"""``oneloop launch``: accelerate's launcher, with oneloop's own exit codes."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stderr, suppress
+from functools import partial
+from io import StringIO
+from pathlib import Path
+
+import yaml
+
+from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED, BadInput
+from oneloop.basics.launcher import die_with, is_alive, offered, on_stops
+
+_PACKAGE = Path(__file__).parents[1]
+_PLACES = (_PACKAGE / "accelerate_configs", _PACKAGE.parents[1] / "accelerate_configs")
+"""of an installed package, and of a checkout"""
+
+
+def config_files() -> dict[str, Path]:
+    """All of them by name."""
+    place = next(place for place in _PLACES if place.is_dir())
+    return {path.stem: path for path in sorted(place.glob("*.yaml"))}
+
+
+def config_file(asked: str) -> str:
+    """The path that a short name stands for; a file of one's own comes first."""
+    found = None if Path(asked).is_file() else config_files().get(asked)
+    return str(found) if found else asked
+
+
+_LOOK = 0.2  # seconds from one look to the next
+
+
+def launch(
+    words: Sequence[str],
+    *,
+    after: Sequence[str] = (),
+    module: str = "oneloop.train",
+    seconds: float = math.inf,
+    output: int | None = None,
+) -> int:
+    """Run ``accelerate launch`` with these words (its options, the recipe, and its keys); return the exit code that
+    oneloop.train meant.
+
+    ``after`` are commands in place of a recipe, else the processes run ``module``. They are killed after ``seconds``,
+    with a TimeoutError, and write to the file descriptor ``output``. Raise BadInput for what accelerate would answer
+    with a traceback.
+    """
+    options, training = launch_options(words)
+    launched = "oneloop.apply" if training and training[0] in after else module
+    accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    command = [*accelerate, *options, "-m", launched, *training]
+    with tempfile.TemporaryDirectory(prefix="oneloop-") as folder:
+        environment = {**os.environ, **offered(Path(folder)), "PET_SIGNALS_TO_HANDLE": "SIGTERM"}
+        begin = partial(_begin, os.getpid())
+        process = subprocess.Popen(command, env=environment, preexec_fn=begin, stdout=output, stderr=output)
+        return _Launched(process, Path(folder)).ended(time.monotonic() + seconds)
+
+
+def _begin(parent: int) -> None:
+    """What accelerate's process begins with: interrupts of a terminal reach the trainers themselves."""
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class _Launched:
+    """accelerate's process and its descendants, which get the signals of this one; ``folder`` holds their process
+    ids."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+        self._process, self._folder = process, folder
+        self._heard: list[int] = []
+        self._passed: set[tuple[int, str]] = set()
+        on_stops(self._hear)
+
+    def _hear(self, number: int, frame: object) -> None:
+        """A terminal sends SIGINT to the trainers too, and a second one would end them at once: it is passed on as
+        SIGTERM, once."""
+        number = signal.SIGTERM if number == signal.SIGINT else number
+        if number not in self._heard:
+            self._heard.append(number)
+
+    def ended(self, until: float) -> int:
+        """Waits for all of them; what oneloop.train meant to exit with."""
+        while (code := self._waited()) is None:
+            self._pass_on()
+            if time.monotonic() > until:
+                self._process.kill()  # the others end with it
+                raise TimeoutError
+        while self._alive():  # accelerate was killed: they save, and end
+            self._pass_on()
+            time.sleep(_LOOK)
+        told = self._folder / "exit_code"
+        if told.exists():
+            return int(told.read_text())
+        if self._heard:
+            return STOPPED
+        if code not in (0, BAD_INPUT):
+            print("oneloop: error: a training process and its supervisor were killed from outside", file=sys.stderr)
+        return code if code in (0, BAD_INPUT) else ERROR
+
+    def _waited(self) -> int | None:
+        try:
+            return self._process.wait(_LOOK)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _pass_on(self) -> None:
+        """To those that have not had it yet, also where they come later."""
+        for number in self._heard:
+            for pid in self._alive():
+                if (number, pid) not in self._passed:
+                    self._passed.add((number, pid))
+                    with suppress(ProcessLookupError):
+                        os.kill(int(pid), number)
+
+    def _alive(self) -> list[str]:
+        pids = [file.name.removeprefix("process-") for file in self._folder.glob("process-*")]
+        return [pid for pid in pids if is_alive(int(pid))]
+
+
+def launch_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split accelerate's options from the trainer's with accelerate's own parser. Raises BadInput."""
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils import is_fp8_available
+
+    if not words:
+        raise BadInput("no recipe given; for example: oneloop launch --config_file single digits")
+    said = StringIO()
+    try:
+        with redirect_stderr(said):
+            parsed, unknown = launch_command_parser().parse_known_args([*words])
+    except SystemExit as end:
+        if end.code == 0:  # --help
+            raise
+        why = said.getvalue().strip().splitlines()[-1].rpartition("error: ")[2].replace("training_script_args", "")
+        why = why.replace("training_script, ", "a recipe")
+        raise BadInput(f"{why}; for example: oneloop launch --config_file single digits") from None
+    if unknown:
+        example = f"oneloop launch --config_file single RECIPE {unknown[0]} …"
+        raise BadInput(f"{unknown[0]} is not an option of accelerate launch; keys follow the recipe: {example}")
+    training = [parsed.training_script, *parsed.training_script_args]
+    options, file = list(words[: len(words) - len(training)]), parsed.config_file
+    precision = parsed.mixed_precision
+    if file is not None:
+        path = config_file(file)
+        typed = (file, f"--config_file={file}", f"--config-file={file}")
+        options = [option.replace(file, path) if option in typed else option for option in options]
+        try:
+            config = yaml.safe_load(Path(path).read_text())
+            precision = precision or config.get("mixed_precision")
+        except OSError as error:
+            known = ", ".join(config_files())
+            raise BadInput(f"--config_file {file} cannot be read: {error.strerror}; known: {known}") from error
+        except (yaml.YAMLError, AttributeError) as error:
+            raise BadInput(f"--config_file {file} is not an accelerate config file") from error
+    if str(parsed.max_restarts or 0) != "0":
+        advice = "remove it, and start the same command again to resume"
+        raise BadInput(f"--max_restarts {parsed.max_restarts}: oneloop launch does not restart a run; {advice}")
+    if precision == "fp8" and not is_fp8_available():
+        raise BadInput("mixed_precision fp8 needs torchao or transformer-engine, and neither is installed; use bf16")
+    return options, training

@@ -1,0 +1,94 @@
+"""A run inside somebody's interpreter: what it changes of the process is put back.
+
+>>> with borrowed(mixed_precision="bf16"):
+...     run = start()
+...     ...
+"""
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.util import Finalize
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from oneloop.basics.exit_codes import BadInput
+
+_PRECISIONS = ("no", "bf16", "fp16", "fp8")
+
+
+@contextmanager
+def borrowed(mixed_precision: str | None = None) -> Iterator[None]:
+    """Run without an Accelerator from before, with accelerate set to this precision (None: the launcher's).
+
+    Afterwards accelerate's shared state, the environment, torch's switches and the random generators are restored. One
+    process makes no process group. Several keep theirs: torch cannot create a second one at the launcher's address.
+    Raises BadInput for an unknown precision.
+    """
+    states = (PartialState, AcceleratorState, GradientState)
+    before = [dict(state._shared_state) for state in states]
+    environment = dict(os.environ)
+    Finalize(None, _end_group, exitpriority=0)
+    _clear(states)
+    try:
+        with _switches(), _random():
+            os.environ["ACCELERATE_MIXED_PRECISION"] = _precision(mixed_precision)
+            yield
+    finally:
+        _clear(states)
+        for state, held in zip(states, before, strict=True):
+            state._shared_state.update(held)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _end_group() -> None:
+    """At the end of the process, before destructors, which abort now and then under gloo."""
+    if dist.is_initialized() and sys.exc_info()[0] is None:
+        dist.destroy_process_group()
+
+
+def _clear(states: tuple[type, ...]) -> None:
+    for state in states:
+        state._shared_state.clear()  # type: ignore[attr-defined]
+
+
+def _precision(asked: str | None) -> str:
+    # notebook_launcher says its own under another name, which accelerate does not read.
+    said = os.environ.get("ACCELERATE_MIXED_PRECISION") or os.environ.get("MIXED_PRECISION") or "no"
+    if asked is not None and asked not in _PRECISIONS:
+        raise BadInput(f"mixed_precision {asked!r} is unknown; known: {', '.join(_PRECISIONS)}")
+    return asked or said
+
+
+@contextmanager
+def _switches() -> Iterator[None]:
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    products, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    cudnn = torch.backends.cudnn
+    convolutions = cudnn.benchmark, cudnn.allow_tf32
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        torch.set_float32_matmul_precision(products)
+        torch.set_num_threads(threads)
+        cudnn.benchmark, cudnn.allow_tf32 = convolutions
+
+
+@contextmanager
+def _random() -> Iterator[None]:
+    python, arrays = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)

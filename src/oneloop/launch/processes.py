@@ -1,0 +1,183 @@
+"""The processes of a run, as the launcher's environment asks for them: accelerate's set-up, checked."""
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn, cast
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
+from torch import Tensor, nn
+
+from oneloop.basics.exit_codes import BadInput
+from oneloop.data.step_batches import workers_here
+from oneloop.launch.agreement import Agreement
+from oneloop.launch.signals import Stopping, leave
+from oneloop.machine.mixed_precision import HALF, prepare, sharded_precision
+from oneloop.measure.throughput import peak_flops
+from oneloop.show.terminal import Display
+
+_AXES = tuple(f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD"))
+_LONG = timedelta(hours=2)
+"""that a collective may take where nothing is known of the run: one rank prepares, compiles or writes"""
+
+
+class Run(Agreement):
+    """The processes of one run, as one of them sees it."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator.num_processes)
+        self.accelerator = accelerator
+        self.device: torch.device = accelerator.device
+        self.rank: int = accelerator.process_index
+        self.main: bool = accelerator.is_main_process
+        self.sharded = bool(accelerator.is_fsdp2)
+        self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.cores = max(1, len(os.sched_getaffinity(0)) // self.local_ranks)
+        self.stopping = Stopping(looks=self.main)
+        self.display = Display(shown=self.main)
+        self.command: Sequence[str] = sys.argv  # what was started: a module, the recipe and its keys
+        self.closing = ExitStack()  # what has to be ended however the run ends
+
+    def workers(self, asked: int | str) -> int:
+        """Processes that load data for this one."""
+        return workers_here(asked, device=self.device, local_ranks=self.local_ranks)
+
+    def stop_wanted(self) -> bool:
+        """Whether any rank was told to stop. Every rank must get here."""
+        return self.any(self.stopping.told())
+
+    def prepare(self, model: nn.Module, *, blocks: Sequence[str] = ()) -> nn.Module:
+        """:func:`oneloop.machine.mixed_precision.prepare` with this run's accelerator."""
+        return prepare(model, self.accelerator, blocks=blocks)
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of a small tensor over all ranks, on the device. Every rank must get here."""
+        return cast(Tensor, self.accelerator.reduce(value, "sum"))
+
+    def peak_flops(self) -> float:
+        """What this rank's device can make per second at the run's precision."""
+        return peak_flops(self.device, HALF.get(self.accelerator.mixed_precision, torch.float32))[0]
+
+    def end(self, code: int) -> NoReturn:
+        """Ends this process with ``code``."""
+        leave(code, main=self.main)
+
+
+def start(
+    *,
+    sync_each_batch: bool = False,
+    find_unused_parameters: bool = False,
+    deterministic: bool = False,
+    exact: bool = False,
+    track: tuple[str, ...] = (),
+    folder: Path | None = None,
+) -> Run:
+    """Build the Accelerator that the launcher's environment asks for.
+
+    ``exact``: bit-identical on any number of processes: deterministic; half precision is autocast, under FSDP2 too; one
+    thread on a CPU, whose number decides how sums are split. The other arguments are accelerate's and torch's. Raise
+    BadInput for a precision that the device lacks, and for a strategy other than one process, DDP and FSDP2.
+    """
+    if deterministic or exact:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    sharding = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    _reject_strategy(sharding=sharding)
+    on_cpu = not torch.accelerator.is_available()  # said to accelerate, several processes then get gloo
+    # Before the ranks connect: each finds the same, and none waits for another.
+    kind = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
+    _reject_precision(precision, kind)
+    if exact:
+        _reject_inexact(precision, kind)
+    state = PartialState(cpu=on_cpu, timeout=_LONG)
+    plugin = _sharding(state, precision, exact=exact) if sharding else None
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        fsdp_plugin=plugin,
+        log_with=list(track) or None,
+        project_config=ProjectConfiguration(str(folder), logging_dir=str(folder / "tensorboard")) if folder else None,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=1, sync_with_dataloader=False, sync_each_batch=sharding if exact else sync_each_batch
+        ),
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
+        ],
+        step_scheduler_with_optimizer=False,
+    )
+    run = Run(accelerator)
+    if exact and on_cpu:
+        run.closing.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+    return run
+
+
+def _sharding(state: PartialState, precision: str, *, exact: bool) -> FullyShardedDataParallelPlugin:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if state.distributed_type == DistributedType.NO:
+        raise BadInput("FSDP2 requires two or more processes, got one; use single.yaml, or --num_processes 2 or more")
+    if state.device.type == "cpu":
+        # accelerate turns only MULTI_GPU into FSDP; with gloo the same code runs without a GPU.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    policy = MixedPrecisionPolicy() if exact else sharded_precision(precision)
+    return FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
+
+
+def _reject_strategy(*, sharding: bool) -> None:
+    for name in ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "FSDP_MIN_NUM_PARAMS", *_AXES):
+        if not os.environ.get(name, "0").isdigit():
+            raise BadInput(f"{name} must be a whole number, got {os.environ[name]!r}; correct accelerate's config file")
+    if sharding and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
+        raise BadInput("fsdp_offload_params true is not supported: it was never tried; set it to false")
+    if sharding and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise BadInput("fsdp_version 1 is not supported; set fsdp_version: 2")
+    for other in ("DEEPSPEED", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{other}", "false").lower() == "true":
+            raise BadInput(f"{other} is not supported; use one of the config files in accelerate_configs/ (DDP, FSDP2)")
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        raise BadInput("accelerate's dynamo_backend is not supported; set dynamo_backend: 'no'")
+    if any(int(os.environ.get(axis, 1)) > 1 for axis in _AXES[:3]):
+        why = "only data parallelism (dp_replicate, dp_shard) is supported"
+        raise BadInput(f"tensor, context or sequence parallelism is set, and {why}; set the other sizes to 1")
+
+
+def _reject_inexact(precision: str, device: torch.device | None) -> None:
+    asked = "batch.grain requires bit-identical runs on any number of processes, but"
+    if int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1)) > 1:
+        raise BadInput(f"{asked} hybrid sharding (HSDP) sums in another order; use fsdp2.yaml or ddp.yaml")
+    if precision == "fp8":
+        raise BadInput(f"{asked} fp8 scales by what each process has seen; use bf16 or no")
+    if device is not None and device.type == "mps":
+        raise BadInput(f"{asked} mps has no float64, which exact sums require; remove batch.grain, or use a CPU")
+
+
+def _reject_precision(precision: str, device: torch.device | None) -> None:
+    assert device is not None
+    if precision not in ("no", "fp16", "bf16", "fp8"):
+        raise BadInput(f"mixed_precision {precision!r} does not exist; use no, bf16, fp16 or fp8")
+    if precision == "fp8" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise BadInput("mixed_precision fp8 with FSDP2 is not supported: it was never tried on a GPU; use bf16")
+    if precision == "fp16" and device.type == "cpu":
+        raise BadInput("mixed_precision fp16 does not work on a CPU, which has no fp16 loss scaling; use bf16 or no")
+    if precision == "fp8":
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        if capability < (8, 9):
+            needs = "compute capability 8.9 or higher"
+            raise BadInput(f"mixed_precision fp8 requires {needs}, got {device.type} {capability}; use bf16")
+        from accelerate.utils import is_fp8_available
+
+        if not is_fp8_available():
+            raise BadInput("mixed_precision fp8 needs torchao or transformer-engine, and neither is installed")

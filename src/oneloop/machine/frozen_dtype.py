@@ -1,0 +1,92 @@
+"""The types in which frozen parameters are held."""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from oneloop.machine.mixed_precision import HALF
+
+_STORED = {torch.uint8: 1, torch.bfloat16: 2, torch.float16: 2, torch.float32: 4}
+
+
+def hold_frozen(model: nn.Module, dtype: str | None, *, sharded: bool, stored: str = "auto") -> list[str]:
+    """Convert frozen parameters in place to the dtypes in which a run holds them; return lines for the log.
+
+    ``dtype`` is for matrices, not norms and biases (None: unchanged). ``stored`` is the storage dtype of 4-bit
+    matrices; auto: uint8, or the compute dtype if ``sharded`` by FSDP2. Raises ValueError if nothing is frozen, compute
+    dtypes are mixed, or a dtype cannot be sharded.
+    """
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if dtype is not None:
+        _hold_matrices(frozen, dtype, precision)
+    if precision == "no" and any(p.dtype is torch.float16 and not _in_four_bits(p) for p in frozen):
+        why = "a frozen model in float16 without mixed precision: small gradients would underflow"
+        raise ValueError(f"{why}; set --mixed_precision fp16 or bf16, or --machine.base_dtype float32")
+    packed = [module for module in model.modules() if _in_four_bits(getattr(module, "weight", None))]
+    if packed:
+        _store(packed, stored, precision, sharded=sharded)
+    elif stored != "auto":
+        raise ValueError(f"machine.quant_storage {stored} is given, and nothing is in 4 bits; see task.lora.quantize")
+    kinds = {str(p.dtype).removeprefix("torch.") for p in frozen if p.is_floating_point() and not _in_four_bits(p)}
+    if precision == "no" and kinds & {"bfloat16"}:
+        return ["the frozen model is in bfloat16, and its products too; --machine.base_dtype float32 has them exact"]
+    return []
+
+
+def _hold_matrices(frozen: Iterable[nn.Parameter], dtype: str, precision: str) -> None:
+    frozen = list(frozen)
+    if not frozen:
+        raise ValueError(
+            f"machine.base_dtype {dtype} requires frozen parameters, and none is frozen; see optimizer.groups"
+        )
+    if precision == "no" and dtype != "float32":
+        why = "without mixed precision, and matrix products take one dtype"
+        raise ValueError(f"machine.base_dtype {dtype} is set {why}; set --mixed_precision bf16, or remove it")
+    wanted = getattr(torch, dtype)
+    for parameter in frozen:
+        if parameter.is_floating_point() and not _in_four_bits(parameter):
+            wide = dtype == "float32" and parameter.dtype in (torch.bfloat16, torch.float16)
+            if wide or (parameter.dtype is torch.float32 and parameter.ndim >= 2):
+                parameter.data = parameter.data.to(wanted)
+
+
+def rounded(model: nn.Module, dtype: str | None) -> None:
+    """Gives frozen matrices the values that they have in this type, in place, and leaves them in their own."""
+    for parameter in model.parameters():
+        held = dtype is not None and not parameter.requires_grad and parameter.ndim >= 2
+        if held and parameter.dtype is torch.float32 and not _in_four_bits(parameter):  # as hold_frozen does
+            parameter.data = parameter.data.to(getattr(torch, str(dtype))).float()
+
+
+def count(parameter: Any) -> int:
+    """Numbers that a parameter holds; of one in 4 bits those that it stands for."""
+    state = getattr(parameter, "quant_state", None)
+    return int(parameter.numel() if state is None else state.shape.numel())
+
+
+def _in_four_bits(weight: Any) -> bool:
+    return type(weight).__name__ == "Params4bit"
+
+
+def _store(packed: Iterable[Any], stored: str, precision: str, *, sharded: bool) -> None:
+    """Has another type hold the bytes of matrices in 4 bits: FSDP2 shards floating types alone, and casts all but that
+    of its products, which must not happen to them."""
+    products = HALF.get(precision, torch.float32)
+    wanted = (products if sharded else torch.uint8) if stored == "auto" else getattr(torch, stored)
+    if sharded and (wanted is torch.uint8 or (precision in HALF and wanted is not products)):
+        name = str(products).removeprefix("torch.")
+        why = "FSDP2 would not shard it" if wanted is torch.uint8 else "FSDP2 would cast its bytes"
+        raise ValueError(f"machine.quant_storage {stored} with compute dtype {name}: {why}; set {name} or remove it")
+    for module in packed:
+        if sharded and precision in HALF:
+            module.compute_dtype = products
+        weight = module.weight
+        rows, rest = divmod(weight.data.numel() * weight.data.element_size(), _STORED[wanted])
+        if rest:
+            raise ValueError(f"machine.quant_storage {stored} cannot hold {rows * _STORED[wanted] + rest} bytes")
+        weight.data = weight.data.view(-1).view(wanted).view(-1, 1)
+        weight.quant_storage = module.quant_storage = wanted

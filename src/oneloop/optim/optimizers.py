@@ -1,0 +1,199 @@
+"""Optimizers by name or class path, with weight decay on matrices only unless more is said."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from oneloop.basics.parameter_names import bare_name
+from oneloop.optim.parameter_groups import LR_FACTOR, Groups, Settings, parameter_groups
+
+_FUSED_DEVICES = {"cpu", "cuda", "xpu", "mps", "hpu"}
+
+
+def build(
+    make: Callable[..., Optimizer],
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    options: Mapping[str, Any] | None = None,
+    settings: Settings | None = None,
+    elementwise: bool = False,
+) -> Optimizer:
+    """An optimizer over the parameters of ``model``, after it was sharded.
+
+    Args:
+        make: a function of this file, or an optimizer class.
+        model: holds the parameters.
+        lr: learning rate.
+        weight_decay: of the matrices.
+        options: keyword arguments of ``make``.
+        settings: ``lr_factor`` and ``weight_decay`` of single parameters, by their bare names.
+        elementwise: updates are the same bits for all shardings.
+
+    Raises:
+        ValueError: ``weight_decay`` for a class that has none, or ``elementwise`` for one that cannot.
+    """
+    arguments = inspect.signature(make).parameters
+    wanted = weight_decay or next((w for own in (settings or {}).values() if (w := own.get("weight_decay"))), 0)
+    if wanted and isinstance(make, type) and "weight_decay" not in arguments:
+        raise ValueError(f"optimizer.weight_decay {wanted}: {make.__name__} has no weight decay; set it to 0")
+    extra = {"model": model} if "model" in arguments else {}
+    named = [(bare_name(name), parameter) for name, parameter in model.named_parameters()]
+    groups = parameter_groups(named, weight_decay, settings=settings)
+    optimizer = make(groups, lr=lr, **extra, **(options or {}))
+    if elementwise:
+        if not hasattr(optimizer, "elementwise"):
+            raise ValueError(f"batch.grain: the update of {type(optimizer).__name__} depends on the sharding")
+        optimizer.elementwise = True
+    optimizer.defaults.setdefault(LR_FACTOR, 1.0)  # so it is nothing that a checkpoint keeps
+    for group in optimizer.param_groups:  # an own class may have given them rates of its own
+        group[LR_FACTOR] = group.get(LR_FACTOR, 1.0) * (float(group["lr"]) / lr if lr else 1.0)
+    return optimizer
+
+
+def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[str, Any]) -> float:
+    """Builds the optimizer over a matrix and a vector, and takes a step with it: what is wrong shows at once.
+
+    Returns:
+        Bytes of its state for each byte of parameters, about.
+
+    Raises:
+        ValueError: its arguments are out of range, or it cannot be used in a loop that computes each gradient once.
+    """
+    if "model" in inspect.signature(make).parameters and make is not muon:
+        return 2.0  # it knows its own model only; as much as Adam's
+    toy = nn.Linear(2, 2)
+    for parameter in toy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    try:
+        optimizer = build(make, toy, lr=1e-3, weight_decay=0.0, options=options)
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"it returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        optimizer.step()
+    except Exception as error:
+        given = "".join(f" {key}={value!r}" for key, value in options.items())
+        needs = " (it needs a closure that computes the loss again, and the loop computes it once)"
+        why = f"{error}{needs if 'closure' in str(error) else ''}"
+        raise ValueError(f"optimizer.name {name}{given} cannot be used: {why}; correct its options") from error
+    held = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return sum(value.numel() for value in held if value.ndim) / sum(parameter.numel() for parameter in toy.parameters())
+
+
+def reject_if_sharded(make: Callable[..., Optimizer]) -> None:
+    """Rejects optimizers that cannot update sharded parameters.
+
+    Raises:
+        ValueError: for Adafactor, whose row and column means torch takes over a shard only.
+    """
+    if make in (adafactor, torch.optim.Adafactor):
+        raise ValueError("optimizer.name adafactor cannot update parameters under FSDP2; use adamw, muon or ddp.yaml")
+
+
+def _fused(groups: Groups) -> bool:
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
+
+
+def adamw(params: Groups, *, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> Optimizer:
+    """AdamW (Loshchilov & Hutter 2019), fused.
+
+    Args:
+        params: parameter groups.
+        lr: learning rate.
+        betas: decay rates of the two moments, per step.
+        eps: added to the root of the second moment.
+    """
+    if not _fused(params):
+        return torch.optim.AdamW(params, lr=lr, betas=betas, eps=eps)
+    from oneloop.optim.adamw import AdamW  # DTensor, which it needs, takes seconds to import
+
+    return AdamW(params, lr=lr, betas=betas, eps=eps)
+
+
+def sgd(params: Groups, *, lr: float, momentum: float = 0.9, nesterov: bool = False) -> Optimizer:
+    """Stochastic gradient descent, fused.
+
+    Args:
+        params: parameter groups.
+        lr: learning rate.
+        momentum: share of the last update kept.
+        nesterov: look ahead (needs momentum).
+    """
+    if not _fused(params):
+        return torch.optim.SGD(params, lr=lr, momentum=momentum, nesterov=nesterov)
+    from oneloop.optim.sgd import SGD  # as AdamW
+
+    return SGD(params, lr=lr, momentum=momentum, nesterov=nesterov)
+
+
+def muon(
+    params: Groups,
+    *,
+    model: nn.Module,
+    lr: float,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    iterations: int = 5,
+    precision: Literal["exact", "bf16"] = "exact",
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    adamw_for: tuple[str, ...] = ("lm_head", "head", "classifier", "score", "fc"),
+) -> Optimizer:
+    """Muon (Jordan 2024) for hidden matrices, AdamW for the rest; one learning rate for both (Liu et al. 2025).
+
+    Args:
+        params: parameter groups.
+        model: tells which parameters are embeddings.
+        lr: learning rate.
+        momentum: of the matrices.
+        nesterov: look ahead, for the matrices.
+        iterations: Newton-Schulz steps.
+        precision: exact iterates in float32 or better; bf16 is quicker on GPUs, and then another split of the batch
+            differs by about 5e-3 after 20 steps.
+        betas: AdamW's decay rates, for the rest.
+        eps: AdamW's, for the rest.
+        adamw_for: names of modules whose matrices get AdamW too (a part of the dotted name, as a whole).
+    """
+    from oneloop.optim.muon import Muon, hidden_matrices  # as AdamW
+
+    matrices = hidden_matrices(model, adamw_for)
+    groups: Groups = []
+    for group in params:
+        for chosen in (True, False):
+            if members := [p for p in group["params"] if (p in matrices) is chosen]:
+                groups.append({**group, "params": members, "muon": chosen})
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    how: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "iterations": iterations, "betas": betas}
+    return Muon(groups, lr=lr, dtype=dtype, eps=eps, **how)
+
+
+def adafactor(
+    params: Groups,
+    *,
+    lr: float,
+    beta2_decay: float = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    d: float = 1.0,
+) -> Optimizer:
+    """Adafactor (Shazeer & Stern 2018), torch's; reads the device at every step, and is rejected under FSDP2.
+
+    Args:
+        params: parameter groups.
+        lr: learning rate.
+        beta2_decay: decay rate of the second moment.
+        eps: terms for the update's denominator and for the parameter's scale.
+        d: clipping threshold of the update.
+    """
+    return torch.optim.Adafactor(params, lr=lr, beta2_decay=beta2_decay, eps=eps, d=d)
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> float:
+    """Gives every parameter group its share of this learning rate (as it was built with), and returns it."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get(LR_FACTOR, 1.0)
+    return lr

@@ -1,0 +1,121 @@
+"""Parameters by patterns of their names: frozen, at another learning rate, or with another weight decay.
+
+A pattern is a parameter's dotted name or the beginning of one (``backbone``, ``backbone.layer1.conv.weight``), where
+``*`` stands for anything, ``?`` for one character and ``[0-5]`` for one of several (``*.bias``, ``encoder.[0-5]``).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from oneloop.basics.parameter_names import matches
+
+LR_FACTOR = "lr_factor"
+"""the key of a parameter group under which stands what share of the learning rate it gets"""
+Groups = list[dict[str, Any]]
+Settings = Mapping[str, Mapping[str, Any]]
+"""what is set for a parameter, or by a pattern: ``freeze``, ``lr_factor``, ``weight_decay``"""
+
+
+def chosen(model: nn.Module, rules: Settings) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
+    """What the rules say of each parameter.
+
+    Args:
+        model: not wrapped yet.
+        rules: settings by pattern. Several may take one parameter, where they do not disagree.
+
+    Returns:
+        Settings by parameter, and parameters by pattern; tied ones under their first name.
+
+    Raises:
+        ValueError: a pattern takes none, or two disagree.
+    """
+    first: dict[int, str] = {}
+    names = [(name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False)]
+    found: dict[str, dict[str, Any]] = {}
+    said: dict[tuple[str, str], str] = {}
+    taken: dict[str, list[str]] = {}
+    for pattern, settings in rules.items():
+        taken[pattern] = list(dict.fromkeys(own for name, own in names if matches(pattern, name)))
+        if not taken[pattern]:
+            known = _some(first.values())
+            raise ValueError(f"optimizer.groups: the pattern {pattern!r} matches no parameter; the model has {known}")
+        for name in taken[pattern]:
+            own = found.setdefault(name, {})
+            for key, value in settings.items():
+                if own.setdefault(key, value) != value:
+                    both = f"{said[name, key]!r} and {pattern!r} both take {name}, and disagree on {key}"
+                    raise ValueError(f"optimizer.groups: {both} ({own[key]} and {value}); narrow one of them")
+                said.setdefault((name, key), pattern)
+    return found, taken
+
+
+def _some(names: Iterable[str]) -> str:
+    tops = list(dict.fromkeys(".".join(name.split(".")[:2]) for name in names))
+    return ", ".join(tops[:12]) + (", …" if len(tops) > 12 else "")
+
+
+def freeze(model: nn.Module, names: Iterable[str]) -> None:
+    """Trains these parameters no more; modules without any other are put into eval mode, so that no buffer of theirs
+    moves and nothing is dropped out. (What trains and evaluates leaves each module's own mode as it is.)"""
+    frozen = set(names)
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+    for module in model.modules():
+        own = list(module.parameters())
+        if own and not any(parameter.requires_grad for parameter in own):
+            module.eval()
+
+
+def layer_decay(model: nn.Module, blocks: Sequence[nn.Module], decay: float) -> dict[str, float]:
+    """Layer-wise decay of the learning rate: ``decay ** (n + 1 - depth)`` for each parameter's name, of n blocks.
+
+    The depth is 0 before the first block (embeddings, stem), that of its block inside one or after it, and n + 1 after
+    the last (final norm, head), in the order in which the model holds them. (Clark et al. 2020, ELECTRA; Bao et al.
+    2022, BEiT.)
+
+    Args:
+        model: not wrapped yet.
+        blocks: in its own order.
+        decay: from one block to the one below it.
+
+    Raises:
+        ValueError: the model has no blocks.
+    """
+    if not blocks:
+        none = f"{type(model).__name__} has no repeated blocks"
+        raise ValueError(f"optimizer.layer_decay {decay}: {none}; set machine.blocks, or optimizer.groups")
+    inside = {id(p): depth for depth, block in enumerate(blocks, 1) for p in block.parameters()}
+    last = {id(p) for p in blocks[-1].parameters()}
+    factors: dict[str, float] = {}
+    at, over = 0, False
+    for name, parameter in model.named_parameters():
+        at = inside.get(id(parameter), at)
+        depth = len(blocks) + 1 if over and id(parameter) not in inside else at
+        over = over or id(parameter) in last
+        factors[name] = decay ** (len(blocks) + 1 - depth)
+    return factors
+
+
+def parameter_groups(
+    parameters: Iterable[tuple[str, Tensor]], weight_decay: float, *, settings: Settings | None = None
+) -> Groups:
+    """Groups by learning-rate factor and weight decay, of what is trained.
+
+    Matrices get ``weight_decay``, vectors (biases, norms) none, unless the settings name one.
+
+    Args:
+        parameters: with their bare names.
+        weight_decay: of matrices.
+        settings: of single parameters.
+    """
+    found: dict[tuple[float, float], list[Tensor]] = {}
+    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    matrices_first = sorted(trained, key=lambda pair: pair[1].ndim < 2) if weight_decay else trained
+    for name, parameter in matrices_first:
+        own = (settings or {}).get(name, {})
+        decay = own.get("weight_decay", weight_decay if parameter.ndim >= 2 else 0.0)
+        found.setdefault((own.get(LR_FACTOR, 1.0), decay), []).append(parameter)
+    return [{"params": members, "weight_decay": decay, LR_FACTOR: factor} for (factor, decay), members in found.items()]

@@ -1,0 +1,66 @@
+"""One run of ``oneloop prove``: ``oneloop.train`` for the first steps, which keeps each step's gradients and weights.
+
+``accelerate launch … -m oneloop.plan.recorded_run STEPS RECIPE [--key value …]``
+"""
+
+if __name__ == "__main__":  # before the slow imports, as oneloop.train
+    import sys
+
+    from oneloop.launch import before_imports
+
+    STEPS = sys.argv.pop(1)
+    before_imports.begin()
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from oneloop.basics.parameter_names import bare_name
+from oneloop.checkpoint.state_dict import model_tensors
+from oneloop.job.build import Job
+from oneloop.launch.processes import Run
+from oneloop.run import entry
+from oneloop.run.folder import Folder
+from oneloop.train import train
+
+
+def _recorded(steps: int, job: Job, run: Run, folder: Folder) -> dict[str, Any]:
+    """Train the first steps without any evaluation; the learning rate is that of the whole schedule."""
+    make = job.make_optimizer
+
+    def optimizer(model: nn.Module) -> Optimizer:
+        made, numbers = make(model), count(1)
+
+        def keep(*_: Any) -> None:
+            gradients = {f"model.{bare_name(name)}": parameter.grad for name, parameter in model.named_parameters()}
+            both = _whole(gradients), _whole(model_tensors(model, frozen=False))
+            if run.main:
+                torch.save(both, folder.path / f"step-{next(numbers)}.pt")
+
+        made.register_step_post_hook(keep)
+        return made
+
+    intervals = replace(job.intervals, total=min(steps, job.steps))
+    return train(replace(job, intervals=intervals, eval_sets={}, make_optimizer=optimizer), run, folder)
+
+
+def _whole(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Collective: call on every rank."""
+    there = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in there.items()}
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """Train the recipe after the number of steps, and end the process with oneloop's exit code."""
+    entry.main(partial(_recorded, int(argv[0])), argv[1:])
+
+
+if __name__ == "__main__":
+    main([STEPS, *sys.argv[1:]])

@@ -1,0 +1,249 @@
+"""Short names, and the classes and functions that they stand for."""
+
+import difflib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module, reload
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from oneloop.basics.exit_codes import BadInput
+
+_TASKS = {"image_classification": "ImageClassification", "causal_lm": "CausalLM", "sft": "SFT"}
+_TASKS |= {"text_classification": "TextClassification", "text_regression": "TextRegression"}
+_TASKS |= {"token_classification": "TokenClassification"}
+CHOICES: dict[str, dict[str, str]] = {
+    "task": {name: f"oneloop.tasks.{name}.{kind}" for name, kind in _TASKS.items()},
+    "optimizer": {name: f"oneloop.optim.optimizers.{name}" for name in ("adamw", "sgd", "muon", "adafactor")},
+    "schedule": {name: f"oneloop.optim.schedule.{name}" for name in ("constant", "linear", "cosine", "wsd", "plateau")},
+}
+"""what stands behind ``task.name``, ``optimizer.name`` and ``schedule.name``, by group"""
+
+
+_UNDER_WAY: list[str] = []  # what is being imported
+_READ: dict[Path, tuple[int, int]] = {}  # time and size of the files that were imported
+
+
+def resolve(group: str, name: str) -> Callable[..., Any]:
+    """Return the class or function of a short name or dotted path. Raises BadInput if there is none."""
+    known = CHOICES[group]
+    place, attribute = _divided(group, name)
+    try:
+        with _importing(place):
+            module = module_of(Path(place)) if ":" in name else _imported(place)
+        chosen = getattr(module, attribute)
+    except ModuleNotFoundError as error:
+        lacks = f"needs the module {error.name!r}, which is not installed and not found from this folder"
+        raise BadInput(f"{group}.name {name!r} {lacks}; install it or correct the path{_extra(error.name)}") from error
+    except AttributeError:
+        if place == "__main__":
+            file = f"my_file.py:{attribute}"
+            where = f"put it into a file, and name that: {file} (of a run that has ended: --task {file})"
+            raise BadInput(f"{group}.name {name!r} was defined in a notebook, and is gone; {where}") from None
+        raise BadInput(f"{group}.name {name!r}: {place!r} has no {attribute!r}{_has(module)}") from None
+    except BadInput as error:
+        raise BadInput(f"{group}.name {name!r}: {error}" if ":" in name else str(error)) from error
+    except SystemExit:
+        why = f"{place!r} calls sys.exit when it is imported"
+        raise BadInput(f'{group}.name {name!r}: {why}; put that under if __name__ == "__main__":') from None
+    except Exception as error:
+        raise BadInput(f"{group}.name {name!r}: importing {place!r} failed: {type(error).__name__}: {error}") from error
+    if wrong := "" if name in known else _FITS[group](chosen):
+        raise BadInput(f"{group}.name {name!r} {wrong}; {_WANTED[group]} is needed")
+    return chosen  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _importing(place: str) -> Iterator[None]:
+    _UNDER_WAY.append(place)
+    try:
+        yield
+    finally:
+        _UNDER_WAY.pop()
+
+
+def reject_while_importing() -> None:
+    """Raise BadInput if a class is being imported from a script, which must not train meanwhile."""
+    if _UNDER_WAY:
+        advice = 'put the call under if __name__ == "__main__":'
+        raise BadInput(f"fit is called while {_UNDER_WAY[-1]} is imported for a class in it; {advice}")
+
+
+def _divided(group: str, name: str) -> tuple[str, str]:
+    """Split a name into file or module, and the name in it. Raises BadInput for other forms and the standard
+    library."""
+    known = CHOICES[group]
+    if ":" in name or name.endswith(".py"):
+        file, _, attribute = name.rpartition(":") if ":" in name else (name, "", "")
+        if not attribute.isidentifier() or not file.endswith(".py"):
+            raise BadInput(f"{group}.name {name!r}: name the file and what is meant in it: {file or 'my_file.py'}:Name")
+        return file, attribute
+    module, _, attribute = known.get(name, name).rpartition(".")
+    if not module:
+        own = "nor the path of your own (my_file.py:Name or module.Name)"
+        raise BadInput(f"{group}.name {name!r} is none of {', '.join(known)}, {own}{suggestion(name, known)}")
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        raise BadInput(f"{group}.name {name!r} is in Python's standard library, which has no {_WANTED[group]}")
+    return module, attribute
+
+
+def source(group: str, name: str) -> Path | None:
+    """The file or folder that what ``name`` stands for would be imported from; None for a short name, and for a class
+    of a notebook. Imports nothing."""
+    if name in CHOICES[group]:
+        return None
+    if ":" in name:
+        return Path(name.rpartition(":")[0]).expanduser().resolve()
+    top = name.partition(".")[0]
+    _look_here()
+    try:
+        found = find_spec(top)
+    except (ImportError, ValueError):
+        found = None
+    return Path(found.origin) if found is not None and found.origin else None
+
+
+def path_of(chosen: Any) -> str:
+    """Return the name by which :func:`resolve` finds a class or function: ``file.py:Name`` if it is of the running
+    script, ``__main__.Name`` of a notebook, else ``module.Name``. Raises BadInput if there is none."""
+    name, module = getattr(chosen, "__qualname__", ""), getattr(chosen, "__module__", "")
+    if not module or not name.isidentifier():
+        raise BadInput(f"{chosen!r} cannot be found by its name; define it outside of any function or class")
+    main = sys.modules["__main__"]
+    if getattr(sys.modules.get(module), name, None) is not chosen:
+        raise BadInput(f"{module}.{name} now refers to a different object than {chosen!r}; rename your class")
+    if module == "__main__" and (spec := getattr(main, "__spec__", None)) is not None and "." in spec.name:
+        return f"{spec.name}.{name}"  # python -m package.module
+    file = getattr(main, "__file__", None) if module == "__main__" else None
+    return f"{file}:{name}" if file else f"{module}.{name}"
+
+
+def same_thing(old: str, new: str) -> bool:
+    """Whether two names stand for the same class or function, as far as names tell: ``my_task.py:T`` from whatever
+    folder, and ``my_task.T``."""
+    if ":" not in f"{old}{new}":
+        return old == new
+    return _last_two(old) == _last_two(new)
+
+
+def _last_two(name: str) -> list[str]:
+    file, _, attribute = name.rpartition(":")
+    return [Path(file).stem, attribute] if file else name.split(".")[-2:]
+
+
+def from_there(name: str, recorded: Path) -> str:
+    """The name by which :func:`resolve` finds what stood in the file ``recorded``, where that is still there."""
+    if not recorded.is_file() or recorded.suffix != ".py":
+        return name
+    if ":" in name:
+        return f"{recorded}:{name.rpartition(':')[2]}"
+    root = str(recorded.parent.parent if recorded.name == "__init__.py" else recorded.parent)
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    return name
+
+
+def module_of(file: Path) -> ModuleType:
+    """Import the module in a file, as a script next to it would. Raises BadInput if the file is missing or its name is
+    taken."""
+    file = file.expanduser().resolve()
+    if not file.is_file():
+        raise BadInput(f"file {file} does not exist")
+    for name in ("__main__", file.stem):
+        there = getattr(sys.modules.get(name), "__file__", None)
+        if there and Path(there).resolve() == file:
+            return _as_it_is_now(sys.modules[name], file)
+    name = file.stem
+    taken = name in sys.stdlib_module_names
+    found = None if taken or "." in name else find_spec(name)
+    if "." in name:
+        raise BadInput(f"a module's name holds no dot; give {file.name} another name")
+    if taken or (found is not None and found.origin and Path(found.origin).resolve() != file):
+        there = found.origin if found else "of Python itself"
+        raise BadInput(f"the module {name!r} is {there}; give {file.name} another name")
+    sys.path.insert(0, str(file.parent))
+    _READ[file] = file.stat().st_mtime_ns, file.stat().st_size
+    return import_module(name)
+
+
+def _as_it_is_now(module: ModuleType, file: Path) -> ModuleType:
+    """The module, read again where its file has changed since: in a notebook files are edited between two runs."""
+    now = file.stat().st_mtime_ns, file.stat().st_size
+    if _READ.setdefault(file, now) != now and module.__name__ != "__main__":
+        _READ[file] = now
+        return reload(module)
+    return module
+
+
+def _imported(module: str) -> ModuleType:
+    _look_here()
+    return import_module(module)
+
+
+def _look_here() -> None:
+    """A module of the current folder is found, as ``python -m`` finds it."""
+    if os.getcwd() not in sys.path and not getattr(sys.flags, "safe_path", False):
+        sys.path.append(os.getcwd())
+
+
+def _has(module: ModuleType) -> str:
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    return f"; it has {', '.join(own[:8])}" if own else ""
+
+
+def _task_like(chosen: Any) -> str:
+    members = ("model", "train_set", "eval_sets", "collate", "weight", "loss")
+    if not isinstance(chosen, type):
+        return f"is a {type(chosen).__name__}, not a class"
+    lacks = [member for member in members if not callable(getattr(chosen, member, None))]
+    return f"is a class that lacks {', '.join(lacks)}" if len(lacks) > 3 else ""
+
+
+def _optimizer_like(chosen: Any) -> str:
+    if isinstance(chosen, type):
+        parents = [f"{parent.__module__}.{parent.__name__}" for parent in chosen.__mro__]
+        return "" if "torch.optim.optimizer.Optimizer" in parents else "is a class that is no torch.optim.Optimizer"
+    takes = _parameters(chosen)
+    if takes is None:
+        return f"is a {type(chosen).__name__}, neither a class nor a function"
+    fits = {"params", "lr"} <= takes.keys()
+    return "" if fits else f"is a function of ({', '.join(takes)}), and not of (params, *, lr, …)"
+
+
+def _schedule_like(chosen: Any) -> str:
+    takes = _parameters(chosen)
+    if takes is None:
+        return f"is a {type(chosen).__name__}, not a function"
+    needed = [
+        parameter
+        for parameter in takes.values()
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    return "" if len(needed) == 2 else f"is a function of ({', '.join(takes)}), and not of two arguments"
+
+
+def _parameters(chosen: Any) -> Mapping[str, inspect.Parameter] | None:
+    return inspect.signature(chosen).parameters if inspect.isfunction(chosen) else None
+
+
+_FITS: dict[str, Callable[[Any], str]] = {"task": _task_like, "optimizer": _optimizer_like, "schedule": _schedule_like}
+"""what is looked at before a thing that a name leads to is called: it may be any function of any package"""
+_WANTED = {
+    "task": "a class with the members of oneloop.tasks.protocol.Task",
+    "optimizer": "a torch.optim.Optimizer, or a function (params, *, lr, …) that makes one,",
+    "schedule": "a function (step, total) -> factor",
+}
+
+
+def _extra(module: str | None) -> str:
+    return " (pip install 'oneloop[recipes]')" if module in {"sklearn", "torchvision", "transformers"} else ""
+
+
+def suggestion(word: str, known: Mapping[str, Any] | Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

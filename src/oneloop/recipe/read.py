@@ -1,0 +1,124 @@
+"""Where a recipe comes from: a packaged name, a YAML file, a task alone, or keys given in Python."""
+
+import json
+import re
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from oneloop.basics.duration import Duration
+from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.files import flattened, one_line
+from oneloop.recipe.class_paths import CHOICES, path_of, suggestion
+from oneloop.recipe.schema import GROUPS
+
+RECIPES = resources.files("oneloop") / "recipe" / "packaged"
+
+
+def packaged() -> list[str]:
+    """Names of the packaged recipes."""
+    return sorted(file.name.removesuffix(".yaml") for file in RECIPES.iterdir() if file.name.endswith(".yaml"))
+
+
+def begun(source: str | None, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the name of the recipe that a run begins from, and its content. Raise BadInput if there is none.
+
+    ``source`` is a packaged name, the path of a YAML file, or a task's ``file.py:Name``, which is added to ``given``.
+    Without a source the recipe is the defaults for the task in ``given``, which overrides the recipe.
+    """
+    if source is not None and re.search(r"\.py(:\w*)?$", source):
+        if given.setdefault("task.name", source) != source:
+            raise BadInput(f"two tasks given, {source!r} and {given['task.name']!r}; give one")
+        source = None
+    if source is not None:
+        return load(source)
+    if given.get("task.name"):
+        return name_after(given["task.name"]), {}
+    known = ", ".join(packaged())
+    raise BadInput(f"no recipe given; use a packaged one ({known}), a YAML file, or a task (my_task.py:MyTask)")
+
+
+def name_after(task: Any) -> str:
+    """``my_task`` for ``my_task.py:MyTask`` and ``my_task.MyTask``; a class of a notebook gives its own name."""
+    file, colon, _ = str(task).rpartition(":")
+    if colon:
+        return Path(file).stem
+    module, _, name = str(task).rpartition(".")
+    return name if module in ("", "__main__") else module.rpartition(".")[2]
+
+
+def load(source: str) -> tuple[str, dict[str, Any]]:
+    """Name of the recipe and its YAML, flattened to {"group.key": value}."""
+    if source in packaged():
+        name, text = source, (RECIPES / f"{source}.yaml").read_text()
+    else:
+        path = Path(source)
+        if path.suffix not in (".yaml", ".yml"):
+            if source in CHOICES["task"]:
+                known = ", ".join(packaged())
+                raise BadInput(f"{source!r} is a task, not a recipe ({known}); write RECIPE --task {source}")
+            known = ", ".join(packaged())
+            raise BadInput(f"recipe {source!r} is none of {known}, nor a .yaml file{suggestion(source, packaged())}")
+        try:
+            name, text = path.stem, path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise BadInput(f"recipe {source!r} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise BadInput(f"recipe {source!r} is not text: {error}") from error
+    try:
+        content = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise BadInput(f"recipe {source!r} is not valid YAML: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise BadInput(f"recipe {source!r} must hold keys and values (batch: {{size: 64}}), found {content!r}")
+    return name, flat(content)
+
+
+def flat(content: Mapping[Any, Any]) -> dict[str, Any]:
+    """A recipe's keys by group as {"group.key": value}."""
+    made: dict[str, Any] = {}
+    for key, value in content.items():
+        more = flattened({key: value}) if isinstance(value, Mapping) and key in GROUPS else {long(str(key)): value}
+        if twice := made.keys() & more.keys():
+            raise BadInput(f"{', '.join(sorted(twice))} is given twice; give it once")
+        made |= more
+    return made
+
+
+def long(key: str) -> str:
+    """``task`` is short for ``task.name``, and so are optimizer and schedule."""
+    return f"{key}.name" if key in CHOICES else key
+
+
+def from_python(groups: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keys by group, given in Python, as flat plain data. Raise BadInput for an unknown group or class."""
+    for key, value in groups.items():
+        if key in GROUPS and not isinstance(value, Mapping) and key not in CHOICES:
+            raise BadInput(f"{key} is a group of keys: give it a dict ({key}={{…}}), not {value!r}")
+    given = {key: _plain(value) for key, value in flat(groups).items()}
+    for key, value in given.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            raise BadInput(f"{key} is given {value!r}; give text, numbers, lists or dicts of them") from None
+    return given
+
+
+def typed(value: Any) -> str:
+    """A plain value as it is typed after its key."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, type) or callable(value):
+        return path_of(value)
+    if isinstance(value, Duration | Path):
+        return str(value)
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:  # a number of numpy's
+        return value.item()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inside) for key, inside in value.items()}
+    return [_plain(inside) for inside in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,85 @@
+"""Whether the ranks of a run have the same data, model and folder: otherwise they would wait for one another for ever,
+or train what nobody asked for."""
+
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from oneloop.basics.exit_codes import BadInput
+from oneloop.job.build import Job
+from oneloop.launch.environment import computed_by
+from oneloop.launch.processes import Run
+from oneloop.run.compatibility import first_samples
+
+_SECONDS = 10.0  # in which a shared storage shows a file that another machine has written
+
+
+def reject_other_jobs(job: Job, run: Run) -> None:
+    """Raise BadInput if the ranks have different data sets or models. Collective: call on every rank."""
+    if run.ranks == 1:
+        return
+    with run.setting_up():
+        mine = {"sets": first_samples(job.task, job.sets, seed=job.recipe.seed), "model": _model_of(job)}
+        mine["computed"] = computed_by(job.recipe, run.device) if job.exact else {}
+    told = run.gathered(mine)
+    for name in dict.fromkeys(name for one in told for name in one["sets"]):
+        _compare(name, [one["sets"].get(name) for one in told])
+    for rank, one in enumerate(told):
+        for key, value in one["computed"].items():
+            if value != told[0]["computed"][key]:
+                apart = f"{value} on rank {rank} and {told[0]['computed'][key]} on rank 0"
+                raise BadInput(f"batch.grain requires machines of one kind: the {key} is {apart}")
+    models = [one["model"] for one in told]
+    for rank, model in enumerate(models):
+        if model != models[0]:
+            part = next(key for key in {**models[0], **model} if models[0].get(key) != model.get(key))
+            here, there = (each.get(part, "not there") for each in (models[0], model))
+            apart = f"{part} is {here} on rank 0 and {there} on rank {rank}"
+            raise BadInput(f"the model differs between ranks: {apart}; build the same model on all of them")
+
+
+def _model_of(job: Job) -> dict[str, str]:
+    named = job.model.named_parameters()
+    kinds = {name: f"{tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}" for name, p in named}
+    frozen = {name for name, p in job.model.named_parameters() if not p.requires_grad}
+    return {name: kind + ", frozen" * (name in frozen) for name, kind in kinds.items()}
+
+
+def _compare(name: str, told: Sequence[Mapping[str, Any] | None]) -> None:
+    first = told[0]
+    for rank, other in enumerate(told):
+        if first is None or other is None:
+            here, there = ("there is" if one is not None else "there is none" for one in (first, other))
+            if first is not other:
+                raise BadInput(f"the {name} set is not on all ranks: {here} on rank 0, {there} on rank {rank}")
+        elif first["length"] != other["length"]:
+            apart = f"{first['length']:,} samples on rank 0 and {other['length']:,} on rank {rank}"
+            raise BadInput(f"the {name} set has {apart}; give every process the whole set")
+        elif first["content"] and other["content"] and first["content"] != other["content"]:
+            apart = f"on rank 0 ({first['content']}) and on rank {rank} ({other['content']}, of the first ones)"
+            raise BadInput(f"the {name} set holds other samples {apart}; give every process the same data")
+
+
+def reject_other_folders(folder: Path, run: Run, *, patience: float) -> None:
+    """Raise BadInput if a rank sees another folder than rank 0, which holds it. Collective: call on every rank."""
+    if run.ranks == 1:
+        return
+    file = folder / "owner.json"
+    word = run.from_main(_read(file) if run.main else None)
+    until = time.monotonic() + _SECONDS * (patience or 1.0)
+    while (found := _read(file)) != word and time.monotonic() < until:
+        time.sleep(0.1)
+    there = run.gathered((found == word, f"{folder.absolute()} on {socket.gethostname()}"))
+    for rank, (same, place) in enumerate(there):
+        if not same:
+            apart = f"on rank {rank} ({place}) than on rank 0 ({there[0][1]})"
+            raise BadInput(f"run.dir {folder} is another folder {apart}; it must be on shared storage")
+
+
+def _read(file: Path) -> str | None:
+    try:
+        return file.read_text()
+    except OSError:
+        return None

@@ -1,0 +1,192 @@
+"""What a person sees while a run goes on: bars on a terminal, plain lines elsewhere; nothing on other ranks.
+
+>>> with Display() as display:
+...     display.begin(lambda: step, total=1000)
+...     for batch in tracked(loader, "evaluating", total=len(loader)):   # a bar of its own, from any depth
+...         ...
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import Token
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
+from rich.text import Text
+
+from oneloop.basics.files import dumps, printable
+from oneloop.basics.progress import BARS
+
+
+class _Bars(Progress):
+    """Asks how far the run is when it draws itself, so that a step has nothing to do for it.
+
+    A redraw holds the interpreter for about 2 ms, so there is one a second (rich: ten).
+    """
+
+    def __init__(self, *columns: Any, console: Console) -> None:
+        self.steps: tuple[TaskID, Callable[[], int]] | None = None
+        super().__init__(*columns, console=console, transient=True, refresh_per_second=1)
+
+    def get_renderable(self) -> RenderableType:
+        if self.steps:
+            task, now = self.steps
+            self.update(task, completed=now())
+        return super().get_renderable()
+
+
+class _Console(Console):
+    """One that is gone on without, where nobody reads any more (``| head``)."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+class Display:
+    """Shows steps, metrics and whatever else takes its time; ``with Display(...) as display``.
+
+    ``shown`` is False on all ranks but one. ``quiet`` leaves only :meth:`say`. ``as_json`` prints JSON lines, for other
+    programs. A console that is a terminal gets bars, others plain lines, at least ``interval`` seconds apart.
+    """
+
+    def __init__(
+        self,
+        *,
+        shown: bool = True,
+        quiet: bool = False,
+        as_json: bool = False,
+        console: Console | None = None,
+        interval: float = 1.0,
+    ) -> None:
+        self._quiet, self._as_json = quiet, as_json
+        self._total, self._start, self._began = 0, 0, time.monotonic()
+        self._console = console or _Console(quiet=not shown)
+        self._interval, self._last = interval, float("-inf")
+        self.bars: _Bars | None = None
+        self._outer: Token[Progress | None] | None = None
+        if shown and self._console.is_terminal and not quiet and not as_json:
+            self.bars = _Bars(
+                TextColumn("{task.description}"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.fields[text]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+
+    def begin(self, now: Callable[[], int], *, total: int) -> None:
+        """To which step the run goes on; ``now`` says at which one it is, also from another thread."""
+        self._start, self._total, self._began = now(), total, time.monotonic()
+        if self.bars:
+            self.bars.steps = self.bars.add_task("step", total=total, completed=self._start, text=""), now
+
+    def __enter__(self) -> "Display":
+        self._outer = BARS.set(self.bars)
+        if self.bars:
+            self.bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._outer is not None:
+            BARS.reset(self._outer)
+        if self.bars:
+            self.bars.stop()
+
+    def metrics(self, step: int, metrics: Mapping[str, float], remarks: Iterable[str] = ()) -> None:
+        """Shows the training metrics of a log step, and what there is to say of them."""
+        self.lines(remarks)
+        if self._as_json and not self._quiet:
+            self._json({"step": step, **metrics})
+        if self._as_json:
+            return
+        text = f"loss {metric(metrics['train/loss'])}  {metrics['train/samples_per_second']:,.0f} samples/s"
+        now = time.monotonic()
+        if self.bars and self.bars.steps:
+            self.bars.update(self.bars.steps[0], text=text)
+        elif now - self._last >= self._interval or step == self._total:
+            self._last = now
+            left = (now - self._began) / max(1, step - self._start) * (self._total - step)
+            self.lines([f"step {step}/{self._total}  {text}  {left:.0f} s left"])
+
+    def results(self, step: int, results: Mapping[str, float], weights: str = "raw") -> None:
+        """Shows an evaluation, of the weights or of an average of them."""
+        if self._as_json and not self._quiet:
+            self._json({"step": step, **results, "weights": weights})
+        if self._as_json:
+            return
+        metrics = "  ".join(f"{name} {metric(value)}" for name, value in results.items())
+        metrics += "" if weights == "raw" else f"  ({weights})"
+        self.lines([f"step {step}  {metrics}"])
+
+    def summary(self, summary: Mapping[str, Any]) -> None:
+        """Shows what came of the run, as a table."""
+        if not self._quiet and not self._as_json and "samples" in summary:
+            self._console.print(summary_table(summary))
+
+    def say(self, text: str) -> None:
+        """Shows one line that stays, also when all else is quiet."""
+        self._print(text)
+
+    def lines(self, texts: Iterable[str]) -> None:
+        """Shows lines that stay."""
+        for text in texts:
+            if not self._quiet:
+                self._print(text)
+
+    def _print(self, text: str) -> None:
+        if self._as_json:
+            self._json({"message": text})
+        else:
+            self._console.print(printable(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    def _json(self, content: Mapping[str, object]) -> None:
+        self._console.print(dumps(content), highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def metric(value: float) -> str:
+    """Four places behind the point; of large ones none."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4f}"
+
+
+def _plain(name: str) -> Text:
+    """A name in a table, whatever it is made of: no markup, no control characters."""
+    return Text(printable(name))
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """Results by weights (raw, averages), then what the run took; of summary.json."""
+    best = summary.get("best") or {}
+    names = [name for name, value in summary.items() if "/" in name and isinstance(value, float)]
+    averages = {name: name.partition("/")[0] for name in names if name.partition("/")[2] in summary}
+    kinds = dict.fromkeys(averages.get(name, "weights") for name in names)
+    final = summary.get("final") or {}
+    of = f" (best, of step {final.get('step'):,})" if final.get("weights") == "best" else ""
+    heads = (Column(_plain(f"{kind}{of}")) for kind in kinds)
+    table = Table("", *heads, title=None, show_edge=False, pad_edge=False)
+    for row in dict.fromkeys(name.removeprefix(f"{averages.get(name, '')}/") for name in names):
+        values = [summary.get(row if kind == "weights" else f"{kind}/{row}") for kind in kinds]
+        table.add_row(_plain(row), *("" if value is None else metric(value) for value in values))
+    table.add_section()
+    if best.get("value") is not None:
+        table.add_row(_plain(f"best {best['metric']}"), f"{metric(best['value'])} at step {best['step']:,}")
+    for name in ("step", "samples", "tokens"):
+        if name in summary:
+            table.add_row(name, f"{summary[name]:,}")
+    if summary.get("seconds"):
+        pace = f"{summary['samples'] / summary['seconds']:,.0f} samples/s in all" if summary.get("samples") else ""
+        table.add_row("time", f"{summary['seconds']:,.1f} s, {pace}")
+    return table

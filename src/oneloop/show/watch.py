@@ -1,0 +1,161 @@
+"""``oneloop watch``: metrics of runs, drawn in the terminal."""
+
+import math
+import time
+from collections.abc import Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import plotille
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from oneloop.basics.files import printable
+from oneloop.show.run_reader import Follower, number
+
+Drawn = tuple[Sequence[float], Sequence[float], str | None]
+"""steps, finite values (at least one), and a colour of the terminal"""
+
+
+def plotted(curves: Sequence[Drawn], *, width: int, height: int) -> list[str]:
+    """Return the lines of a chart of at least one curve; a curve with a colour gets the terminal's codes.
+
+    ``width`` (in letters) and ``height`` (in lines) are those of the area inside the axes.
+    """
+    metric: Any = plotille.Metric()
+    metric.width, metric.height = width, height
+    metric.color_mode, metric.with_colors = "names", any(colour for *_, colour in curves)
+    metric.x_label = metric.y_label = ""
+    metric.x_ticks_fkt = lambda low, _: f"{low:,.0f}"
+    metric.y_ticks_fkt = lambda low, _: f"{low:.4g}"
+    for steps, values, colour in curves:
+        draw = metric.plot if len(steps) > 1 else metric.scatter
+        draw(steps, values, lc=colour)
+    low = min(min(values) for _, values, _ in curves)
+    high = max(max(values) for _, values, _ in curves)
+    margin = 0.05 * (high - low) or max(abs(high) * 0.05, 1e-9)
+    metric.set_x_limits(0, 1.02 * max(1, *(steps[-1] for steps, _, _ in curves)))
+    metric.set_y_limits(low - margin, high + margin)
+    return [line.replace("-> ()", "") for line in metric.show().splitlines()[1:]]  # without the axes' names
+
+
+_NARROWEST = 56  # columns that a run needs
+_LEAST = 36
+_CHART = 12  # lines of a chart
+_COLOURS = [f"bright_{colour}" for colour in ("blue", "yellow", "green", "magenta", "cyan", "red")] + ["blue", "green"]
+
+
+def watch(
+    folders: Sequence[Path],
+    *,
+    metrics: Sequence[str] = (),
+    every: float = 1.0,
+    once: bool = False,
+    console: Console | None = None,
+) -> None:
+    """Draw the runs until all have ended; draw them once if ``once``, if they have ended, or without a terminal.
+
+    Each of the ``metrics`` gets a chart (none given: losses, the first metric, gradient norm, throughput). The runs are
+    read again after ``every`` seconds.
+    """
+    console = console or Console()
+    runs = [Follower(folder) for folder in folders]
+    if once or not console.is_terminal or all(run.read() and run.ended for run in runs):
+        for run in runs:
+            run.read()
+        console.print(view(runs, metrics, width=console.width, height=0))
+        return
+    with Live(console=console, auto_refresh=False, screen=True) as shown:
+        while True:
+            for run in runs:
+                run.read()
+            shown.update(view(runs, metrics, width=console.width, height=console.height), refresh=True)
+            if all(run.ended for run in runs):
+                break
+            time.sleep(every)
+    console.print(view(runs, metrics, width=console.width, height=0))
+
+
+def view(runs: Sequence[Follower], metrics: Sequence[str], *, width: int, height: int) -> RenderableType:
+    """All runs, next to each other where the width suffices; at most ``height`` lines (0: as many as it takes)."""
+    across = max(1, min(len(runs), width // _NARROWEST))
+    each = max(_LEAST, width // across - 1)
+    rows = math.ceil(len(runs) / across)
+    room = height // rows if height else 0
+    names = [run.folder.resolve().name for run in runs]
+    titles = [name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)]
+    titles = [printable(title) for title in titles]
+    panels = [_panel(run, title, metrics, width=each, height=room) for run, title in zip(runs, titles, strict=True)]
+    return Columns(panels, width=each, padding=(0, 1, 0, 0)) if across > 1 else Group(*panels)
+
+
+def _panel(run: Follower, title: str, metrics: Sequence[str], *, width: int, height: int) -> RenderableType:
+    if not any("/" in name for line in run.lines for name in line):
+        return Panel("nothing yet", title=Text(title), width=width)
+    head = _head(run)
+    groups = [[name] for name in metrics] or _usual(run)
+    beside = 2 if width >= 2 * _NARROWEST else 1
+    fits = max(1, (height - head.row_count - 3) // _CHART) * beside if height else len(groups)
+    charts = [_chart(run, names, width=(width - 5) // beside) for names in groups[:fits]]
+    grid = Table.grid(*([""] * beside), padding=(0, 1, 0, 0))
+    for at in range(0, len(charts), beside):
+        grid.add_row(*charts[at : at + beside])
+    return Panel(Group(head, grid), title=Text(title), width=width)
+
+
+def _usual(run: Follower) -> list[list[str]]:
+    names = list(dict.fromkeys(name for line in run.lines for name in line if "/" in name))
+    losses: list[str] = [name for name in ("train/loss", "eval/loss") if name in names]
+    metrics = [name for name in names if name.startswith("eval/") and name != "eval/loss"]
+    rest = [one for one in ("train/grad_norm", "speed/tokens_per_second", "train/samples_per_second") if one in names]
+    return [losses, *([name] for name in [*metrics[:1], *rest[:2]])]
+
+
+def _head(run: Follower) -> Table:
+    table = Table.grid(padding=(0, 2))
+    last = {name: value for line in run.lines for name, value in line.items() if line.get("weights", "raw") == "raw"}
+    events = [printable(line["event"]) for line in run.lines if "event" in line]
+    table.add_row("step", f"{last['step']:,}", "ended" if run.ended else f"last line {run.age:,.0f} s ago")
+    for name in ("train/loss", "train/lr", *(name for name in last if name.startswith("eval/"))):
+        if name in last:
+            table.add_row(Text(printable(name)), Text(_short(last[name])))
+    shares = {name.partition("/")[2]: number(last[name]) for name in last if name.startswith("share/")}
+    if shares:
+        parts = sorted(shares.items(), key=lambda part: -part[1])[:3]
+        table.add_row("time", Text(printable(", ".join(f"{100 * share:.0f} % {name}" for name, share in parts))))
+    if "train/samples_per_second" in last:
+        table.add_row("speed", f"{number(last['train/samples_per_second']):,.0f} samples/s")
+    counts = {kind: events.count(kind) for kind in dict.fromkeys(events)}
+    if counts:
+        seen = " (of the lines that were looked at)" if run.sampled else ""
+        table.add_row("events", Text(", ".join(f"{count} {kind}" for kind, count in counts.items()) + seen))
+    return table
+
+
+def _chart(run: Follower, names: Sequence[str], *, width: int) -> RenderableType:
+    title, curves = Text(), list[Drawn]()
+    kinds = dict.fromkeys((name, line.get("weights", "raw")) for name in names for line in run.lines if name in line)
+    for (name, weights), colour in zip(kinds, cycle(_COLOURS), strict=False):
+        points = [
+            (line["step"], number(line[name]))
+            for line in run.lines
+            if name in line and line.get("weights", "raw") == weights
+        ]
+        points = [(step, value) for step, value in points if math.isfinite(value)]
+        if not points:
+            continue
+        steps, values = zip(*points, strict=True)
+        curves.append((steps, values, colour))
+        title.append(printable(f"{name}{'' if weights == 'raw' else f' ({weights})'}  "), style=colour)
+    if not curves:
+        return Text(printable(f"{', '.join(names)}: no metrics"), style="dim")
+    return Group(title, Text.from_ansi("\n".join(plotted(curves, width=width - 16, height=_CHART - 4))))
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else printable(value)

@@ -1,0 +1,190 @@
+"""Frozen parameters lie once in ``base/``, which every checkpoint names by its checksum."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from oneloop.cli import main
+from silent_cases import unfinished
+from tiny import Normed
+from worlds import run, train
+
+SPLITS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
+FROZEN = ["embedding.weight", "inner.bias", "inner.weight", "norm.norm.bias", "norm.norm.weight"]
+RULES = {"norm": {"freeze": True}, "inner": {"freeze": True}, "embedding": {"freeze": True}}
+WORDS = ["r.yaml", "--duration", "16", "--batch.size", "16", "--track", "none", "--run.dir", "run", "--eval.every", "0"]
+WORDS += ["--save.every", "8", "--ema.half_life", "16"]
+
+
+def trained(folder: Path, *more: str, config: str = "single", ranks: int = 1, rules: dict = RULES):
+    (folder / "r.yaml").write_text("task: tiny.Normed\n")
+    words = [*WORDS, "--optimizer.groups", json.dumps(rules), *more]
+    return run(train, words, ranks=ranks, config=config, folder=folder)
+
+
+def names(folder: Path) -> set[str]:
+    found = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as held:
+            found |= set(held.keys())
+    return found
+
+
+def test_they_are_in_base_once_whatever_the_split(tmp_path):
+    bases = {}
+    for config, ranks in SPLITS:
+        (tmp_path / config).mkdir()
+        world = trained(tmp_path / config, config=config, ranks=ranks)
+        world.ok()
+        here = tmp_path / config / "run"
+        sizes = {name: tensor.numel() for name, tensor in load_file(here / "final" / "model.safetensors").items()}
+        count = sum(sizes[name] for name in FROZEN)
+        assert f"frozen: {count:,} of " in world.output
+        assert names(here / "base") == {f"model.{name}" for name in FROZEN}
+        assert (here / "base" / "frozen.safetensors").stat().st_size < 4 * count + 1024
+        for path in (here / "checkpoints").glob("step-*"):
+            held = names(path)
+            assert not any(name.split(".", 1)[1].startswith(tuple(FROZEN)) for name in held), held
+            assert {"model.norm.norm.running_mean", "model.head.weight", "ema.ema.head.weight"} <= held
+        bases[config] = (here / "base" / "frozen.safetensors").read_bytes()
+        assert main(["verify", str(here)]) == 0
+    assert bases["single"] == bases["ddp"] == bases["fsdp2"]
+
+
+def test_each_flipped_bit_and_a_missing_file_are_found(tmp_path, capsys):
+    trained(tmp_path).ok()
+    draw = torch.Generator().manual_seed(0)
+    for file in sorted((tmp_path / "run" / "base").iterdir()):
+        whole = file.read_bytes()
+        for place in torch.randint(8 * len(whole), (20,), generator=draw).tolist():
+            spoiled = bytearray(whole)
+            spoiled[place // 8] ^= 1 << place % 8
+            file.write_bytes(spoiled)
+            assert main(["verify", str(tmp_path / "run")]) == 1, (file, place)
+            assert "base/" in capsys.readouterr().out
+        file.unlink()
+        assert main(["verify", str(tmp_path / "run")]) == 1 and "base/" in capsys.readouterr().out
+        newest = ["--checkpoint", "newest"]  # final/ has all of them
+        assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out"), *newest]) == 2
+        file.write_bytes(whole)
+    assert main(["verify", str(tmp_path / "run")]) == 0
+
+
+@pytest.mark.parametrize(("config", "ranks"), SPLITS)
+def test_what_is_damaged_is_made_anew_or_rejected(tmp_path, config, ranks):
+    save_file({**Normed().model().state_dict()}, tmp_path / "mine.safetensors")
+    words = ["--init.from", str(tmp_path / "mine.safetensors")]
+    trained(tmp_path, *words, config=config, ranks=ranks).ok()
+    here = tmp_path / "run"
+    last, base = load_file(here / "final" / "model.safetensors"), (here / "base" / "frozen.safetensors").read_bytes()
+    unfinished(here)
+    shutil.rmtree(here / "base")
+    world = trained(tmp_path, *words, config=config, ranks=ranks)
+    world.ok()
+    assert "run/base was damaged" in world.output and "is written again from the model as built" in world.output
+    again = load_file(here / "final" / "model.safetensors")
+    assert all(torch.equal(last[name], again[name]) for name in last)
+    assert (here / "base" / "frozen.safetensors").read_bytes() == base
+
+    unfinished(here)
+    spoiled = bytearray(base)
+    spoiled[-1] ^= 1
+    (here / "base" / "frozen.safetensors").write_bytes(spoiled)
+    save_file({name: tensor + 1 for name, tensor in last.items()}, tmp_path / "mine.safetensors")
+    before = {path: path.stat().st_mtime_ns for path in here.rglob("*") if path.name not in (".lock", "owner.json")}
+    world = trained(tmp_path, *words, config=config, ranks=ranks)
+    assert set(world.codes) == {2}, world.output
+    assert "the new model has others; restore the folder from a copy" in world.output
+    kept = {path: path.stat().st_mtime_ns for path in here.rglob("*") if path.name not in (".lock", "owner.json")}
+    assert {path for path in before.keys() | kept.keys() if before.get(path) != kept.get(path)} <= {here}
+
+
+def test_others_get_a_folder_of_their_own(tmp_path):
+    trained(tmp_path).ok()
+    here = tmp_path / "run"
+    unfinished(here)
+    rules = {"norm": {"freeze": True}, "inner": {"freeze": True}}
+    trained(tmp_path, "--run.accept_changes", "true", rules=rules).ok()
+    told = {
+        path.name: json.loads((path / "MANIFEST.json").read_text())["about"]["base"]["folder"]
+        for path in (here / "checkpoints").glob("step-*")
+    }
+    assert told == {"step-00000008": "base", "step-00000016": "base-2"}
+    assert names(here / "base-2") == {f"model.{name}" for name in FROZEN[1:]}
+    assert main(["verify", str(here)]) == 0
+
+
+@pytest.mark.parametrize(("config", "ranks"), SPLITS)
+def test_their_type_may_be_another(tmp_path, config, ranks):
+    (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
+    rules = {"embedding": {"freeze": True}, "inner": {"freeze": True}}
+    words = [*WORDS, "--optimizer.groups", json.dumps(rules), "--machine.base_dtype", "bfloat16"]
+    how = {"ranks": ranks, "config": config, "folder": tmp_path, "options": ("--mixed_precision", "bf16")}
+    run(train, words, **how).ok()
+    here = tmp_path / "run"
+    last = load_file(here / "final" / "model.safetensors")
+    halves = {name for name, tensor in last.items() if tensor.dtype is torch.bfloat16}
+    assert halves == {"embedding.weight", "inner.weight"}
+    unfinished(here)
+    run(train, words, **how).ok()
+    again = load_file(here / "final" / "model.safetensors")
+    assert all(torch.equal(last[name], again[name]) for name in last)
+    assert main(["verify", str(here)]) == 0
+    assert main(["export", str(here), "--to", str(tmp_path / "out")]) == 0
+    out = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(last[name], out[name]) and last[name].dtype is out[name].dtype for name in last)
+
+
+def test_another_type_needs_mixed_precision(tmp_path):
+    world = trained(tmp_path, "--machine.base_dtype", "bfloat16")
+    assert world.codes == [2] and "set --mixed_precision bf16" in world.output
+    world = trained(tmp_path, "--machine.base_dtype", "bfloat16", rules={"head": {"lr_factor": 2}})
+    assert world.codes == [2] and "and no parameter is frozen" in world.output
+
+
+def test_parts_of_other_weights_are_left_out(tmp_path):
+    other = {name: tensor + 1 for name, tensor in Normed().model().state_dict().items()}
+    other["head.weight"] = torch.zeros(3, 3)
+    save_file({name: tensor for name, tensor in other.items() if name != "head.bias"}, tmp_path / "other.safetensors")
+    words = ["--init.from", str(tmp_path / "other.safetensors"), "--init.leave_out"]
+    world = trained(tmp_path, *words, '["head"]')
+    world.ok()
+    assert "init.leave_out: 2 tensors begin as the task makes them" in world.output
+    last = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert all(torch.equal(last[name], other[name]) for name in FROZEN)
+    for given, says in (('["heads"]', "'heads' takes no parameter of the model"), ("[]", "is of another model")):
+        world = trained(tmp_path, *words, given, "--run.dir", "none")
+        assert world.codes == [2] and says in world.output
+    world = trained(tmp_path, "--init.leave_out", '["head"]', "--run.dir", "none")
+    assert world.codes == [2] and "has no effect with init.from null" in world.output
+
+
+def test_a_mixed_average_leaves_frozen_parameters_alone(tmp_path):
+    trained(tmp_path, "--ema.half_life", "[]", "--ema.power", "[0.1]", "--save.keep", "10").ok()
+    words = ["export", str(tmp_path / "run"), "--to", str(tmp_path / "out"), "--weights", "power:0.15"]
+    assert main(words) == 0
+    mixed, last = (load_file(tmp_path / place / "model.safetensors") for place in ("out", "run/final"))
+    assert all(torch.equal(mixed[name], last[name]) for name in FROZEN)
+    assert not torch.equal(mixed["head.weight"], last["head.weight"])
+
+
+@pytest.mark.parametrize(("config", "ranks"), SPLITS)
+def test_the_average_of_what_was_frozen_begins_with_its_weights(tmp_path, config, ranks):
+    slow = ["--ema.half_life", "1000000", "--ema.ramp", "0", "--optimizer.lr", "1e-6"]
+    one = torch.ones(())
+    moved = {name: tensor + one.to(tensor.dtype) for name, tensor in Normed().model().state_dict().items()}
+    save_file(moved, tmp_path / "mine.safetensors")
+    trained(tmp_path, *slow, "--init.from", str(tmp_path / "mine.safetensors"), config=config, ranks=ranks).ok()
+    unfinished(tmp_path / "run")
+    rules = {"norm": {"freeze": True}}
+    more = [*slow, "--run.accept_changes", "true"]
+    trained(tmp_path, *more, rules=rules, config=config, ranks=ranks).ok()
+    last, average = (load_file(tmp_path / "run" / "final" / name) for name in ("model.safetensors", "ema.safetensors"))
+    assert all((last[name] - average[name]).abs().max() < 1e-3 for name in ("embedding.weight", "inner.weight"))

@@ -1,0 +1,74 @@
+"""Who stands still, by what every process tells: the rules, without processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from oneloop.basics import heartbeats
+from oneloop.basics.heartbeats import ENDING, EVALUATION, SAVING, SET_UP, TRAINING, Beats
+from oneloop.supervise.crash_report import describe_exit
+from oneloop.supervise.hangs import RankStatus, hung_ranks, sentence
+
+
+def standing(rank: int, **about) -> RankStatus:
+    return RankStatus(rank, **({"phase": TRAINING, "since": 11.0, "limit": 10.0, "where": "task.py:3 in loss"} | about))
+
+
+CASES = [
+    ([standing(0), standing(1, since=9.0)], []),  # one gets on: the other may wait for it
+    ([standing(0, waits=True), standing(1)], [1]),
+    ([standing(0, waits=True), standing(1, waits=True, silent=6.0)], [1]),
+    ([standing(0), standing(1, silent=6.0)], [1]),  # of two that do not wait, the one that says nothing
+    ([standing(0, waits=True, count=9), standing(1, waits=True, count=8)], [1]),  # the furthest behind
+    ([standing(0, waits=True, count=9), standing(1, waits=True, count=9)], [0, 1]),  # they wait for each other
+    ([standing(0, held=True), standing(1)], []),  # a debugger has one
+    ([standing(0, silent=11.0, stopped=True)], []),  # a person has stopped a run of one process
+    ([standing(0, waits=True), standing(1, silent=11.0, stopped=True)], [1]),
+    ([standing(0, limit=600.0)], []),
+    ([standing(0, limit=600.0, told=True)], [0]),  # told to stop: ten seconds for the step
+    ([standing(0, limit=600.0, told=True), standing(1, limit=600.0, waits=True)], [0]),  # as one, so all
+    ([standing(0, limit=600.0, told=True, phase=SAVING)], []),
+    ([standing(0, limit=1800.0, told=True, phase=ENDING)], []),
+    ([standing(0, limit=600.0, told=True, patience=2.0)], []),
+    ([], []),
+]
+
+
+@pytest.mark.parametrize(("statuses", "wanted"), CASES)
+def test_who_stands_still(statuses, wanted):
+    assert [one.rank for one in hung_ranks(statuses)] == wanted
+
+
+def test_what_is_said():
+    assert sentence(standing(1, median=0.5)) == (
+        "rank 1 stands still in training for 11 s (a step takes 0.5 s): it is at task.py:3 in loss"
+    )
+    assert sentence(standing(1, stopped=True, silent=9.0)).endswith("it is stopped (SIGSTOP)")
+    assert sentence(standing(1, silent=9.0)).endswith("it does not answer, last seen at task.py:3 in loss")
+    assert sentence(standing(1, waits=True)).endswith("it waits for others at task.py:3 in loss")
+    assert describe_exit(2, -9, told="SIGTERM").startswith(
+        "rank 2 was killed by SIGKILL, after it was told to stop by SIG"
+    )
+
+
+def test_a_limit_is_learned_from_what_is_usual(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(heartbeats, "monotonic", lambda: now[0])
+    seen = Beats()
+    assert seen.limit(1.0) == 1800 and seen.now_in == SET_UP
+    seen.enter(TRAINING)
+    for seconds in (60.0, 5.0, 2.0, 2.0):  # the first ones compile
+        now[0] += seconds
+        seen.beat()
+        assert seen.limit(1.0) == 600 and seen.limit(3.0) == 1800
+    now[0] += 8.0
+    seen.beat()
+    assert seen.usual() == (2.0, 8.0) and seen.limit(1.0) == 8 + 9 and seen.limit(0.5) == 8 + 4.5
+    with seen.phase(EVALUATION):
+        assert seen.limit(1.0) == 600
+        now[0] += 100.0
+    assert seen.usual() == (2.0, 8.0) and seen.last == now[0]  # an evaluation is no step
+    for _ in range(200):
+        now[0] += 4.0
+        seen.beat()
+    assert seen.limit(1.0) == 4 + 12  # three medians are more than nine seconds

@@ -1,0 +1,283 @@
+"""Whole runs through the loop's own entry point: what lands on disk, how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from oneloop.checkpoint.store import Store, problems, step_of
+from splits import distance
+from worlds import CONFIGS, run, train
+
+RECIPE = "task: tiny.Ragged\nbatch: {size: 8}\nduration: 30\nlog: {every: 10}\neval: {every: 10}\ntrack: []\n"
+
+
+@pytest.fixture
+def recipe(tmp_path) -> str:
+    (tmp_path / "tiny_run.yaml").write_text(RECIPE)
+    return str(tmp_path / "tiny_run.yaml")
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_what_lands_on_disk(tmp_path, recipe):
+    world = run(train, [recipe, "--track", "tensorboard"], folder=tmp_path)
+    world.ok()
+    folder = tmp_path / "runs" / "tiny_run"  # runs/<recipe>
+    names = {path.name for path in folder.iterdir()}
+    assert {"recipe.yaml", "environment.json", "metrics.jsonl", "summary.json", "final"} <= names
+    assert list(folder.rglob("events.out.tfevents*"))
+    assert yaml.safe_load((folder / "recipe.yaml").read_text())["batch"] == {"size": 8, "micro": None, "grain": None}
+    assert json.loads((folder / "environment.json").read_text())["versions"]["torch"] in torch.__version__
+    ended = summary(folder)
+    assert (ended["exit_reason"], ended["exit_code"], ended["step"], ended["samples"]) == ("done", 0, 30, 240)
+    assert ended["tokens"] == lines(folder)[-1]["tokens"]
+    assert ended["best"]["value"] == min(line["eval/loss"] for line in lines(folder) if "eval/loss" in line)
+    assert [line["step"] for line in lines(folder) if "train/loss" in line] == [10, 20, 30]
+    assert "batch 8 = 1 ranks x 1 micro-batches x 8; 30 steps" in world.output
+    assert "step 30/30" in world.output
+
+
+def test_a_resolved_recipe_repeats_the_run(tmp_path, recipe):
+    run(train, [recipe, "--run.dir", "a", "--optimizer.betas", "[0.8, 0.9]"], folder=tmp_path).ok()
+    run(train, ["a/recipe.yaml", "--run.dir", "b"], folder=tmp_path).ok()
+    first, second = (load_file(tmp_path / one / "final" / "model.safetensors") for one in "ab")
+    assert all(torch.equal(first[name], second[name]) for name in first)  # the same split: to the bit
+
+
+def test_a_finished_run_says_so_and_another_recipe_is_rejected(tmp_path, recipe):
+    run(train, [recipe], folder=tmp_path).ok()
+    again = run(train, [recipe, "--batch.micro", "4", "--log.every", "5"], folder=tmp_path)
+    assert again.codes == [0] and "finished at step 30: nothing to do" in again.output
+    other = run(train, [recipe, "--optimizer.lr", "0.5"], folder=tmp_path)
+    assert other.codes == [2] and "optimizer.lr: 0.001 -> 0.5" in other.output
+
+
+def test_init_from_takes_the_weights_of_another_run(tmp_path, recipe):
+    run(train, [recipe, "--run.dir", "a"], folder=tmp_path).ok()
+    frozen = ["--optimizer.lr", "0", "--duration", "2", "--run.dir", "b"]
+    run(train, [recipe, "--init.from", "a", *frozen], folder=tmp_path).ok()
+    first, second = (load_file(tmp_path / one / "final" / "model.safetensors") for one in "ab")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    wrong = run(train, [recipe, "--init.from", "a", "--task.width", "16", "--run.dir", "c"], folder=tmp_path)
+    assert wrong.codes == [2] and "other shape" in wrong.output and not (tmp_path / "c").exists()
+
+
+def test_overfit_trains_on_those_samples_only(tmp_path, recipe):
+    run(train, [recipe, "--debug.overfit", "3"], folder=tmp_path, variables={"TINY_FOLDER": str(tmp_path)}).ok()
+    assert set((tmp_path / "drawn-0.txt").read_text().split()) == {"0", "1", "2"}
+
+
+def test_dry_run_makes_one_step_and_one_evaluation(tmp_path, recipe):
+    run(train, [recipe, "--debug.dry_run", "--schedule.warmup", "5"], folder=tmp_path).ok()
+    ended = summary(tmp_path / "runs" / "tiny_run")
+    assert ended["step"] == 1 and "eval/loss" in ended
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
+@pytest.mark.parametrize("optimizer", ["adamw", "torch.optim.RMSprop"])
+def test_a_nan_ends_the_run_with_3(tmp_path, recipe, ranks, config, optimizer):
+    world = run(
+        train,
+        [recipe, "--task.spoiled", "5", "--optimizer.name", optimizer],
+        ranks=ranks,
+        config=config,
+        folder=tmp_path,
+    )
+    assert world.codes == [3] * ranks, world.output
+    ended = summary(tmp_path / "runs" / "tiny_run")
+    assert ended["exit_code"] == 3 and "the gradient is not finite" in ended["exit_reason"]
+    assert not (tmp_path / "runs" / "tiny_run" / "final").exists()
+    event = lines(tmp_path / "runs" / "tiny_run")[-1]
+    assert event["event"] == "stop" and 5 in event["ids"] and len(event["ids"]) == 8
+    assert f"step {event['step']}: " in ended["exit_reason"]
+    sealed = Store(tmp_path / "runs" / "tiny_run" / "checkpoints").sealed()
+    assert all(problems(path) == [] and step_of(path) < 30 for path in sealed)
+    assert "Traceback" not in world.output
+
+
+def test_early_stop_waits_for_its_patience(tmp_path, recipe):
+    words = [recipe, "--eval.every", "1", "--stop.patience", "4", "--optimizer.lr", "0"]
+    run(train, words, folder=tmp_path).ok()
+    ended = summary(tmp_path / "runs" / "tiny_run")
+    assert ended["step"] == 5  # the first was the best
+    assert ended["exit_reason"].startswith("early stop") and ended["exit_code"] == 0
+
+
+def test_plateau_lowers_the_rate(tmp_path, recipe):
+    words = [
+        recipe,
+        "--eval.every",
+        "1",
+        "--log.every",
+        "1",
+        "--optimizer.lr",
+        "1e-12",
+        "--schedule.name",
+        "plateau",
+        "--schedule.patience",
+        "3",
+        "--schedule.factor",
+        "0.5",
+        "--duration",
+        "9",
+    ]
+    run(train, words, folder=tmp_path).ok()
+    rates = [line["train/lr"] for line in lines(tmp_path / "runs" / "tiny_run") if "train/lr" in line]
+    assert rates[0] == 1e-12 and min(rates) <= 0.5e-12
+
+
+def test_a_tasks_own_bug_says_where(tmp_path, recipe):
+    (tmp_path / "mine.py").write_text(
+        "from oneloop.tasks.protocol import Task\n"
+        "class Bad(Task):\n    def __init__(self):\n        raise ValueError('no such file')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", "oneloop.train", recipe, "--task", "mine.Bad"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 2 and "mine.py:4" in ended.stderr and "no such file" in ended.stderr
+
+
+def _trainers(parent: int) -> list[int]:
+    import psutil
+
+    children = psutil.Process(parent).children(recursive=True)
+    return [
+        child.pid
+        for child in children
+        if "oneloop.train" in " ".join(child.cmdline()) and "accelerate" not in " ".join(child.cmdline())
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        pytest.param("single", "SIGTERM", marks=pytest.mark.slow),
+        ("ddp", "SIGUSR1"),
+        pytest.param("fsdp2", "SIGINT", marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, config, name):
+    command = [
+        sys.executable,
+        "-m",
+        "oneloop.cli",
+        "launch",
+        "--config_file",
+        str(CONFIGS / f"{config}.yaml"),
+        "digits",
+        "--duration",
+        "100000",
+        "--run.dir",
+        str(tmp_path / "run"),
+        "--track",
+        "none",
+        "--log.every",
+        "5",
+    ]
+    launcher = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path, start_new_session=True
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    try:
+        began = time.monotonic()
+        while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+            assert launcher.poll() is None and time.monotonic() - began < 90
+            time.sleep(0.1)
+        os.kill(_trainers(launcher.pid)[-1], getattr(signal, name))
+        output, _ = launcher.communicate(timeout=60)
+    finally:
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGKILL)
+    assert launcher.returncode == 75, output
+    ended = summary(tmp_path / "run")
+    assert ended["exit_code"] == 75 and ended["exit_reason"].startswith("stopped by")
+    assert lines(tmp_path / "run")[-1]["step"] <= ended["step"] < 100000
+    assert sorted((tmp_path / "run" / "checkpoints").iterdir())[-1].name == f"step-{ended['step']:08d}"
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+
+
+def test_two_starters_on_one_folder(tmp_path):
+    from oneloop.basics.exit_codes import BadInput
+    from oneloop.run.folder import Folder
+
+    first = Folder(tmp_path / "run")
+    first.hold()
+    (tmp_path / "run" / "recipe.yaml").write_text("{}")
+    with pytest.raises(BadInput, match=f"in use by process {os.getpid()} on "):
+        Folder(tmp_path / "run").inspect({})
+    with pytest.raises(BadInput, match="in use by process"):
+        Folder(tmp_path / "run").hold()
+    first.close()
+
+
+def test_bf16_trains_under_every_strategy(tmp_path, recipe):
+    found = {}
+    for ranks, config in ((1, "single"), (2, "ddp"), (2, "fsdp2")):
+        world = run(
+            train,
+            [recipe, "--run.dir", config],
+            ranks=ranks,
+            config=config,
+            folder=tmp_path,
+            options=("--mixed_precision", "bf16"),
+        )
+        world.ok()
+        found[config] = load_file(tmp_path / config / "final" / "model.safetensors")
+        assert all(tensor.dtype == torch.float32 for tensor in found[config].values())
+        assert "precision bf16" in world.output
+    assert distance(found["ddp"], found["single"]) < 0.02
+    assert distance(found["fsdp2"], found["single"]) < 0.02
+
+
+def test_hsdp_trains_the_same_weights_on_four_processes(tmp_path, recipe):
+    run(train, [recipe, "--run.dir", "one", "--machine.dtype", "float64"], folder=tmp_path).ok()
+    world = run(
+        train, [recipe, "--run.dir", "four", "--machine.dtype", "float64"], ranks=4, config="hsdp", folder=tmp_path
+    )
+    world.ok()
+    one, four = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("one", "four"))
+    assert distance(four, one) < 1e-10
+
+
+def test_dropout_and_batch_statistics_are_said(tmp_path, recipe):
+    world = run(train, [recipe, "--task.dropout", "0.1", "--debug.dry_run"], folder=tmp_path)
+    assert "the model has dropout" in world.output
+    words = ["digits", "--task.model", "resnet18", "--debug.dry_run", "--batch.size", "4"]
+    with_batch_norm = run(train, [*words, "--task.data", str(_pictures(tmp_path))], folder=tmp_path)
+    with_batch_norm.ok()
+    assert "the model has BatchNorm, whose statistics depend on the micro-batch" in with_batch_norm.output
+
+
+def _pictures(folder: Path) -> Path:
+    from PIL import Image
+
+    for part in ("train", "validation"):
+        for label in ("cat", "dog"):
+            (folder / "pictures" / part / label).mkdir(parents=True)
+            for number in range(4):
+                Image.new("RGB", (20, 24), (number * 60, 100, 200)).save(
+                    folder / "pictures" / part / label / f"{number}.png"
+                )
+    return folder / "pictures"

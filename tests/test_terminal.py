@@ -1,0 +1,279 @@
+"""What a person sees: plain lines off a terminal, bars on one, nothing on other ranks; runs drawn in the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from oneloop.basics.progress import tracked
+from oneloop.cli import main
+from oneloop.measure.clock import Advice
+from oneloop.show.run_reader import Follower
+from oneloop.show.terminal import Display
+from oneloop.show.watch import view, watch
+from worlds import ROOT, run, train
+
+FIGURES = {"train/loss": 1.5, "train/samples_per_second": 1234.0}
+SUMMARY = {
+    "exit_reason": "done",
+    "step": 100,
+    "samples": 6400,
+    "seconds": 10.0,
+    "train/loss": 0.5,
+    "eval/loss": 0.25,
+    "eval/accuracy": 0.9,
+    "ema/eval/loss": 0.2,
+    "best": {"metric": "eval/loss", "value": 0.24, "step": 90},
+}
+
+
+def shown(*, terminal: bool, on: bool = True, **how: bool) -> str:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=120, quiet=not on)
+    with Display(shown=on, console=console, interval=0.0, **how) as display:
+        step = 40
+        display.begin(lambda: step, total=100)
+        display.metrics(50, FIGURES)
+        assert list(tracked(range(3), "evaluating", total=3)) == [0, 1, 2]
+        display.results(50, {"eval/loss": 0.25})
+        display.lines(["a line that quiet leaves out"])
+        display.say("a line that stays [not markup]")
+        step = 100  # the bar asks for it: it is drawn once more at the end
+        display.metrics(100, FIGURES)
+    display.summary(SUMMARY)
+    return text.getvalue()
+
+
+def test_plain_lines_off_a_terminal():
+    lines = shown(terminal=False).splitlines()
+    assert lines[0].startswith("step 50/100  loss 1.5000  1,234 samples/s") and lines[0].endswith("s left")
+    assert lines[1:4] == ["step 50  eval/loss 0.2500", "a line that quiet leaves out", "a line that stays [not markup]"]
+    assert lines[4].startswith("step 100/100")
+
+
+def test_the_table_at_the_end():
+    rows = [[cell.strip() for cell in line.split("│")] for line in shown(terminal=False).splitlines() if "│" in line]
+    assert ["eval/loss", "0.2500", "0.2000"] in rows and ["eval/accuracy", "0.9000", ""] in rows
+    assert ["best eval/loss", "0.2400 at step 90", ""] in rows and ["time", "10.0 s, 640 samples/s in all", ""] in rows
+
+
+def test_bars_on_a_terminal():
+    text = shown(terminal=True)
+    assert "100/100" in text and "━" in text and "eval/loss 0.2500" in text
+    assert "evaluating" in text and "0/3" in text
+
+
+def test_nothing_on_other_ranks():
+    assert shown(terminal=True, on=False) == ""
+
+
+def test_quiet_leaves_what_must_be_said():
+    assert [line for line in shown(terminal=True, quiet=True).splitlines() if "eval/loss" not in line] == [
+        "a line that stays [not markup]"
+    ]
+
+
+def test_json_lines():
+    lines = [json.loads(line) for line in shown(terminal=True, as_json=True).splitlines()]
+    assert lines[0] == {"step": 50, **FIGURES} and lines[1] == {"step": 50, "eval/loss": 0.25, "weights": "raw"}
+    assert {"message": "a line that stays [not markup]"} in lines
+
+
+def test_json_is_json_whatever_the_figures_are():
+    text = io.StringIO()
+    display = Display(as_json=True, quiet=True, console=Console(file=text))
+    display.metrics(1, FIGURES)
+    display.say("a :x: b")
+    display = Display(as_json=True, console=Console(file=text))
+    display.results(1, {"eval/loss": float("nan")})
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in text.getvalue().splitlines()]
+    assert lines == [{"message": "a :x: b"}, {"step": 1, "eval/loss": "nan", "weights": "raw"}]
+
+
+def on_a_terminal(words: list[str]) -> str:
+    """What ``python -m oneloop.train`` writes to a terminal."""
+    master, slave = os.openpty()
+    os.dup2(slave, 1)
+    os.environ["TERM"] = "xterm-256color"
+    written: list[bytes] = []
+
+    def read() -> None:
+        while True:
+            try:
+                written.append(os.read(master, 65536))
+            except OSError:
+                return
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    with pytest.raises(SystemExit):
+        train(words)
+    sys.stdout.flush()
+    kept = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(kept, 1)
+    os.close(slave)  # nobody writes any more: the reader comes to an end
+    reader.join(10)
+    return b"".join(written).decode(errors="replace")
+
+
+def test_a_run_on_a_terminal_shows_all_that_takes_time(tmp_path):
+    words = [
+        "gpt",
+        "--task.data",
+        str(ROOT / "src/oneloop"),
+        "--task.tokenizer",
+        "bpe",
+        "--task.vocab",
+        "300",
+        "--task.layers",
+        "1",
+        "--task.width",
+        "16",
+        "--task.heads",
+        "2",
+        "--task.block",
+        "32",
+        "--duration",
+        "6",
+        "--batch.size",
+        "8",
+        "--batch.micro",
+        "auto",
+        "--log.every",
+        "2",
+        "--track",
+        "none",
+        "--run.dir",
+        "run",
+    ]
+    found = run(on_a_terminal, words, folder=tmp_path, variables={"XDG_CACHE_HOME": str(tmp_path / "cache")}).ok()[0]
+    for what in (
+        "training the tokenizer",
+        "tokenizing train",
+        "trying micro-batch 8",
+        "step",
+        "evaluating",
+        "saving step 6",
+    ):
+        assert what in found, what
+    assert "6/6" in found and "best eval/loss" in found and "done; results in run" in found
+    assert found.rindex("\x1b[?25h") > found.rindex("\x1b[?25l"), "the cursor is hidden and not shown again"
+
+
+# --- advice ---------------------------------------------------------------------------------------------------------
+
+
+def test_advice_is_given_once_for_each_cause():
+    advice = Advice(after=1, interval=0.0, workers=0, cores=4)
+    slow_data, fine = {"share/data": 0.5, "share/compute": 0.5}, {"share/compute": 0.97}
+    assert advice(lambda: slow_data) == []  # the first steps tell nothing
+    assert advice(lambda: slow_data) == [
+        "50 % of the time the device waits for data: raise machine.workers from 0 to 1"
+    ]
+    assert advice(lambda: {"share/data": 0.6, "share/compute": 0.4}) == []
+    assert advice(lambda: fine)[0].startswith("97 % of the time goes into forward and backward")
+    assert "smaller types" in advice(lambda: {"share/transfer": 0.4})[0]
+
+
+# --- oneloop watch --------------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, steps: range, loss: float = 4.0) -> Path:
+    """A run's metrics, whose loss falls with the steps."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step in steps:
+            file.write(
+                json.dumps({"step": step, "train/loss": loss / step, "share/data": 0.25, "share/compute": 0.75}) + "\n"
+            )
+            if step % 5 == 0:
+                file.write(
+                    json.dumps({"step": step, "eval/loss": 1.0, "eval/accuracy": step / 100, "weights": "raw"}) + "\n"
+                )
+    return folder
+
+
+def drawn(*folders: Path, width: int = 120, figures: tuple[str, ...] = ()) -> str:
+    text = io.StringIO()
+    watch(folders, metrics=figures, console=Console(file=text, width=width))
+    return text.getvalue()
+
+
+def test_a_run_is_drawn_from_its_metrics_alone(tmp_path):
+    text = drawn(written(tmp_path / "digits", range(1, 21)))
+    assert "train/loss" in text and "eval/accuracy" in text and "0.2000" not in text.split("eval/accuracy")[0]
+    assert "75 % compute, 25 % data" in text and any("⠀" < letter <= "⣿" for letter in text)
+    assert "no figures" in drawn(tmp_path / "digits", metrics=("nothing/here",))
+
+
+def test_odd_names_and_narrow_terminals(tmp_path):
+    folder = written(tmp_path / "lr[bold]x", range(1, 9))
+    for width in (12, 20, 40, 300):
+        assert "lr[bold]x" in drawn(folder, width=width).replace("\n", "") or width < 20
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / "metrics.jsonl").write_text('{"step": 6, "event": "save"}\n')
+    assert "nothing yet" in drawn(begun)
+    with (folder / "metrics.jsonl").open("a") as file:
+        for number in range(9):
+            file.write(json.dumps({"step": 9, "eval/loss": 1.0, "weights": f"ema-{number}"}) + "\n")
+    assert all(f"ema-{number}" in drawn(folder, width=300) for number in range(9))
+
+
+def test_runs_stand_side_by_side_where_they_fit(tmp_path):
+    both = written(tmp_path / "one", range(1, 9)), written(tmp_path / "two", range(1, 12))
+    side_by_side, below = drawn(*both, width=130).splitlines(), drawn(*both, width=70).splitlines()
+    assert "one" in side_by_side[0] and "two" in side_by_side[0]
+    assert "two" not in below[0] and any("two" in line for line in below)
+    assert max(map(len, below)) <= 70
+
+
+def test_a_run_that_is_cut_back_is_read_anew(tmp_path):
+    run = Follower(written(tmp_path / "run", range(1, 11)))
+    assert run.read() and run.lines[-2]["step"] == 10
+    written(tmp_path / "run", range(11, 13))
+    assert run.read() and [line["step"] for line in run.lines if "train/loss" in line] == list(range(1, 13))
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "train/lo')
+    assert run.read() and run.lines[-1]["step"] == 12  # half a line is left for the next look
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    written(tmp_path / "run", range(1, 40), loss=8.0)
+    assert run.read() and next(line["train/loss"] for line in run.lines if "train/loss" in line) == 8.0
+    assert [line["step"] for line in run.lines if "train/loss" in line] == list(range(1, 40))
+
+
+def test_it_follows_a_run_until_its_end(tmp_path):
+    folder = written(tmp_path / "run", range(1, 5))
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=100, height=40)
+
+    def go_on() -> None:
+        written(folder, range(5, 31))
+        (folder / "summary.json").write_text("{}")
+
+    later = threading.Timer(0.5, go_on)
+    later.start()
+    watch([folder], every=0.1, console=console)
+    assert "last line 0 s ago" in text.getvalue() and "30" in text.getvalue().split("ended")[-2]
+    assert view([Follower(folder)], (), width=80, height=20) is not None
+
+
+def test_what_cannot_be_watched_is_said(tmp_path, capsys):
+    for words, says in (
+        ([str(tmp_path / "nix")], "holds no run"),
+        ([], "arguments are required: RUN"),
+        ([str(tmp_path), "--every", "0"], "--every: must be a positive number, got 0"),
+        ([str(tmp_path), "--onc"], "unrecognized arguments: --onc"),
+    ):
+        assert main(["watch", *words]) == 2
+        assert says in capsys.readouterr().err
+    written(tmp_path / "run", range(1, 3))
+    assert main(["watch", str(tmp_path / "run"), "--once", "--metrics", "train/loss"]) == 0
+    assert "train/loss" in capsys.readouterr().out
