@@ -52,14 +52,14 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_the_losses_are_those_of_trl(made, monkeypatch):
-    words = ["sft", *COMMON, "--task.pack", "none"]
+    words = ["sft", *COMMON, "--task.pack", "padded"]
     run(train, [*words, "--run.dir", "ours"], folder=made).ok()
     ours = losses(made / "ours")
 
     from trl import SFTConfig, SFTTrainer
 
     monkeypatch.chdir(made)
-    task = SFT("data", model="llama", length=256, pack="none")
+    task = SFT("data", model="llama", length=256, pack="padded")
     torch.manual_seed(key(0))
     model = task.model()
     model.set_attn_implementation("sdpa")
@@ -100,7 +100,7 @@ def test_the_losses_are_those_of_trl(made, monkeypatch):
     assert worst < 1e-4
 
 
-@pytest.mark.parametrize("pack", ["documents", "none"])
+@pytest.mark.parametrize("pack", ["packed", "padded"])
 def test_accumulated_on_two_processes_it_is_the_big_batch(made, pack):
     found = {}
     ways = {

@@ -312,7 +312,7 @@ def trained_of(task: SFT) -> list[str]:
     return [said(task.tokenizer, rows[index]) for index in range(len(rows))]
 
 
-@pytest.mark.parametrize(("pack", "fused"), [("none", False), ("documents", False), ("documents", True)])
+@pytest.mark.parametrize(("pack", "fused"), [("padded", False), ("packed", False), ("packed", True)])
 def test_the_loss_counts_these_tokens_and_no_other(tmp_path, qwen, pack, fused):
     conversations = [conversation(number, tools=False) for number in range(40)]
     data = written(tmp_path / "data", [{"messages": one} for one in conversations])
@@ -336,7 +336,7 @@ def test_the_loss_counts_these_tokens_and_no_other(tmp_path, qwen, pack, fused):
             total, outputs = task.loss(model, batch)
         rows, count = [], 0
         for sample in samples:
-            members = sample if pack == "documents" else [sample]
+            members = sample if pack == "packed" else [sample]
             row = [wanted[tuple(np.where(one < 0, ~one, one).tolist())] for one in members]
             rows.append([loss for each, _ in row for loss in each])
             count += sum(known for _, known in row)
@@ -389,11 +389,11 @@ def test_completions_of_a_tokenizer_that_ends_texts_with_another_token():
 
 def test_prompts_and_completions_in_rows(tmp_path, qwen):
     texts = [{"prompt": f"what is {n}?", "completion": f" it is {n}"} for n in range(6)]
-    task = SFT(str(written(tmp_path / "texts", texts)), model=str(qwen), pack="none")
+    task = SFT(str(written(tmp_path / "texts", texts)), model=str(qwen), pack="padded")
     assert trained_of(task) == [f"what is {n}?« it is {n}<|im_end|>»" for n in range(6)]
     told = [{"prompt": turns("a", "b", "c"), "completion": turns("d", "e", "f", first="assistant")}]
     for rows in (told, [{key: json.dumps(value) for key, value in row.items()} for row in told]):
-        task = SFT(str(written(tmp_path / str(len(str(rows))), rows * 3)), model=str(qwen), pack="none")
+        task = SFT(str(written(tmp_path / str(len(str(rows))), rows * 3)), model=str(qwen), pack="padded")
         shown = trained_of(task)[0].partition("<|im_start|>user\n")[2]
         assert shown == (
             "a<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
@@ -428,27 +428,27 @@ def test_rows_as_people_write_them(tmp_path, qwen):
     with_more = [{"id": 3, "messages": more, "tools": None}] * 3
     for number, rows in enumerate((plain, as_json, shared, with_more)):
         key = "conversations" if rows is shared else "messages"
-        task = SFT(str(written(tmp_path / str(number), rows)), messages=key, model=str(qwen), pack="none")
+        task = SFT(str(written(tmp_path / str(number), rows)), messages=key, model=str(qwen), pack="padded")
         assert [one.partition("helpful assistant.<|im_end|>\n")[2] for one in trained_of(task)] == [wanted] * 3
 
 
 def test_keys_that_hold_nothing_in_all_rows(tmp_path, qwen):
     rows = [{"messages": [one | {"name": None, "tool_calls": None} for one in turns("hi", "yo")]}] * 3
-    task = SFT(str(written(tmp_path / "data", rows)), model=str(qwen), pack="none")
+    task = SFT(str(written(tmp_path / "data", rows)), model=str(qwen), pack="padded")
     assert trained_of(task)[0].endswith("«yo<|im_end|>»\n")
 
 
 @pytest.mark.parametrize("text", ["[2, 1] sorted?", "[2, 1]"])
 def test_prompts_that_look_like_lists_are_texts(tmp_path, qwen, text):
     rows = [{"prompt": "sort: ", "completion": "[1]"}, {"prompt": text, "completion": "[1, 2]"}]
-    task = SFT(str(written(tmp_path / "data", rows)), model=str(qwen), pack="none")
+    task = SFT(str(written(tmp_path / "data", rows)), model=str(qwen), pack="padded")
     assert trained_of(task) == ["sort: «[1]<|im_end|>»", f"{text}«[1, 2]<|im_end|>»"]
 
 
 @pytest.mark.parametrize("indent", [None, 1])
 def test_prompts_as_json_of_messages(tmp_path, qwen, indent):
     row = {"prompt": json.dumps(turns("a"), indent=indent), "completion": json.dumps(turns("b", first="assistant"))}
-    task = SFT(str(written(tmp_path / "data", [row] * 3)), model=str(qwen), pack="none")
+    task = SFT(str(written(tmp_path / "data", [row] * 3)), model=str(qwen), pack="padded")
     assert trained_of(task)[0].endswith("<|im_start|>assistant\n«b<|im_end|>»\n")
 
 
@@ -459,7 +459,7 @@ def test_tools_are_given_to_the_template(tmp_path, qwen, kind):
     call = [{"type": "function", "function": {"name": "look", "arguments": arguments}}]
     messages = [ASKED[0], {"role": "assistant", "content": "", "tool_calls": call}, *ASKED[2:]]
     rows = [{"messages": messages, "tools": tools}, {"messages": turns("hi", "yo"), "tools": None}]
-    task = SFT(str(written(tmp_path / "data", rows)), model=str(qwen), pack="none", length=1024)
+    task = SFT(str(written(tmp_path / "data", rows)), model=str(qwen), pack="padded", length=1024)
     with_tools, without = trained_of(task)
     assert "# Tools" in with_tools and '"description": "finds it"' in with_tools and "# Tools" not in without
     said_of = re.findall("«(.*?)»", with_tools, re.DOTALL)
@@ -474,7 +474,7 @@ def test_padding_with_the_end_token_or_with_none_changes_nothing(tmp_path):
         tokenizer.pad_token = pad
         folder = a_model(tmp_path / str(pad).strip("<|>"), tokenizer)
         assert transformers.AutoTokenizer.from_pretrained(folder).pad_token == pad
-        task = SFT(data, model=str(folder), pack="none")
+        task = SFT(data, model=str(folder), pack="padded")
         rows = task.train_set()
         batch = task.collate([rows[index] for index in range(3)])
         ends = batch["target"] == tokenizer.eos_token_id
@@ -499,7 +499,7 @@ def test_long_conversations_are_cut_split_or_dropped_and_counted(tmp_path, qwen,
     each = [by_rule(tokenizer, tokenizer.apply_chat_template(row["messages"], tokenize=False), spoken) for row in rows]
     too_long = [len(tokens) > length + 1 for tokens, _ in each]
     data = str(written(tmp_path / "data", rows, held=[{"messages": [system, *short[0]]}]))
-    task = SFT(data, model=str(qwen), pack="none", length=length, overlong=overlong)
+    task = SFT(data, model=str(qwen), pack="padded", length=length, overlong=overlong)
     mine = task.train_set()
     samples = [mine[index] for index in range(len(mine))]
     pieces_of: list[tuple[list[int], list[bool]]] = []

@@ -156,7 +156,7 @@ BAD = {
     ),
     "an assistant that says nothing": Bad(
         chat(USER, {"role": "assistant", "content": ""}),
-        ("train.jsonl, row 1: message 1: the assistant says nothing", "fill it, or leave the row out"),
+        ("train.jsonl, row 1: message 1: the assistant's answer is empty", "fill it, or remove the row"),
     ),
     "a role that is none": Bad(
         chat({"role": "human", "content": "?"}, {"role": "assistant", "content": "x"}),
@@ -208,7 +208,7 @@ BAD = {
         ("none of 3 texts holds a token to be trained within 64 tokens",),
     ),
     "a model that is none": Bad(
-        rows(*CHATS, model="llama"), ("task.model 'llama' is neither a folder that transformers saved, nor hf:ID",)
+        rows(*CHATS, model="llama"), ("task.model 'llama' is not a folder saved by transformers",)
     ),
     "more entries than the model has": Bad(
         with_model(small_llama), ("its tokenizer has 307 entries, and the model 300",)
@@ -217,10 +217,10 @@ BAD = {
         with_model(short_llama), ("task.length 64 exceeds the 48 positions of", "lower it")
     ),
     "a state space with packed documents": Bad(
-        with_model(mamba), ("task.pack documents", "state", "task.pack none pads instead")
+        with_model(mamba), ("task.pack packed", "state", "use task.pack padded")
     ),
     "attention of its own with packed documents": Bad(
-        with_model(gpt_neo), ("task.pack documents", "its attention is its own", "task.pack none pads instead")
+        with_model(gpt_neo), ("task.pack packed", "its attention is its own", "use task.pack padded")
     ),
     "experts": Bad(
         with_model(mixtral),
@@ -265,7 +265,7 @@ def test_it_is_told_at_the_command_line(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("make", "keys"), [(mixtral, {"router_loss": "none"}), (mamba, {"pack": "none"}), (gpt_neo, {"pack": "none"})]
+    ("make", "keys"), [(mixtral, {"router_loss": "none"}), (mamba, {"pack": "padded"}), (gpt_neo, {"pack": "padded"})]
 )
 def test_what_the_messages_advise_works(tmp_path, make, keys):
     task = SFT(**with_model(make, **keys)(tmp_path))
@@ -285,7 +285,7 @@ def test_what_a_template_leaves_out_is_not_an_answer(tmp_path):
     )
     (tmp_path / "marked.jinja").write_text(marked)
     given = BAD["a template that changes a turn when more follows"].lay(tmp_path)
-    task = SFT(**given, chat_template=str(tmp_path / "marked.jinja"), pack="none")
+    task = SFT(**given, chat_template=str(tmp_path / "marked.jinja"), pack="padded")
     sample = task.train_set()[0]
     assert task.decode([token for token in sample.tolist() if token >= 0]) == "yo<|im_end|>so<|im_end|>"
 
@@ -324,10 +324,10 @@ def test_rows_without_a_sample_are_skipped_if_asked_and_listed(tmp_path):
     silent = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}]
     good_rows = [{"messages": turns(f"hi {n}", f"yo {n}")} for n in range(12)]
     bad_rows = [*good_rows[:3], {"messages": silent}, *good_rows[3:], {"messages": None}]
-    keys = {"model": good(tmp_path), "length": 64, "pack": "none", "held_out": 0.2}
+    keys = {"model": good(tmp_path), "length": 64, "pack": "padded", "held_out": 0.2}
     given = {"data": str(written(tmp_path / "bad", bad_rows, held=good_rows)), **keys}
     without = SFT(str(written(tmp_path / "good", good_rows, held=good_rows)), unreadable="skip", **keys)
-    with pytest.raises(ValueError, match="row 3: message 1: the assistant says nothing"):
+    with pytest.raises(ValueError, match="row 3: message 1: the assistant's answer is empty"):
         SFT(**given)
     made = SFT(**given, unreadable="skip")
     sets = (made.train_set(), without.train_set())

@@ -107,9 +107,9 @@ def _one_interpreter() -> None:
     assert json.loads(Path("nan/summary.json").read_text())["exit_code"] == 3
     with pytest.raises(BadInput, match="did you mean 'batch.size'"):
         fit("digits", batch={"siz": 3})
-    with pytest.raises(BadInput, match="batch.size takes a whole number"):
+    with pytest.raises(BadInput, match="batch.size must be a whole number"):
         fit("digits", batch={"size": "many"}, run={"dir": "bad"})
-    with pytest.raises(BadInput, match="mixed_precision 'half' is none of no, bf16"):
+    with pytest.raises(BadInput, match="mixed_precision 'half' is unknown; known: no, bf16"):
         fit("digits", mixed_precision="half", run={"dir": "bad"})
     assert not Path("bad").exists() and left() == before
 

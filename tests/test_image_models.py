@@ -116,8 +116,8 @@ def test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_fr
 
 
 BAD = {
-    "an unknown timm name": (["timm:resnet19"], "timm:resnet19 is none of timm's .* near it are .*resnet"),
-    "an unknown name": (["resnet19"], "'resnet19' is neither cnn, a folder"),
+    "an unknown timm name": (["timm:resnet19"], "timm:resnet19 is not one of timm's .* similar names: .*resnet"),
+    "an unknown name": (["resnet19"], "'resnet19' is unknown; use cnn, a folder"),
     "pickled weights": (
         ["mobilenet_v3_small", "PICKLE"],
         "weights.pth is no .safetensors file; pickled weights are never",

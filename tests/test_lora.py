@@ -62,7 +62,7 @@ def peft_alone(tmp_path_factory) -> Path:
     plain = transformers.AutoModelForCausalLM.from_pretrained(base)
     model = get_peft_model(plain, config)
     model.save_pretrained(folder / "start")
-    task = SFT(model=str(folder / "start"), length=96, pack="none")
+    task = SFT(model=str(folder / "start"), length=96, pack="padded")
     samples = task.train_set()
     order = order_of(samples, seed=0, batch=8)
     optimizer = torch.optim.AdamW(
@@ -117,7 +117,7 @@ def test_forty_steps_are_those_of_plain_peft(peft_alone, tmp_path, config, ranks
 def as_others_load_it(folder: Path, base: Path) -> None:
     printed = json.loads((folder / "run" / "summary.json").read_text())["eval/loss"]
     final = folder / "run" / "final"
-    samples = SFT(model=str(base), length=96, pack="none").eval_sets()["validation"]
+    samples = SFT(model=str(base), length=96, pack="padded").eval_sets()["validation"]
     plain = transformers.AutoModelForCausalLM.from_pretrained(base)
     alone = mean_loss(plain, samples)
     by_peft = mean_loss(PeftModel.from_pretrained(plain, final).eval(), samples)
@@ -157,7 +157,7 @@ def same(one: Path, other: Path) -> None:
 )
 def test_a_resumed_run_is_the_run_left_alone(base, tmp_path, config, ranks, optimizer):
     words = ["--task.model", str(base), "--task.lora.rank", "4", "--task.lora.dropout", "0.1", "--duration", "8"]
-    words += ["--save.every", "4", "--optimizer.name", optimizer, "--ema.half_life", "16", "--task.pack", "documents"]
+    words += ["--save.every", "4", "--optimizer.name", optimizer, "--ema.half_life", "16", "--task.pack", "packed"]
     of_words(tmp_path, *words, config=config, ranks=ranks).ok()
     shutil.copytree(tmp_path / "run" / "final", tmp_path / "final")
     shutil.copytree(tmp_path / "run" / "checkpoints" / "step-00000008", tmp_path / "eight")
@@ -198,7 +198,7 @@ def test_a_base_in_four_bits(base, tmp_path, splits):
     whole = tmp_path / "single" / "whole"
     assert main(["export", str(tmp_path / "single" / "run"), "--to", str(whole), "--merged"]) == 0
     merged = transformers.AutoModelForCausalLM.from_pretrained(whole).eval()
-    samples = SFT(model=str(base), length=96, pack="none").eval_sets()["validation"]
+    samples = SFT(model=str(base), length=96, pack="padded").eval_sets()["validation"]
     printed = json.loads((tmp_path / "single" / "run" / "summary.json").read_text())["eval/loss"]
     assert mean_loss(merged, samples) == pytest.approx(printed, abs=1e-5)
 
@@ -232,7 +232,7 @@ def test_a_base_in_bfloat16_stays_so_under_adapters_in_float32(tmp_path):
         json.loads((tmp_path / "single" / name / "summary.json").read_text())["eval/loss"] for name in ("run", "wide")
     ]
     assert 0 < abs(losses[0] - losses[1]) < 0.02
-    samples = SFT(model=str(base), length=96, pack="none").eval_sets()["validation"]
+    samples = SFT(model=str(base), length=96, pack="padded").eval_sets()["validation"]
     plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     by_peft = mean_loss(PeftModel.from_pretrained(plain, tmp_path / "single" / "wide" / "final").eval(), samples)
     assert by_peft == pytest.approx(losses[1], abs=1e-5)

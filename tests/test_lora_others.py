@@ -34,7 +34,7 @@ def trained(base, tmp_path_factory) -> Path:
 
 
 def the_task(model: Path, **lora) -> SFT:
-    return SFT(model=str(model), length=96, pack="none", lora=lora)
+    return SFT(model=str(model), length=96, pack="padded", lora=lora)
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])

@@ -213,7 +213,10 @@ MIXED = {
     ),
     "no number": ([{"data": "A", "weight": "much"}, {"data": "B"}], "the weight 'much' of 'A'is not a number"),
     "no place": ([{"weight": 1}], "names no place"),
-    "a strange key": ([{"data": "A", "wight": 1}], "'wight' is none of data, label, name, second, text, weight"),
+    "a strange key": (
+        [{"data": "A", "wight": 1}],
+        "'wight': unknown entry; known: data, label, name, second, text, weight",
+    ),
     "no source": ([], "task.data is an empty list"),
     "twice the same": ([{"data": "A"}, {"data": "A"}], "names two places 'A'"),
     "an empty set": ([{"data": "A"}, {"data": "E"}], "'E': the whole set is empty"),
@@ -381,15 +384,15 @@ def test_tokens_of_rows_are_those_of_the_same_texts_in_memory(tmp_path):
 
     made = rows(200)
     write(tmp_path / "rows", "parquet", made)
-    for pack in ("joined", "none"):
+    for pack in ("concat", "padded"):
         task = CausalLM(str(tmp_path / "rows"), block=16, pack=pack)
         tokens = {name: [part[i].tolist() for i in range(len(part))] for name, part in task._sets.items()}
         texts = opened_texts(tmp_path / "rows")
         for name, wanted in texts.items():
             streams = [[*text.encode(), 256] for text in wanted]
-            streams = [[token for text in streams for token in text]] if pack == "joined" else streams
+            streams = [[token for text in streams for token in text]] if pack == "concat" else streams
             cut = [s[at : at + 17] for s in streams for at in range(0, len(s) - 1, 16)]
-            cut = [one for one in cut if len(one) == 17] if pack == "joined" and name == "train" else cut
+            cut = [one for one in cut if len(one) == 17] if pack == "concat" and name == "train" else cut
             assert tokens[name] == cut
 
 

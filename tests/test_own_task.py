@@ -84,13 +84,13 @@ def test_where_its_file_has_gone(written, capsys):
     moved = folder.parent / "moved.py"
     written.rename(moved)
     gone = run(apply, ["evaluate", str(folder / "runs" / "spirals")], folder=folder.parent)
-    assert gone.codes == [2] and "there is no file" in gone.output
+    assert gone.codes == [2] and "does not exist" in gone.output
     words = ["evaluate", str(folder / "runs" / "spirals"), "--task", f"{moved}:MyTask"]
     run(apply, words, folder=folder.parent).ok()
 
 
 NAMED = {
-    "missing.py:MyTask": "there is no file",
+    "missing.py:MyTask": "missing.py does not exist",
     "spirals.py": "name the file and what is meant in it: spirals.py:Name",
     "spirals.py:": "name the file and what is meant in it: spirals.py:Name",
     "spirals.py:MyTusk": "'spirals.py' has no 'MyTusk'; it has Spirals, MyTask",

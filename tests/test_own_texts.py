@@ -165,7 +165,7 @@ def test_a_language_model_that_does_not_fit_is_told(tmp_path):
     own = {"data": str(tmp_path / "data"), "held_out": 0.2}
     with pytest.raises(ValueError, match="task.block 64 exceeds the 32 positions"):
         CausalLM(**own, model=str(gpt(tmp_path / "gpt")), block=64).model()
-    with pytest.raises(ValueError, match="'gpt2' is neither a folder that transformers saved, nor hf:ID"):
+    with pytest.raises(ValueError, match="'gpt2' is not a folder saved by transformers"):
         CausalLM(**own, model="gpt2")
     with pytest.raises(ValueError, match="its tokenizer has no end token"):
         CausalLM(**own, model=str(bert(tmp_path / "bert")))
@@ -203,10 +203,7 @@ def test_a_shape_alone_is_drawn_from_the_seed(tmp_path):
 
 
 BAD = {
-    "nothing there": (
-        lambda folder: "nowhere",
-        "'nowhere' is neither bytes, a folder that transformers saved, nor hf:ID",
-    ),
+    "nothing there": (lambda folder: "nowhere", "'nowhere' is not a folder saved by transformers"),
     "weights of another shape": (
         lambda folder: spoiled(folder, "encoder"),
         "the weights are of another model \\(missing: ",

@@ -147,7 +147,7 @@ def test_documents_leak_where_attention_does_not_end(name, monkeypatch):
         "oneloop.tasks.language.language_model.borders", lambda documents, cuts: attention.causal(documents.device)
     )
     with pytest.raises(
-        ValueError, match=r"task.pack documents: .*(from one document to the next|depend on the document before)"
+        ValueError, match=r"task.pack packed: .*(from one document to the next|depend on the document before)"
     ):
         Documents(name, packed=True).model()
 

@@ -16,7 +16,7 @@ from adapters import SPLITS, a_base, furthest, of_words
 
 PAGE = Path(__file__).parent.parent / "docs" / "pairs.md"
 LEARNED = {
-    "packing": ["--task.pack", "documents"],
+    "packing": ["--task.pack", "packed"],
     "LoRA": ["--task.lora.rank", "4"],
     "EMA": ["--ema.half_life", "16"],
     "muon": ["--optimizer.name", "muon"],

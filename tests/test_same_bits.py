@@ -46,7 +46,7 @@ def snippets(folder: Path) -> list[str]:
 TASKS = {
     "digits": digits,
     "gpt": language(),
-    "llama": language("--task.architecture", "llama", "--task.tokenizer", "bpe", "--task.pack", "documents"),
+    "llama": language("--task.architecture", "llama", "--task.tokenizer", "bpe", "--task.pack", "packed"),
     "snippets": snippets,
     "digits by muon": lambda folder: [*digits(folder), "--optimizer.name", "muon"],
     "digits by sgd": lambda folder: [*digits(folder), "--optimizer.name", "sgd", "--optimizer.lr", "0.05"],

@@ -91,7 +91,7 @@ def test_a_mixture_of_conversations_and_prompts(tmp_path):
     for name, rows in {"chats": chats, "texts": texts}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     data = json.dumps([{"data": "chats.jsonl", "weight": 3}, {"data": "texts.jsonl", "weight": 1}])
-    words = [*SMALL, "--task.data", data, "--task.held_out", "0.2", "--task.pack", "none", "--duration", "4"]
+    words = [*SMALL, "--task.data", data, "--task.held_out", "0.2", "--task.pack", "padded", "--duration", "4"]
     run(train, words, folder=tmp_path).ok()
     ended = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert {"eval/loss/chats", "eval/loss/texts", "eval/perplexity", "eval/accuracy", "eval/exact"} <= ended.keys()
@@ -169,7 +169,7 @@ def test_another_end_token_is_another_data_set(tmp_path):
     data = lines(tmp_path / "pairs.jsonl", PAIRS)
     made = {}
     for end in ("<|im_end|>", "<|endoftext|>"):
-        task = SFT(data, model=str(a_model(tmp_path / "model", end=end)), length=64, pack="none")
+        task = SFT(data, model=str(a_model(tmp_path / "model", end=end)), length=64, pack="padded")
         last = {task.decode([int(task.train_set()[index][-1])]) for index in range(5)}
         assert last == {end} and task._ends == [task.tokenizer.eos_token_id]
         made[end] = task.train_set().fingerprint()

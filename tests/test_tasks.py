@@ -41,21 +41,21 @@ def test_augmentation_moves_the_image_and_keeps_the_label():
     assert [plain[i][1] for i in range(5)] == [moved[i][1] for i in range(5)]
 
 
-@pytest.mark.parametrize("pack", ["joined", "documents", "none"])
+@pytest.mark.parametrize("pack", ["concat", "packed", "padded"])
 def test_every_token_is_a_target_exactly_once(text_folder, pack):
     task = CausalLM(str(text_folder), block=16, pack=pack)
     for part in task.eval_sets().values():
         samples = [part[i] for i in range(len(part))]
         batch = task.collate(samples)
         targets = batch["target"][batch["target"] >= 0]
-        tokens = part.tokens if pack == "joined" else part.spans.tokens
-        texts = 1 if pack == "joined" else int((tokens == Bytes.separator).sum())
+        tokens = part.tokens if pack == "concat" else part.spans.tokens
+        texts = 1 if pack == "concat" else int((tokens == Bytes.separator).sum())
         assert len(targets) == int(task.weight(batch)) == len(tokens) - texts
     train_set = task.train_set()
     lengths = {len(train_set[i]) for i in range(len(train_set))}
-    assert (lengths == {17}) is (pack == "joined")
-    assert task.sample_weight == (16.0 if pack == "joined" else None)
-    if pack == "documents":
+    assert (lengths == {17}) is (pack == "concat")
+    assert task.sample_weight == (16.0 if pack == "concat" else None)
+    if pack == "packed":
         batch = task.collate([train_set[i] for i in range(len(train_set))])
         tokens = train_set.spans.tokens
         assert int(task.weight(batch)) == len(tokens) - int((tokens == Bytes.separator).sum())

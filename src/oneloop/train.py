@@ -145,7 +145,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     final = upkeep.final_weights(stopped=stopped)
     stopped = stopped or not upkeep.last_evaluation(final)
     if failed and stopped:  # the run is not done, and cannot be resumed from where it was
-        raise OSError("stopped on request, but the last checkpoint could not be written")
+        raise OSError("the run was stopped, but the last checkpoint could not be written")
     checkpoints.close()
     upkeep.write_final(folder.path / "final", final)
     return upkeep.summary(final, stopped=stopped)

@@ -13,7 +13,17 @@ from worlds import run, train
 SPLITS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
 
 
-WORDS = ["sft", "--task.length", "96", "--task.pack", "none", "--optimizer.lr", "0.001", "--schedule.name", "constant"]
+WORDS = [
+    "sft",
+    "--task.length",
+    "96",
+    "--task.pack",
+    "padded",
+    "--optimizer.lr",
+    "0.001",
+    "--schedule.name",
+    "constant",
+]
 WORDS += ["--schedule.warmup", "0", "--batch.size", "8", "--track", "none", "--eval.every", "0", "--log.every", "1"]
 WORDS += ["--eval.samples", "0", "--run.dir", "run"]
 

@@ -85,7 +85,7 @@ CONTRACT = {
         ("Mine.loss is called with (model, batch)",), "    def loss(self, batch):\n        return batch['x'].sum(), {}"
     ),
     "a loss over the batch in training": Case(
-        ("in training for samples whose parts cost", "additive = False"),
+        ("in training for samples whose losses are", "additive = False"),
         LOSS + "        aux = each.mean() if model.training else 0\n        return each.sum() + aux, {}",
     ),
     "a contrastive loss": Case(

@@ -81,12 +81,12 @@ def _divided(group: str, name: str) -> tuple[str, str]:
     if ":" in name or name.endswith(".py"):
         file, _, attribute = name.rpartition(":") if ":" in name else (name, "", "")
         if not attribute.isidentifier() or not file.endswith(".py"):
-            raise BadInput(f"{group}.name {name!r}: name the file and what is meant in it: {file or 'my_file.py'}:Name")
+            raise BadInput(f"{group}.name {name!r}: write the file and the name in it: {file or 'my_file.py'}:Name")
         return file, attribute
     module, _, attribute = known.get(name, name).rpartition(".")
     if not module:
-        own = "nor the path of your own (my_file.py:Name or module.Name)"
-        raise BadInput(f"{group}.name {name!r} is none of {', '.join(known)}, {own}{suggestion(name, known)}")
+        own = "or give the path of your own (my_file.py:Name or module.Name)"
+        raise BadInput(f"{group}.name {name!r} is unknown; use {', '.join(known)}, {own}{suggestion(name, known)}")
     if module.partition(".")[0] in sys.stdlib_module_names:
         raise BadInput(f"{group}.name {name!r} is in Python's standard library, which has no {_WANTED[group]}")
     return module, attribute

@@ -257,14 +257,19 @@ def _nullable(made: ArgumentParser) -> set[str]:
 
 
 def _reworded(error: Exception, given: Mapping[str, Any], made: ArgumentParser) -> str:
-    """What the key takes, in our words, where the parser says that a value does not fit."""
+    """Reword the parser's error for a value of the wrong type."""
     match = re.match(r'Parser key "([^"]+)":', str(error))
     key = match[1] if match else ""
     takes = wanted(_types(made).get(key))
     if key not in given or not takes:
         return _worded(error)
     value = given[key]
-    return f"{key} takes {takes}; it was given {value if isinstance(value, str) else json.dumps(value, default=str)}"
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    new = f"; {text} is now called {_RENAMED[text]}" if key == "task.pack" and _RENAMED.get(text, "-") in takes else ""
+    return f"{key} must be {takes}, got {text}{new}"
+
+
+_RENAMED = {"joined": "concat", "documents": "packed", "none": "padded"}  # old values of task.pack
 
 
 def _worded(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The keys of a recipe that leave the trained model as it is: machine, log, save, run and watch."""
+"""Keys that do not change the trained model: machine, evaluation, saving, logging, the run folder."""
 
 import re
 from dataclasses import dataclass, field
@@ -11,46 +11,46 @@ from oneloop.basics.exit_codes import BadInput, at_least, within
 @dataclass(frozen=True)
 class MachineConfig:
     workers: int | Literal["auto"] = "auto"
-    """processes that load data, for each training process (0: load in the training process)"""
+    """data loading processes per training process (0: load in the training process)"""
     pinned: bool = True
-    """on a GPU: batches wait in pinned host memory, and are copied while the device computes"""
+    """GPU: keep batches in pinned host memory and copy them while the device computes"""
     dtype: Literal["float32", "float64"] = "float32"
-    """type of the weights; float64 is for proofs"""
+    """dtype of the weights; float64 is for exact comparisons"""
     base_dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """type of frozen matrices (null: their own): a half one, with mixed precision, or float32 for what is in half"""
+    """dtype of frozen matrices (null: unchanged): a 16-bit dtype with mixed precision, or float32"""
     quant_storage: Literal["auto", "uint8", "bfloat16", "float16", "float32"] = "auto"
-    """type that holds the bytes of matrices in 4 bits; FSDP2 shards floating ones only (auto: what fits)"""
+    """storage dtype of 4-bit matrices; FSDP2 can shard only floating-point dtypes (auto: choose one that works)"""
     deterministic: bool = False
-    """use only deterministic algorithms, and fail where an operation has none"""
+    """use only deterministic algorithms; raise an error if an operation has none"""
     sync_each_batch: bool = False
-    """FSDP2 with accumulation: scatter gradients at every micro-batch, for less memory and more communication"""
+    """FSDP2 with accumulation: reduce-scatter gradients after each micro-batch (less memory, more communication)"""
     find_unused_parameters: bool = False
-    """DDP, FSDP2: in every step, search for parameters without a gradient (routing, adapters)"""
+    """DDP, FSDP2: find parameters without a gradient in each step (routing, adapters)"""
     recompute: str = "none"
-    """gradient checkpointing: none, full, every:K (each K-th block), selective (keep matmuls and attention), or
-    budget:SHARE (with compile: keep that share of the activations)"""
+    """activation (gradient) checkpointing: none, full, every:K (each K-th block), selective (keep matmuls and
+    attention), or budget:SHARE (with compile: keep that share of the activations)"""
     offload: bool = False
-    """keep what recompute keeps in pinned host memory (needs a GPU, and recompute full or every:K)"""
+    """store the kept activations in pinned host memory (requires a GPU, and recompute full or every:K)"""
     compile: Literal["none", "regional", "whole"] = "none"
-    """torch.compile: block by block (quick to start), or the whole model"""
+    """torch.compile: each block (starts faster), or the whole model"""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    """torch.compile's mode"""
+    """mode of torch.compile"""
     blocks: list[str] = field(default_factory=list)
-    """class names of the model's blocks, for recompute, compile and FSDP2 (empty: found by themselves)"""
+    """class names of the model's blocks, for recompute, compile and FSDP2 (empty: detect them)"""
     channels_last: bool | Literal["auto"] = "auto"
-    """memory layout of convolutional models: channels last (auto: on a GPU)"""
+    """use the channels-last memory format for convolutional models (auto: on a GPU)"""
     matmul: Literal["highest", "high", "medium"] = "highest"
-    """float32 products: highest is IEEE; high is TF32 (quicker on GPUs; another split is then exact to 1e-3 only)"""
+    """precision of float32 matmuls: highest is IEEE; high is TF32 (faster; layouts then differ by 1e-3)"""
     cudnn_benchmark: bool = False
-    """let cuDNN try its algorithms (quicker for one shape; a resume may choose others, and is then not exact)"""
+    """let cuDNN benchmark its algorithms (faster; a resume is then not bit-identical)"""
     in_turn: bool = False
-    """the processes of a host make their models one after another: one copy at a time in its memory, a slower start"""
+    """load the model on one process of a host after another: less host memory, slower start"""
     check_every: Duration = Duration(1000)
-    """duration between two comparisons of weights and optimizer state over the processes (0: never)"""
+    """duration between comparisons of weights and optimizer state across processes (0: never)"""
     patience: float = 1.0
-    """factor of the time after which a process that gives no sign of life is named, and ends the run (0: never)"""
+    """factor of the time after which a process counts as hung, which ends the run (0: never)"""
     gc_every: Duration = Duration(1000)
-    """duration between two garbage collections of Python, at the same step on all processes (0: Python's own)"""
+    """duration between Python garbage collections, at the same step on all processes (0: automatic)"""
 
     def __post_init__(self) -> None:
         within(0, 512, machine__workers=0 if self.workers == "auto" else self.workers)
@@ -60,13 +60,13 @@ class MachineConfig:
 @dataclass(frozen=True)
 class EvalConfig:
     every: Duration = Duration("1ep")
-    """duration between two evaluations (0: at the end only)"""
+    """duration between evaluations (0: only at the end)"""
     micro: int | None = None
-    """samples that one process evaluates at once (null: as in training)"""
+    """micro-batch of the evaluation (null: as in training)"""
     samples: int = 8
-    """held-out samples to show after each evaluation, and as many with the largest loss (0: none)"""
+    """number of validation samples to show after each evaluation, and of those with the largest loss (0: none)"""
     best: str = "eval/loss"
-    """the metric that the best result, early stopping and the plateau schedule go by"""
+    """metric for the best checkpoint, early stopping and the plateau schedule"""
 
     def __post_init__(self) -> None:
         at_least(1, eval__micro=1 if self.micro is None else self.micro)
@@ -76,19 +76,19 @@ class EvalConfig:
 @dataclass(frozen=True)
 class SaveConfig:
     every: Duration = Duration("10%")
-    """duration between two checkpoints (0: at the end and at a stop only)"""
+    """duration between checkpoints (0: only at the end and at a stop)"""
     keep: int = 2
-    """newest checkpoints to keep"""
+    """number of newest checkpoints to keep"""
     forever: Duration = Duration(0)
-    """checkpoints at multiples of this duration are kept for good (0: none)"""
+    """never delete checkpoints at multiples of this duration (0: none)"""
     best: bool = True
-    """also save whenever eval.best is better than ever, and keep that checkpoint"""
+    """save a checkpoint whenever eval.best improves, and keep the best one"""
     final: Literal["last", "best"] = "last"
-    """which weights final/ holds in the end: the last ones, or those of the best evaluation (needs save.best)"""
+    """weights to write to final/: the last, or the best by eval.best (requires save.best)"""
     sync: bool = False
-    """write in the training process, which waits, instead of another one"""
+    """write checkpoints in the training process, which then waits (false: in a separate process)"""
     max_failures: int = 3
-    """failing saves in a row (a full disk) before the run ends with exit code 1"""
+    """failed saves in a row (disk full) before the run ends with exit code 1"""
 
     def __post_init__(self) -> None:
         at_least(1, save__keep=self.keep)
@@ -100,9 +100,9 @@ class SaveConfig:
 @dataclass(frozen=True)
 class StopConfig:
     patience: int = 0
-    """evaluations without a better result before the run ends early (0: never)"""
+    """early stopping: evaluations without improvement before the run ends (0: never)"""
     after: str | None = None
-    """time after which the run saves and stops, to be started again: 55min, 3.5h, 90s (null: never)"""
+    """time limit: save and stop after it; the same command resumes (55min, 3.5h, 90s; null: no limit)"""
 
     @property
     def seconds(self) -> float:
@@ -122,21 +122,21 @@ class StopConfig:
 @dataclass(frozen=True)
 class LogConfig:
     every: Duration = Duration(50)
-    """duration between two lines of metrics"""
+    """duration between log lines"""
     noise_scale: bool = True
-    """measure the gradient noise scale on those steps: how large a batch is still worth its samples"""
+    """measure the gradient noise scale at log steps: the largest useful batch size"""
 
 
 @dataclass(frozen=True)
 class WatchConfig:
     profile: str | None = None
-    """steps to profile (10-15): a trace, and a table of the top operators, in the run folder's profile/"""
+    """steps to profile (10-15): writes a trace and a table of operators to profile/ in the run folder"""
     memory: str | None = None
-    """steps of which a snapshot of the GPU's memory is written (10-13)"""
+    """steps to record in a GPU memory snapshot (10-13)"""
     quiet: bool = False
-    """show nothing but the end and what went wrong"""
+    """print only errors and the end of the run"""
     json: bool = False
-    """show metrics as JSON lines, as in metrics.jsonl, for other programs"""
+    """print metrics as JSON lines, as in metrics.jsonl"""
 
     def __post_init__(self) -> None:
         for key, text in (("watch.profile", self.profile), ("watch.memory", self.memory)):
@@ -150,19 +150,19 @@ class WatchConfig:
 @dataclass(frozen=True)
 class RunConfig:
     dir: str | None = None
-    """the run's own folder (null: runs/<recipe>)"""
+    """run folder (null: runs/<recipe>)"""
     resume: str = "auto"
-    """auto: go on from the newest good checkpoint; never: reject a folder with a run in it; or a checkpoint's path"""
+    """auto: resume from the newest intact checkpoint; never: reject a folder that has a run; or a checkpoint's path"""
     accept_changes: bool = False
-    """go on although the recipe's mathematics has changed"""
+    """resume although the training configuration, data or model has changed"""
 
 
 @dataclass(frozen=True)
 class DebugConfig:
     overfit: int = 0
-    """train on that many samples only (0: on all)"""
+    """train on only this many samples (0: all)"""
     dry_run: bool = False
-    """one step of the real shape, one evaluation, then stop"""
+    """run one step with the real shapes, one evaluation and one save, then stop"""
 
     def __post_init__(self) -> None:
         at_least(0, debug__overfit=self.overfit)

@@ -1,4 +1,4 @@
-"""Recipe keys that say what is learned: the task, the batch, the optimizer, the schedule, averages and bad steps."""
+"""The training configuration: keys that decide what is trained (task, batch, optimizer, schedule, EMA, bad steps)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ from oneloop.basics.exit_codes import BadInput, at_least, within
 @dataclass(frozen=True)
 class TaskConfig:
     name: str = "image_classification"
-    """what is learned: image_classification, causal_lm, text_classification, text_regression, token_classification, or
-    the class path of your own"""
+    """task to train: image_classification, causal_lm, text_classification, text_regression, token_classification, or
+    the class path of your own task"""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -20,9 +20,9 @@ class TaskConfig:
 class InitConfig:
     source: str | None = None
     weights: str = "raw"
-    """which weights of that run: raw, or the name of an average (ema)"""
+    """weights of that run to start from: raw, or the name of an EMA (ema)"""
     leave_out: list[str] = field(default_factory=list)
-    """patterns of parameters that are not taken from there: they begin as the task makes them (head, "*.bias")"""
+    """patterns of parameters that keep their initial values from the task (head, "*.bias")"""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,11 @@ class BatchConfig:
     size: int = 64
     """global batch: samples of one step over all processes"""
     micro: int | Literal["auto", "fastest"] | None = None
-    """micro-batch: samples that one process puts through the model at once (null: batch.size / processes; auto: the
-    largest that fits into memory, fastest: the quickest that fits, both tried before the run)"""
+    """micro-batch: samples per process in one forward pass (null: batch.size / processes; auto: search for the largest
+    that fits into memory; fastest: search for the fastest that fits)"""
     grain: int | None = None
-    """samples of a leaf: what goes through the model at once everywhere, so that the weights are the same bits for any
-    number of processes, sharded or not (null: equal to rounding). batch.size / grain and the processes are powers of
-    two"""
+    """grain: a micro-batch size that is the same on any number of processes, for bit-identical weights, sharded or not
+    (null: equal up to rounding). batch.size / batch.grain and the number of processes must be powers of two"""
 
     def __post_init__(self) -> None:
         at_least(1, batch__size=self.size, batch__micro=self.micro if isinstance(self.micro, int) else 1)
@@ -56,14 +55,14 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class ParametersConfig:
-    """What is set for the parameters that a pattern takes."""
+    """Settings for the parameters that match a pattern."""
 
     freeze: bool | None = None
-    """they keep their values: no gradient, no optimizer state, no average"""
+    """keep the initial values: no gradient, optimizer state or EMA"""
     lr_factor: float | None = None
-    """their share of the learning rate"""
+    """factor of the learning rate"""
     weight_decay: float | None = None
-    """of vectors too"""
+    """weight decay, also of vectors"""
 
     def __post_init__(self) -> None:
         if not self.settings:
@@ -74,7 +73,7 @@ class ParametersConfig:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those that are given."""
+        """The settings that are given."""
         return {key: value for key, value in vars(self).items() if value is not None}
 
 
@@ -85,19 +84,19 @@ class OptimizerConfig:
     lr: float = 1e-3
     """peak learning rate"""
     weight_decay: float = 0.0
-    """weight decay of matrices; vectors (biases, norms) have none"""
+    """weight decay of matrices; vectors (biases, norms) have no weight decay"""
     clip: float = 1.0
-    """largest global gradient norm (0: no clipping)"""
+    """maximum global gradient norm (0: no clipping)"""
     lr_at_batch: int = 0
-    """global batch that optimizer.lr is meant for; at another one it is scaled by optimizer.lr_rule (0: no scaling)"""
+    """global batch size that optimizer.lr is for; optimizer.lr_rule scales it to batch.size (0: no scaling)"""
     lr_rule: Literal["linear", "sqrt", "none"] = "sqrt"
-    """how the learning rate grows with the batch: sqrt for Adam-like optimizers, linear for SGD"""
+    """scaling of the learning rate with the batch size: sqrt for Adam-like optimizers, linear for SGD"""
     groups: dict[str, ParametersConfig] = field(default_factory=dict)
     """freeze, lr_factor and weight_decay by pattern: {backbone: {lr_factor: 0.1}, '*.bias': {weight_decay: 0},
-    'encoder.[0-5]': {freeze: true}}. A pattern is a parameter's dotted name or the beginning of one, where * stands
-    for anything, ? for one character and [0-5] for one of several"""
+    'encoder.[0-5]': {freeze: true}}. A pattern is a parameter's dotted name or the start of one; * matches any text,
+    ? one character and [0-5] one of several"""
     layer_decay: float = 1.0
-    """factor of the learning rate from one block of the model to the one below it (1: the same for all)"""
+    """factor of the learning rate from each block of the model to the block below it (1: no decay)"""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -126,17 +125,17 @@ class ScheduleConfig:
 @dataclass(frozen=True)
 class EmaConfig:
     half_life: Duration | list[Duration] = Duration(0)
-    """samples (or tokens, steps, epochs) after which a weight counts half in the average (0: none; several: a list)"""
+    """duration after which the contribution of a weight has halved (0: no EMA; a list: several EMAs)"""
     decay: float = 0.0
-    """a fixed share of the average kept per step, instead of a half-life (0: none)"""
+    """decay factor per step, instead of a half-life (0: none)"""
     power: list[float] = field(default_factory=list)
-    """widths of power-function averages, as shares of the run (0.05, 0.1); any other can be mixed after the run"""
+    """widths of power-function EMAs as shares of the run (0.05, 0.1); oneloop export can mix other widths later"""
     ramp: float = 0.05
-    """the half-life is at most this share of what was trained so far (0: no ramp-up)"""
+    """upper limit of the half-life, as a share of the training so far (0: no limit)"""
     every: int = 1
-    """steps between two updates of the average; the half-life stays the same"""
+    """steps between two updates of the EMA; the half-life stays the same"""
     device: Literal["cpu"] | None = None
-    """cpu keeps the averages in host memory (null: beside the weights)"""
+    """cpu keeps EMA weights in host memory (null: on the device)"""
 
     @property
     def half_lives(self) -> list[Duration]:
@@ -159,16 +158,16 @@ class EmaConfig:
 @dataclass(frozen=True)
 class GuardConfig:
     nonfinite: Literal["stop", "skip", "rewind"] = "stop"
-    """a step whose loss or gradient is NaN or Inf: end the run with code 3; leave it out; or go back to the last
-    checkpoint and pass over the samples since"""
+    """action if the loss or gradient is NaN or Inf: stop the run with exit code 3; skip the step; or rewind to the last
+    checkpoint and skip the samples since then"""
     spike: Literal["stop", "skip", "rewind"] = "skip"
-    """the same for a step whose loss or gradient norm is far above those before"""
+    """action if the loss or gradient norm is far above that of earlier steps"""
     sigma: float = 0.0
-    """how far: standard deviations above the mean of the window (0: nothing is a spike); 6 is usual"""
+    """threshold of a spike: standard deviations above the mean of the window (0: off; common: 6)"""
     window: int = 100
-    """steps of the window"""
+    """number of steps in the window"""
     patience: int = 10
-    """bad steps in a row (rewinds without a checkpoint between them) before the run ends with code 3"""
+    """bad steps in a row (or rewinds without a new checkpoint) before the run ends with exit code 3"""
 
     def __post_init__(self) -> None:
         at_least(0, guard__sigma=self.sigma)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from oneloop.data.rows.open_data import Source, combined, named_sources
 from oneloop.tasks.language.generation import written
-from oneloop.tasks.language.language_model import LanguageModel
+from oneloop.tasks.language.language_model import LanguageModel, is_packed
 from oneloop.tasks.language.models import SCRATCH
 from oneloop.tasks.language.sequences import IGNORE, Packed, Padded, collated, spans
 from oneloop.tasks.language.texts import Texts, all_texts, texts_of
@@ -23,17 +23,17 @@ class CausalLM(LanguageModel):
 
     Args:
         data: stdlib (the source of Python's standard library); a file or folder of text, parquet, json lines, csv or
-            arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight: 0.7}, …]. Parts that are there (train,
-            validation, test: names of files, folders or splits) are used; else some are held out.
-        column: where the text stands in rows.
-        held_out: share of the rows for validation, and as much for test, where the data has no such parts.
-        window: megabytes of parquet rows that a process may hold while it makes tokens of them.
-        block: tokens of a sample.
+            arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight: 0.7}, …]. Splits come from the
+            names of files, folders or hub splits (train, validation, test); see held_out.
+        column: column of the text.
+        held_out: share of the rows for each of validation and test, if the data set has no such split.
+        window: megabytes of parquet rows in memory per process while tokenizing.
+        block: tokens per sample.
         tokenizer: bytes, or bpe (byte-level, trained on the training texts).
-        vocab: entries of the bpe.
-        pack: joined (samples cut from all texts one after another: what stands in one sample sees the texts before it
-            there); documents (texts that fit into one sample together, and none sees another); none (each by itself,
-            padded; those of a step of similar length). Longer texts are split.
+        vocab: vocabulary size of the bpe tokenizer.
+        pack: concat (concatenate all texts and cut samples of block tokens; a text attends to earlier texts in its
+            sample), packed (several texts per sample; none attends to another), or padded (one text per sample; the
+            samples of a step have similar lengths). packed and padded split longer texts.
     """
 
     length_key = "block"
@@ -49,12 +49,10 @@ class CausalLM(LanguageModel):
         block: int = 128,
         tokenizer: Literal["bytes", "bpe"] = "bytes",
         vocab: int = 4096,
-        pack: Literal["joined", "documents", "none"] = "joined",
+        pack: Literal["concat", "packed", "padded"] = "concat",
         **model: Any,
     ) -> None:
-        super().__init__(packed=pack == "documents", length=block, **model)
-        if pack not in ("joined", "documents", "none"):
-            raise ValueError(f"task.pack {pack!r} is none of joined, documents, none")
+        super().__init__(packed=is_packed(pack, "concat", "packed", "padded"), length=block, **model)
         self.column, self.window, self.pack, self.block = column, window, pack, block
         sources = named_sources(data, {"column": column})
         texts = [texts_of(source, share=held_out, window=window) for source in sources]
@@ -74,19 +72,19 @@ class CausalLM(LanguageModel):
         each = [{name: self._samples(part, name) for name, part in parts.items()} for parts in texts]
         self._sets = combined(sources, each)
         self._most = max(getattr(sets["train"], "most", 1) for sets in each)
-        self.sample_weight = float(block) if pack == "joined" else None
-        if pack == "joined":
+        self.sample_weight = float(block) if pack == "concat" else None
+        if pack == "concat":
             self._of_data.append(
                 "texts are joined and cut: a sample may hold several, and each sees those before it; see task.pack"
             )
-        elif pack == "none" and len(sources) > 1:
+        elif pack == "padded" and len(sources) > 1:
             self._of_data.append("a mixture's samples come in its own order, not by length: they need more padding")
         self.notes = self._of_data
 
     def _samples(self, part: Texts, name: str) -> Any:
         tokens = part.tokens(self.tokenizer.encode, made_by=self._made_by, what=f"tokenizing {name}")
         content = part.fingerprint()
-        if self.pack == "joined":
+        if self.pack == "concat":
             return Blocks(tokens, self.block, whole=name == "train", content=content)
         made = spans(tokens, self.block, "split")
         self._of_data += [f"{name}: {line}" for line in made.about("split")]
@@ -111,7 +109,7 @@ class CausalLM(LanguageModel):
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
         """Samples of one more token than the block; shorter ones are padded, and their padding is not counted."""
-        if self.pack == "joined":
+        if self.pack == "concat":
             batch = collated(samples)
             del batch["padding"]
             return batch

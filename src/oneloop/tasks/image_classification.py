@@ -22,42 +22,41 @@ Statistics = tuple[Sequence[float], Sequence[float]]  # mean and deviation of pi
 
 
 class ImageClassification(Task):
-    """Images into classes.
+    """Image classification.
 
     Args:
         data: digits (8x8, packaged with scikit-learn), mnist, fashion_mnist, cifar10, cifar100; a folder with
             train/CLASS/*.png and validation/CLASS/*.png (test/ too), or CLASS/*.png; a file or folder of parquet or
             arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight: 0.7}, …].
-        model: cnn; one of torchvision's by name; timm:NAME; a folder that transformers saved, or hf:ID[@REVISION]; or
+        model: cnn; a torchvision model name; timm:NAME; a folder saved by transformers; hf:ID[@REVISION]; or
             module.Class, called with num_classes.
-        pretrained: a .safetensors file, or a folder with one; true: the weights that belong to the model's name (of a
-            folder or hf: they are taken unless this is false). Where they are of other classes the last layer is new.
-        trust_remote_code: run Python that lies beside the weights of a folder or hf: (only of people you trust).
-        width: channels of the CNN's first layer.
-        augment: shift the training images at random, and mirror them.
-        mirror: null: with augment, but not of digits and letters.
-        crop: least share of a training image that is cut out at random and brought to size, instead of the shift
-            (0.08 for large sets; 0: none).
-        randaugment: magnitude of two random operations on training images, 1 to 30 (9 is usual; 0: none).
-        erasing: how often a rectangle of a training image is overwritten (0.25).
-        mixup: mix each training image with another one; the parameter of the Beta distribution of its share (0.2).
-        cutmix: paste a rectangle of another one into it (1.0). With both, each image has one of them.
-        image_size: pixels of a side that own images are resized to.
-        test_size: of evaluation, where it is to be another (0: the same).
-        mean: of the pixels (0 to 1), by channel, subtracted from own images (null: what the model says, else 0.5).
-        std: that they are divided by (null: the same).
+        pretrained: a .safetensors file, a folder with one, or true for the public weights of the model (a folder or
+            hf: loads its weights unless this is false). If the classes differ, the last layer is re-initialized.
+        trust_remote_code: run Python code stored with the weights of a folder or hf: (only if you trust the author).
+        width: channels of the first layer (cnn).
+        augment: randomly shift and mirror the training images.
+        mirror: randomly mirror the training images (null: as augment, but not for digits and letters).
+        crop: random resized crops instead of shifts: the minimum share of the image (0.08 for large data sets; 0:
+            off).
+        randaugment: RandAugment magnitude of two operations, 1 to 30 (common: 9; 0: off).
+        erasing: probability of random erasing (common: 0.25).
+        mixup: alpha of mixup (common: 0.2; 0: off).
+        cutmix: alpha of cutmix (common: 1.0; 0: off). With both, each image gets one of them.
+        image_size: side in pixels to which your own images are resized.
+        test_size: side in pixels for evaluation (0: image_size).
+        mean: mean of the pixels (0 to 1) by channel, to normalize your images (null: the model's values, else 0.5).
+        std: standard deviation of the pixels, likewise.
         image: column of the image.
-        label: column of the class, or of a list with each class's share.
-        class_weights: what a sample of each class weighs in the loss: none, balanced (all classes together the same),
-            or a list.
-        top_k: also count a prediction as right where the class is among the so many likeliest (5; 0: not).
-        held_out: share of the rows for validation, and as much for test, where the data has no such parts.
-        pixel_limit: pixels at most of an own image; a larger one is an error, before it is decoded.
-        window: megabytes of parquet rows that a process may hold; samples are shuffled among so many.
-        root: folder of the downloaded sets.
-        download: fetch a missing set from its public host.
-        smoothing: of labels.
-        dropout: of the CNN, before its last layer.
+        label: column of the class, or of a list with the probability of each class.
+        class_weights: weight of each class in the loss: none, balanced (equal total weight for each class), or a list.
+        top_k: also log the top-k accuracy (common: 5; 0: off).
+        held_out: share of the rows for each of validation and test, if the data set has no such split.
+        pixel_limit: maximum pixels of an image; larger images are rejected before decoding.
+        window: megabytes of parquet rows in memory per process; samples are shuffled within them.
+        root: folder of the downloaded data sets.
+        download: download a missing data set.
+        smoothing: label smoothing.
+        dropout: dropout before the last layer (cnn).
     """
 
     needs = dict.fromkeys(("image_size", "held_out", "mean", "std"), f"data!=digits|{'|'.join(TORCHVISION)}")

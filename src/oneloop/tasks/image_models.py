@@ -72,8 +72,8 @@ def _of_timm_known(name: str) -> None:
         raise ValueError(f"task.model timm:{name} needs timm, which is not installed; pip install timm") from error
     if not timm.is_model(name):
         near = get_close_matches(name.partition(".")[0], timm.list_models(), n=3)
-        hint = f" (similar names: {', '.join(near)}" if near else ""
-        raise ValueError(f"task.model timm:{name} is none of timm's {len(timm.list_models()):,} models{hint}")
+        hint = f"; similar names: {', '.join(near)}" if near else ""
+        raise ValueError(f"task.model timm:{name} is not one of timm's {len(timm.list_models()):,} models{hint}")
 
 
 def _of_timm(name: str, classes: int) -> nn.Module:
@@ -89,9 +89,9 @@ def _of_torchvision(name: str, classes: int) -> nn.Module:
 
     known = models.list_models(module=models)
     if name not in known:
-        names = "cnn, a folder that transformers saved, hf:ID, timm:NAME, module.Class"
         own = f"one of torchvision's {len(known)} classification models (resnet18, vit_b_16, …)"
-        raise ValueError(f"task.model {name!r} is neither {names}, nor {own}")
+        names = f"cnn, a folder saved by transformers, hf:ID, timm:NAME, module.Class or {own}"
+        raise ValueError(f"task.model {name!r} is unknown; use {names}")
     made: nn.Module = models.get_model(name, num_classes=classes)
     return made
 

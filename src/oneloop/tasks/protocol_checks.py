@@ -155,7 +155,7 @@ class Contract:
             raise self.wrong("weight", f"returned {weight}", "a weight is finite and never below 0")
         each = getattr(self.task, "sample_weight", None)
         if trained and each is not None and not math.isclose(weight, each * samples, rel_tol=1e-6):
-            found = f"returned {weight:g} for {samples} samples, and sample_weight says {each:g} for each"
+            found = f"returned {weight:g} for {samples} samples, but sample_weight is {each:g}"
             raise self.wrong("weight", found, "remove sample_weight, or return the same value from weight")
         return weight
 
@@ -211,8 +211,8 @@ class Contract:
             fix = "that is a mean: return the SUM over samples (reduction='sum'); the loop divides once, by the weight"
         else:
             fix = (
-                "another parallel layout would train a different model: return the sum of the samples' losses, or say"
-                " additive = False in the class where that cannot be (contrastive losses, mixup)"
+                "another parallel layout would train a different model: return the sum of the samples' losses."
+                " If that is impossible (contrastive losses, mixup), set additive = False in the class"
             )
         raise self.wrong(member, f"returned {once:.6g} for a sample and {twice:.6g} for the same sample twice", fix)
 
@@ -223,9 +223,9 @@ class Contract:
             return
         raise self.wrong(
             "loss",
-            f"returned {whole:.6g} in training for samples whose parts cost {' + '.join(f'{p:.6g}' for p in parts)}",
-            "another parallel layout would train a different model: let each sample's loss depend on that sample alone,"
-            " or say additive = False in the class (auxiliary losses over the batch, statistics of the batch, mixup)",
+            f"returned {whole:.6g} in training for samples whose losses are {' + '.join(f'{p:.6g}' for p in parts)}",
+            "another parallel layout would train a different model: let each sample's loss depend only on that sample."
+            " If that is impossible (auxiliary losses, batch statistics, mixup), set additive = False in the class",
         )
 
 

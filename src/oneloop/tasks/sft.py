@@ -18,7 +18,7 @@ from oneloop.tasks.language.chat import DAY, Chat, template_of
 from oneloop.tasks.language.completions import end_of, ends_in, other_ends
 from oneloop.tasks.language.conversations import asked, encoded, is_text
 from oneloop.tasks.language.generation import written
-from oneloop.tasks.language.language_model import LanguageModel
+from oneloop.tasks.language.language_model import LanguageModel, is_packed
 from oneloop.tasks.language.models import SCRATCH, Architecture
 from oneloop.tasks.language.sequences import IGNORE, Asked, Overlong, Packed, Padded, collated, spans
 from oneloop.tasks.language.synthetic_chats import LESSONS, SyntheticChats
@@ -28,29 +28,28 @@ _VERSION = 1  # raised where the same row becomes other tokens than before
 
 
 class SFT(LanguageModel):
-    """Conversations, or prompts and completions; the weight of a sample is its number of trained tokens: what the
-    assistant says, the token that ends its turn, or the completion.
+    """Fine-tuning on conversations, or on prompts and completions. The weight of a sample is its number of trained
+    tokens: the assistant's answers with their end tokens, or the completion.
 
     Args:
-        data: lessons (conversations on made-up words); a file or folder of json lines, parquet or arrow;
-            hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight: 0.7}, …]. Parts that are there (train,
-            validation, test) are used; else some are held out.
-        messages: column of the conversations, lists of messages of a role and content (or JSON of them).
-        prompt: column of the prompts, texts or messages, where there is no such column.
-        completion: column of how they go on.
-        tools: column of JSON schemas that the chat template is given, where it is there.
-        held_out: share of the rows for validation, and as much for test, where the data has no such parts.
-        window: megabytes of parquet rows that a process may hold while it makes tokens of them.
-        chat_template: file of a Jinja template to use instead of the tokenizer's own.
-        day: YYYY-MM-DD: today, for chat templates that write the date.
-        architecture: llama or gpt2, built from scratch.
-        vocab: entries of the tokenizer from scratch, a byte-level BPE trained on the conversations.
-        length: tokens of a sample.
-        answer: tokens of an answer, at most, in the report and in what predict writes.
-        overlong: longer ones are cut there, split into several, or dropped.
-        unreadable: of rows that no sample can be made of: stop, or skip them and list them in environment.json.
-        pack: documents (samples that fit together fill one row, and none sees another); none (each by itself, padded;
-            those of a step of similar length).
+        data: lessons (synthetic conversations); a file or folder of json lines, parquet or arrow;
+            hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight: 0.7}, …]. See held_out.
+        messages: column of the conversations: lists of messages with role and content, or JSON text of such lists.
+        prompt: column of the prompts (texts or messages), if the data has no conversations.
+        completion: column of the completions.
+        tools: optional column of tools (JSON schemas) for the chat template.
+        held_out: share of the rows for each of validation and test, if the data set has no such split.
+        window: megabytes of parquet rows in memory per process while tokenizing.
+        chat_template: Jinja file to use instead of the tokenizer's chat template.
+        day: date (YYYY-MM-DD) for chat templates that insert the current date.
+        architecture: llama or gpt2, for a model from scratch.
+        vocab: vocabulary size of the tokenizer from scratch, a byte-level BPE.
+        length: maximum tokens per sample.
+        answer: maximum tokens of a generated answer (report, oneloop predict).
+        overlong: cut longer samples, split them into several, or drop them.
+        unreadable: stop at a row that cannot be read, or skip such rows and list them in environment.json.
+        pack: packed (several samples per row; none attends to another) or padded (one sample per row; the samples of
+            a step have similar lengths).
     """
 
     needs = SCRATCH | {"vocab": "model=null", "held_out": "data!=lessons"}
@@ -72,10 +71,11 @@ class SFT(LanguageModel):
         answer: int = 64,
         overlong: Overlong = "cut",
         unreadable: Literal["stop", "skip"] = "stop",
-        pack: Literal["documents", "none"] = "documents",
+        pack: Literal["packed", "padded"] = "packed",
         **model: Any,
     ) -> None:
-        super().__init__(packed=pack == "documents", length=length, dropout=0.0, architecture=architecture, **model)
+        packed = is_packed(pack, "packed", "padded")
+        super().__init__(packed=packed, length=length, dropout=0.0, architecture=architecture, **model)
         if answer < 1:
             raise ValueError(f"task.answer {answer} must be at least 1 token (common: 64)")
         self.length, self.answer, self.overlong, self.window = length, answer, overlong, window

@@ -14,17 +14,17 @@ from oneloop.tasks.text_rows import TextRows
 
 
 class TextClassification(TextRows):
-    """Texts, or pairs of texts, into classes.
+    """Classification of texts or pairs of texts.
 
     Args:
-        data: stdlib (snippets of Python's standard library; the class is the package, held out by file); a file or
+        data: stdlib (snippets of Python's standard library; the class is the package); a file or
             folder of parquet, json lines, csv or arrow; hf:NAME[:CONFIG][@REVISION]; or several,
             [{data: PATH, weight: 0.7}, …].
         text: column of the text.
-        second: column of a second text, where pairs are judged.
+        second: column of the second text, for pairs.
         label: column of the class.
-        packages: the largest packages of the standard library to tell apart.
-        lines: lines of a snippet.
+        packages: number of packages (the largest of the standard library).
+        lines: lines per snippet.
     """
 
     sample_weight = 1.0

@@ -12,13 +12,13 @@ from oneloop.tasks.text_rows import TextRows
 
 
 class TextRegression(TextRows):
-    """Texts, or pairs of texts, to a number; the loss is the squared error.
+    """Regression on texts or pairs of texts; the loss is the squared error.
 
     Args:
         data: a file or folder of parquet, json lines, csv or arrow; hf:NAME[:CONFIG][@REVISION]; or several,
             [{data: PATH, weight: 0.7}, …].
         text: column of the text.
-        second: column of a second text, where pairs are judged.
+        second: column of the second text, for pairs.
         label: column of the number.
     """
 

@@ -16,22 +16,22 @@ from oneloop.tasks.text_encoders import reader
 
 
 class TextRows(Task):
-    """A class for each row: a text, or a pair of texts.
+    """Base class: one target per row, which is a text or a pair of texts.
 
     Args:
-        data: as the user names it; None: the subclass sets ``_sets`` itself.
-        columns: names of the columns, by the task's keys.
-        held_out: share of the rows for validation, and as much for test, where the data has no such parts.
-        window: megabytes of parquet rows that a process may hold; samples are shuffled among so many.
-        model: bytes (an encoder from scratch that reads byte by byte), a folder that transformers saved, or
-            hf:ID[@REVISION], whose last layer is new where it is of other classes.
-        pretrained: with the weights of that folder or hf:; false: from scratch, in its shape.
-        trust_remote_code: run Python that lies beside those weights (only of people you trust).
-        layers: transformer blocks (of bytes).
-        heads: attention heads (of bytes).
-        width: of the residual stream (of bytes).
-        length: bytes, or tokens, of the longest text; longer ones are cut.
-        dropout: of embeddings, attention and residuals (of bytes).
+        data: value of ``task.data``; None: the subclass sets ``_sets``.
+        columns: column names by key of the task.
+        held_out: share of the rows for each of validation and test, if the data set has no such split.
+        window: megabytes of parquet rows in memory per process; samples are shuffled within them.
+        model: bytes (a byte-level encoder from scratch), a folder saved by transformers, or hf:ID[@REVISION]. If the
+            classes differ, the last layer is re-initialized.
+        pretrained: load the weights of the folder or hf: (false: use only its configuration).
+        trust_remote_code: run Python code stored with the weights (only if you trust the author).
+        layers: number of transformer blocks (bytes).
+        heads: number of attention heads (bytes).
+        width: hidden size (bytes).
+        length: maximum bytes or tokens of a text; longer texts are cut.
+        dropout: dropout of embeddings, attention and residuals (bytes).
     """
 
     needs: dict[str, str] = dict.fromkeys(("layers", "heads", "width", "dropout"), "model=bytes") | dict.fromkeys(

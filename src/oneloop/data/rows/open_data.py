@@ -93,8 +93,8 @@ def first_columns(source: Source, choices: Sequence[Mapping[str, str]], open_: C
     fewest = [" and ".join(keys) for keys in wanted if not any(set(other) < set(keys) for other in wanted)]
     keys = " or ".join(f"task.{key}" for key in dict.fromkeys(key for one in wanted for key in one))
     needed = [choices[at][key] for at, keys_ in enumerate(wanted) for key in keys_ if " and ".join(keys_) in fewest]
-    lacking = " and no ".join(repr(name) for name in dict.fromkeys(missing) if name in needed)
-    lacks = f"{' or '.join(fewest)} are needed, and there is no {lacking}"
+    lacking = " and ".join(repr(name) for name in dict.fromkeys(missing) if name in needed)
+    lacks = f"oneloop needs {' or '.join(fewest)}, and cannot find {lacking}"
     raise ValueError(f"{source.where}: {there}; {lacks}; name other columns with {keys}")
 
 

@@ -93,7 +93,7 @@ def _message(given: Any, number: int, *, exact: bool) -> dict[str, Any]:
     if role == "assistant":
         message = {"content": "", **message}
         if not any(message.get(key) for key in _SAID):
-            raise ValueError(f"message {number}: the assistant says nothing; fill it, or remove the row")
+            raise ValueError(f"message {number}: the assistant's answer is empty; fill it, or remove the row")
     if "content" not in message:
         raise ValueError(f"message {number} has no content; it has {', '.join(given)}")
     message["content"] = _text(message["content"], number)

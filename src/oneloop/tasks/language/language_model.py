@@ -26,28 +26,34 @@ MANY_LOGITS = 1 << 27
 """logits of a micro-batch, from which on a GPU does not hold them all (half a gigabyte in float32)"""
 
 
+def is_packed(pack: str, *known: str) -> bool:
+    """Whether ``task.pack`` is packed. Raises ValueError if it is not one of ``known``."""
+    if pack not in known:
+        raise ValueError(f"task.pack must be {', '.join(known[:-1])} or {known[-1]}, got {pack}")
+    return pack == "packed"
+
+
 class LanguageModel(Task):
-    """Text, predicted token by token; the weight of a sample is its number of target tokens.
+    """Language modelling. The weight of a sample is its number of target tokens.
 
     Batches are those of :func:`oneloop.tasks.language.sequences.collated`.
 
     Args:
-        packed: whether a sample holds several documents, and none sees another.
+        packed: whether a sample has several documents that do not attend to each other.
         length: positions of a model from scratch.
-        dropout: of embeddings, attention and residuals (gpt2).
-        model: a folder that transformers saved, or hf:ID[@REVISION], with its tokenizer (null: one from scratch, as the
-            next keys say).
-        pretrained: with its weights; false: only its shape.
-        trust_remote_code: run Python that lies beside those weights (only of people you trust).
-        architecture: gpt2 or llama, built from scratch.
-        layers: transformer blocks.
-        heads: attention heads.
-        width: of the residual stream.
-        fused_loss: output layer and cross-entropy in one, without all logits in memory; auto does it on a GPU, for
-            micro-batches of over 134 million logits (tokens x entries).
-        router_loss: of models that send tokens to experts: reject them where they have an auxiliary loss, which is no
-            sum over samples; none leaves it out.
-        lora: adapters beside the layers of a trained model; they alone are trained.
+        dropout: dropout of embeddings, attention and residuals (gpt2).
+        model: a folder saved by transformers, or hf:ID[@REVISION], with its tokenizer (null: a model from scratch).
+        pretrained: load the weights of model (false: use only its configuration).
+        trust_remote_code: run Python code stored with the weights (only if you trust the author).
+        architecture: gpt2 or llama, for a model from scratch.
+        layers: number of transformer blocks.
+        heads: number of attention heads.
+        width: hidden size.
+        fused_loss: fuse output layer and cross-entropy to save memory (auto: on a GPU, if a micro-batch has more than
+            134 million logits, tokens x vocabulary).
+        router_loss: for mixture-of-experts models with an auxiliary loss, which is not a sum over samples: refuse the
+            model, or train without that loss (none).
+        lora: low-rank adapters for a pretrained model; only the adapters are trained.
     """
 
     unit = "tokens"
@@ -69,7 +75,7 @@ class LanguageModel(Task):
         heads: int = 4,
         width: int = 128,
         fused_loss: Fused = "auto",
-        router_loss: Literal["reject", "none"] = "reject",
+        router_loss: Literal["refuse", "none"] = "refuse",
         lora: LoRA = LoRA(),
     ) -> None:
         self.shape = Shape(architecture, layers, heads, width, length, dropout)
@@ -78,7 +84,9 @@ class LanguageModel(Task):
         self.adapters = adapters(model, lora, pretrained=pretrained)
         self.name = model if self.adapters is None else self.adapters.base
         if self.name is not None and not is_transformers(self.name):
-            raise ValueError(f"task.model {self.name!r} is neither a folder that transformers saved, nor hf:ID")
+            raise ValueError(
+                f"task.model {self.name!r} is not a folder saved by transformers; give such a folder, or hf:ID"
+            )
         self.notes, self._of_data = list[str](), list[str]()
         self.origin: BaseModel | None = None
         self._fusible, self._masked = False, False

@@ -16,22 +16,22 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
 
 @dataclass(frozen=True)
 class LoRA:
-    """Low-rank matrices beside the linear layers of a model, which alone are trained."""
+    """Low-rank adapters of linear layers; all other parameters are frozen."""
 
     rank: int | None = None
-    """of the adapters (null: none; all parameters of the model are trained)"""
+    """rank of the adapters (null: no adapters; all parameters are trained)"""
     alpha: float = 32
-    """adapters are scaled by alpha / rank"""
+    """scale of the adapters is alpha / rank"""
     rslora: bool = False
-    """scale them by alpha / sqrt(rank) instead (Kalajdzievski 2023)"""
+    """use the scale alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023)"""
     dropout: float = 0.0
-    """of what the adapters are given"""
+    """dropout of the adapters' inputs"""
     targets: Literal["all-linear"] | list[str] = "all-linear"
-    """the layers that get one, by the ends of their names (q_proj, v_proj); all-linear: all but the output layer"""
+    """layers with an adapter, by the ends of their names (q_proj, v_proj); all-linear: all except the output layer"""
     quantize: Literal["nf4", "fp4"] | None = None
-    """hold the frozen matrices of the linear layers in 4 bits, by bitsandbytes"""
+    """quantize the frozen linear layers to 4 bits (bitsandbytes)"""
     double_quant: bool = True
-    """quantize the scales of the 4-bit blocks too"""
+    """also quantize the scales of the 4-bit blocks"""
 
     def __post_init__(self) -> None:
         if self.rank is not None and self.rank < 1:

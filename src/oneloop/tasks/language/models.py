@@ -186,7 +186,7 @@ def made_ready(model: nn.Module, *, packed: bool, router_loss: str) -> bool:
     not and samples are ``packed``, or if its routers have an auxiliary loss."""
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     coefficient = getattr(config, "router_aux_loss_coef", None)
-    if coefficient and router_loss == "reject":
+    if coefficient and router_loss == "refuse":
         loss = f"an auxiliary loss over the micro-batch (router_aux_loss_coef {coefficient})"
         why = "another parallel layout would train a different model"
         raise ValueError(f"{type(model).__name__} balances experts by {loss}: {why}; set task.router_loss none")
@@ -194,6 +194,6 @@ def made_ready(model: nn.Module, *, packed: bool, router_loss: str) -> bool:
         attend_within_documents(model, packed=packed)
     except ValueError as error:
         if packed:
-            raise ValueError(f"task.pack documents: {error}; task.pack none pads instead") from error
+            raise ValueError(f"task.pack packed: {error}; use task.pack padded") from error
         return False
     return True

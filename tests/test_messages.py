@@ -1,0 +1,87 @@
+"""Error messages are plain English: short sentences, and no word of the old dialect."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from worlds import ROOT
+
+PACKAGE = ROOT / "src" / "oneloop"
+WORDS = 25  # of a sentence
+OTHERS = {"self.wrong", "contract.wrong"}  # their text follows "my_task.py:MyTask.loss"
+DIALECT = re.compile(
+    r"\b(told|tells?|said|says?|lies?|stands?|stood|goes on|gone on|go on|anew|is no|is none|are no|none of|nor"
+    r"|asked for|a person|people|figures?|wreck|stance|at all|usual|otherwise|parts|leaf|leaves|there already"
+    r"|without a word|somebody|one's own|theirs|beside|of its own|another one|put (it |that )?back|trouble|averages"
+    r"|the same bits|where)\b"
+)
+BEGINS = re.compile(r"(What|Where|Of)\b")
+PARTICIPLE = re.compile(r"(?!(embedding|training|nothing|something|string|missing|expected|need)\b)[a-z]+(ing|ed)\b")
+
+
+def template(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> str:
+    """The text of an expression, with X for what is filled in; local variables are followed."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(template(part, names, depth) for part in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return template(node.value, names, depth)
+    if isinstance(node, ast.IfExp):
+        return template(node.body, names, depth)
+    if isinstance(node, ast.BinOp):
+        return template(node.left, names, depth) + template(node.right, names, depth)
+    if isinstance(node, ast.Name) and node.id in names and depth < 4:
+        return template(names[node.id], names, depth + 1)
+    return "X"
+
+
+def assigned(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+                pairs = zip(target.elts, node.value.elts, strict=False) if both else [(target, node.value)]
+                yield from ((name.id, value) for name, value in pairs if isinstance(name, ast.Name))
+
+
+def messages() -> Iterator[tuple[str, str, str]]:
+    """(file and line, what is raised, template) of every error that is raised with a text."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        top = dict(assigned(ast.Module([node for node in tree.body if isinstance(node, ast.Assign)], [])))
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef):
+                names = top | dict(assigned(function))
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                        kind = ast.unparse(node.exc.func)
+                        for text in (template(one, names) for one in node.exc.args):
+                            if re.search("[a-z]{2}", text.replace("X", "")):
+                                yield f"{file.relative_to(PACKAGE)}:{node.lineno}", kind, text
+
+
+def faults(kind: str, text: str) -> Iterator[str]:
+    for sentence in re.split(r"(?<=[.?!])\s+|;\s+", text):
+        if len(sentence.split()) > WORDS:
+            yield f"{len(sentence.split())} words"
+        if BEGINS.match(sentence) or (PARTICIPLE.match(sentence) and kind not in OTHERS):
+            yield f"begins with {sentence.split()[0]}"
+    for found in DIALECT.finditer(text):
+        yield repr(found[0])
+
+
+def test_every_error_is_plain_english():
+    found = list(messages())
+    assert len(found) > 400
+    wrong = {f"{place}: {text}": list(faults(kind, text)) for place, kind, text in found}
+    assert not {place: why for place, why in wrong.items() if why}
+
+
+def test_the_check_finds_what_it_looks_for():
+    assert [*faults("BadInput", "Where the data has no parts")]
+    assert [*faults("BadInput", "batch.size 96 is no number; leave it")] == ["'is no'"]
+    assert [*faults("ValueError", " ".join(["word"] * 26))] == ["26 words"]
+    assert not [*faults("BadInput", "batch.size must be at least 1, got 0")]
