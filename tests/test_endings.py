@@ -177,7 +177,7 @@ def test_who_stands_still_is_named_and_all_go(folder, config, ranks, fault, wher
     world = faulty(folder, *words, config=config, ranks=ranks)
     assert world.codes == [1] * ranks, world.output
     ended = summary(folder)
-    assert f"rank {rank} stands still in training" in ended["exit_reason"], ended
+    assert f"rank {rank} hangs in training" in ended["exit_reason"], ended
     assert ("it is stopped (SIGSTOP)" if "STOP" in fault else "faulty.py") in ended["exit_reason"]
     for number in range(ranks):
         stacks = (folder / "run" / "stacks" / f"rank-{number:05d}.txt").read_text()
@@ -207,7 +207,7 @@ def test_slow_steps_are_no_hang(folder):
     words = ["--task.fault", "sleep:5", "--task.rank", "1", "--task.at", "100", "--task.once", str(folder / "once")]
     world = faulty(folder, *words, "--machine.patience", "0.4", config="ddp", ranks=2)
     world.ok()
-    assert "rank 1 stands still in training" in world.output and "rank 1 continues" in world.output
+    assert "rank 1 hangs in training" in world.output and "rank 1 continues" in world.output
 
 
 def _with_a_stuck_writer(argv: list[str]) -> None:
@@ -370,7 +370,7 @@ def test_what_a_task_does_once_per_evaluation_or_epoch_has_its_own_limit(folder,
 def test_garbage_on_the_supervisors_port_does_not_end_supervision(folder):
     words = ["--task.fault", "garbage", "--task.at", "170", "--machine.patience", "0.3"]
     world = faulty(folder, *words, config="ddp", ranks=2)
-    assert world.codes == [1, 1] and "rank 0 stands still in training" in summary(folder)["exit_reason"], world.output
+    assert world.codes == [1, 1] and "rank 0 hangs in training" in summary(folder)["exit_reason"], world.output
 
 
 def test_a_killed_supervisor_is_reported(folder):
@@ -434,4 +434,4 @@ def test_processes_that_are_all_stopped_for_a_minute_go_on(folder):
 def test_a_run_that_gets_on_is_left_alone(folder, words, config, ranks):
     world = run(train, ["f.yaml", *words], config=config, ranks=ranks, folder=folder, watch=True, timeout=300)
     world.ok()
-    assert "stands still" not in world.output and summary(folder)["exit_reason"] == "done"
+    assert "hangs" not in world.output and summary(folder)["exit_reason"] == "done"

@@ -1,4 +1,4 @@
-"""Who stands still, by what every process tells: the rules, without processes."""
+"""Who hangs, by what every process tells: the rules, without processes."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import pytest
 from oneloop.basics import heartbeats
 from oneloop.basics.heartbeats import ENDING, EVALUATION, SAVING, SET_UP, TRAINING, Beats
 from oneloop.supervise.crash_report import describe_exit
-from oneloop.supervise.hangs import RankStatus, hung_ranks, sentence
+from oneloop.supervise.hangs import RankStatus, describe_hang, hung_ranks
 
 
-def standing(rank: int, **about) -> RankStatus:
+def status(rank: int, **about) -> RankStatus:
     return RankStatus(rank, **({"phase": TRAINING, "since": 11.0, "limit": 10.0, "where": "task.py:3 in loss"} | about))
 
 
 CASES = [
-    ([standing(0), standing(1, since=9.0)], []),  # one gets on: the other may wait for it
-    ([standing(0, waits=True), standing(1)], [1]),
-    ([standing(0, waits=True), standing(1, waits=True, silent=6.0)], [1]),
-    ([standing(0), standing(1, silent=6.0)], [1]),  # of two that do not wait, the one that says nothing
-    ([standing(0, waits=True, count=9), standing(1, waits=True, count=8)], [1]),  # the furthest behind
-    ([standing(0, waits=True, count=9), standing(1, waits=True, count=9)], [0, 1]),  # they wait for each other
-    ([standing(0, held=True), standing(1)], []),  # a debugger has one
-    ([standing(0, silent=11.0, stopped=True)], []),  # a person has stopped a run of one process
-    ([standing(0, waits=True), standing(1, silent=11.0, stopped=True)], [1]),
-    ([standing(0, limit=600.0)], []),
-    ([standing(0, limit=600.0, told=True)], [0]),  # told to stop: ten seconds for the step
-    ([standing(0, limit=600.0, told=True), standing(1, limit=600.0, waits=True)], [0]),  # as one, so all
-    ([standing(0, limit=600.0, told=True, phase=SAVING)], []),
-    ([standing(0, limit=1800.0, told=True, phase=ENDING)], []),
-    ([standing(0, limit=600.0, told=True, patience=2.0)], []),
+    ([status(0), status(1, since=9.0)], []),  # one gets on: the other may wait for it
+    ([status(0, waits=True), status(1)], [1]),
+    ([status(0, waits=True), status(1, waits=True, silent=6.0)], [1]),
+    ([status(0), status(1, silent=6.0)], [1]),  # of two that do not wait, the one that says nothing
+    ([status(0, waits=True, count=9), status(1, waits=True, count=8)], [1]),  # the furthest behind
+    ([status(0, waits=True, count=9), status(1, waits=True, count=9)], [0, 1]),  # they wait for each other
+    ([status(0, held=True), status(1)], []),  # a debugger has one
+    ([status(0, silent=11.0, stopped=True)], []),  # a person has stopped a run of one process
+    ([status(0, waits=True), status(1, silent=11.0, stopped=True)], [1]),
+    ([status(0, limit=600.0)], []),
+    ([status(0, limit=600.0, stop_requested=True)], [0]),  # told to stop: ten seconds for the step
+    ([status(0, limit=600.0, stop_requested=True), status(1, limit=600.0, waits=True)], [0]),  # as one, so all
+    ([status(0, limit=600.0, stop_requested=True, phase=SAVING)], []),
+    ([status(0, limit=1800.0, stop_requested=True, phase=ENDING)], []),
+    ([status(0, limit=600.0, stop_requested=True, patience=2.0)], []),
     ([], []),
 ]
 
@@ -40,13 +40,13 @@ def test_who_stands_still(statuses, wanted):
 
 
 def test_what_is_said():
-    assert sentence(standing(1, median=0.5)) == (
-        "rank 1 stands still in training for 11 s (a step takes 0.5 s): it is at task.py:3 in loss"
+    assert describe_hang(status(1, median=0.5)) == (
+        "rank 1 hangs in training for 11 s (median step: 0.5 s): it is at task.py:3 in loss"
     )
-    assert sentence(standing(1, stopped=True, silent=9.0)).endswith("it is stopped (SIGSTOP)")
-    assert sentence(standing(1, silent=9.0)).endswith("it does not answer, last seen at task.py:3 in loss")
-    assert sentence(standing(1, waits=True)).endswith("it waits for others at task.py:3 in loss")
-    assert describe_exit(2, -9, told="SIGTERM").startswith(
+    assert describe_hang(status(1, stopped=True, silent=9.0)).endswith("it is stopped (SIGSTOP)")
+    assert describe_hang(status(1, silent=9.0)).endswith("it does not respond, last seen at task.py:3 in loss")
+    assert describe_hang(status(1, waits=True)).endswith("it waits for other ranks at task.py:3 in loss")
+    assert describe_exit(2, -9, stopped_by="SIGTERM").startswith(
         "rank 2 was killed by SIGKILL, after it was told to stop by SIG"
     )
 

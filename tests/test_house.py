@@ -265,8 +265,8 @@ PATHS = {  # of a thing through the files: in each, the words that lead to the n
     "SIGTERM to the saved checkpoint": (
         7,
         [
-            ("launch/signals.py", "signal.Signals(number)", "def told"),
-            ("run/steps.py", "stopping.told", "group.stop ="),
+            ("launch/signals.py", "signal.Signals(number)", "def requested"),
+            ("run/steps.py", "stopping.requested", "group.stop ="),
             ("train.py", "group.stop", "state.save("),
             ("checkpoint/resume.py", "checkpoints.save("),
             ("checkpoint/checkpoints.py", "writer.SaveRequest(", "self._under_way."),

@@ -246,5 +246,5 @@ def _stopped_at_7(words):
         return step(self, *args, **options)
 
     Guard.step = counted
-    Stopping.told = lambda self: self.by is not None or (len(taken) >= 7 and setattr(self, "by", "a test") is None)
+    Stopping.requested = lambda self: self.by is not None or (len(taken) >= 7 and setattr(self, "by", "a test") is None)
     train(words)

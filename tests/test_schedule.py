@@ -1,4 +1,4 @@
-"""Learning rates follow their formulas, and fall like torch's where a metric stands still."""
+"""Learning rates follow their formulas, and fall like torch's where a metric hangs."""
 
 from __future__ import annotations
 

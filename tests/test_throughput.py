@@ -206,7 +206,7 @@ def test_the_update_of_a_large_model_is_that_of_all_its_weights():
     before = torch.cat([one.flatten() for one in parameters])
     for one in parameters:
         one += 1e-3 * torch.randn_like(one)
-    moved, size = ratio.told(torch.zeros(()))
+    moved, size = ratio.values(torch.zeros(()))
     change = torch.cat([one.flatten() for one in parameters]) - before
     assert float((moved / size).sqrt()) == pytest.approx(float(change.norm() / before.norm()), rel=0.05)
 
@@ -221,7 +221,7 @@ def test_the_update_of_any_layout_and_type(dtype):
     before = torch.cat([one.flatten() for one in parameters]).double()
     for one in parameters:
         one *= 1 - 2**-7
-    moved, size = ratio.told(torch.zeros(()))
+    moved, size = ratio.values(torch.zeros(()))
     change = torch.cat([one.flatten() for one in parameters]).double() - before
     assert float(size) == pytest.approx(float(before.norm() ** 2), rel=1e-6)  # all of them: the model is small
     assert float(moved) == pytest.approx(float(change.norm() ** 2), rel=1e-6 if dtype != torch.bfloat16 else 1e-5)

@@ -81,13 +81,13 @@ def main(argv: Sequence[str]) -> NoReturn:
         options = {**of.options, **({"micro": given.micro} if given.micro else {})}
         with run.setting_up():
             if command == "evaluate":
-                said = _evaluated(of, model, sets, run, options, as_json=given.json)
+                result = _evaluated(of, model, sets, run, options, as_json=given.json)
             else:
-                said = _predicted(of, model, sets, run, options, given.to, raw=given.raw)
+                result = _predicted(of, model, sets, run, options, given.to, raw=given.raw)
     except BadInput as error:
         reject(error)
     if run.main:
-        print(said, flush=True)
+        print(result, flush=True)
     leave(exit_codes.DONE, main=is_main())
 
 
@@ -130,9 +130,9 @@ def _predicted(
     of: Trained, model: nn.Module, sets: dict[str, Any], run: Run, options: dict[str, Any], to: Path, *, raw: bool
 ) -> str:
     ((_, dataset),) = sets.items()
-    said = predictions(of.task, model, dataset, accelerator=run.accelerator, raw=raw, **options)
+    result = predictions(of.task, model, dataset, accelerator=run.accelerator, raw=raw, **options)
     try:
-        rows = write(to, said, accelerator=run.accelerator)
+        rows = write(to, result, accelerator=run.accelerator)
     except OSError as error:
         raise ValueError(f"--to {to} cannot be written: {error.strerror}") from error
     warning = getattr(dataset, "warning", "")

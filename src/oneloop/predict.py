@@ -75,18 +75,20 @@ def predictions(
                 outputs = {**outputs, **task.generate(model, batch)}  # type: ignore[attr-defined]
             if source is None:
                 continue  # of a rank that has none left, and must call the model as often as the others
-            said = _columns(task, task.predicted(batch, outputs), len(places)) if hasattr(task, "predicted") else {}
+            predicted = (
+                _columns(task, task.predicted(batch, outputs), len(places)) if hasattr(task, "predicted") else {}
+            )
             columns = {"row": [index for _, index in places]}
             if hasattr(dataset, "file"):
                 columns["file"] = [dataset.file(index) for _, index in places]
-            yield columns | said | (_outputs(outputs, len(places)) if raw or not said else {})
+            yield columns | predicted | (_outputs(outputs, len(places)) if raw or not predicted else {})
 
 
-def _columns(task: Any, said: Any, samples: int) -> Columns:
+def _columns(task: Any, predicted: Any, samples: int) -> Columns:
     member = f"{named(task)}.predicted"
-    if not isinstance(said, Mapping):
-        raise ValueError(f"{member} returned a {type(said).__name__}; a dict of columns is needed")
-    columns = {str(name): value.tolist() if hasattr(value, "tolist") else value for name, value in said.items()}
+    if not isinstance(predicted, Mapping):
+        raise ValueError(f"{member} returned a {type(predicted).__name__}; a dict of columns is needed")
+    columns = {str(name): value.tolist() if hasattr(value, "tolist") else value for name, value in predicted.items()}
     for name, value in columns.items():
         if not isinstance(value, list | tuple) or len(value) != samples:
             number = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
@@ -101,7 +103,7 @@ def _outputs(outputs: Mapping[str, Tensor], samples: int) -> Columns:
     return {name: (tensor.float() if tensor.is_floating_point() else tensor).tolist() for name, tensor in own.items()}
 
 
-def write(file: Path, said: Iterable[Columns], *, accelerator: Accelerator) -> int:
+def write(file: Path, predicted: Iterable[Columns], *, accelerator: Accelerator) -> int:
     """Writes all ranks' columns to one file, the same whatever their number. Every rank must get here.
 
     Args:
@@ -123,7 +125,7 @@ def write(file: Path, said: Iterable[Columns], *, accelerator: Accelerator) -> i
     problem = None
     try:
         try:
-            _write_part(parts / f"{rank:05d}.jsonl", said, flat=file.suffix == ".csv")
+            _write_part(parts / f"{rank:05d}.jsonl", predicted, flat=file.suffix == ".csv")
         except ValueError as error:
             if accelerator.is_fsdp2:
                 raise  # the others wait for this rank inside the model
@@ -141,9 +143,9 @@ def write(file: Path, said: Iterable[Columns], *, accelerator: Accelerator) -> i
     return rows
 
 
-def _write_part(part: Path, said: Iterable[Columns], *, flat: bool) -> None:
+def _write_part(part: Path, predicted: Iterable[Columns], *, flat: bool) -> None:
     with part.open("w", encoding="utf-8") as stream:
-        for columns in said:
+        for columns in predicted:
             for row in zip(*columns.values(), strict=True):
                 line = dict(zip(columns, row, strict=True))
                 if flat and (lists := [name for name, value in line.items() if isinstance(value, list)]):

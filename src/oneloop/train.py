@@ -53,10 +53,10 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     # The state that a checkpoint holds. Until begin(), nothing is written; after it, a resumed run is where it was.
     state = State(job, run, folder, model, optimizer, emas, guard, seen)
     run.display.lines(start_lines(job, run, model, optimizer, emas, seen))
-    book = state.begin(job, run, folder, graph=seen.graph)
+    run_log = state.begin(job, run, folder, graph=seen.graph)
     count, meter, clock, checkpoints = state.count, state.meter, state.meter.clock, state.checkpoints
     steps = Steps(job, run, count, checkpoints, gradients.checks)
-    upkeep = Upkeep(job, run, state, book, gradients, steps, emas)
+    upkeep = Upkeep(job, run, state, run_log, gradients, steps, emas)
 
     # --8<-- [start:loop]
     def resolve() -> Outcome | None:
@@ -75,12 +75,12 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
 
     def save() -> None:
         """Start a checkpoint; training waits only for a copy to host memory. No step may be pending."""
-        book.event("save")
+        run_log.event("save")
         state.save(checkpoints, count.step, **upkeep.kept())
         upkeep.bad.saved()
         clock.mark("save")
 
-    if job.policy.rewinds and not book.resumed:
+    if job.policy.rewinds and not run_log.resumed:
         save()  # so that there is a checkpoint to rewind to
     stopped = count.evaluation_due and not upkeep.validate()
     clock.restart()

@@ -1,4 +1,4 @@
-"""A writing process whose storage stands still at the second save."""
+"""A writing process whose storage hangs at the second save."""
 
 import time
 

@@ -37,8 +37,8 @@ def parting(one: Path, other: Path) -> tuple[FirstDifference | None, list[str]]:
     logs = {folder: _log(folder) for folder in (one, other)}
     steps = sorted(logs[one].keys() & logs[other].keys())
     if not steps:
-        told = " and ".join(f"{folder} ({_some(log)})" for folder, log in logs.items())
-        raise BadInput(f"{told} have logged no step in common; give both the same log.every")
+        record = " and ".join(f"{folder} ({_some(log)})" for folder, log in logs.items())
+        raise BadInput(f"{record} have logged no step in common; give both the same log.every")
     lines, parted, before = [], None, None
     for step in steps:
         mine, theirs = logs[one][step], logs[other][step]
@@ -68,9 +68,9 @@ def _log(folder: Path) -> dict[int, Mapping[str, Any]]:
     found = {}
     for line in text.splitlines():
         try:
-            told = json.loads(line)
-            if isinstance(told.get("bits"), str):
-                found[int(told["step"])] = told
+            record = json.loads(line)
+            if isinstance(record.get("bits"), str):
+                found[int(record["step"])] = record
         except (ValueError, KeyError, AttributeError, TypeError, OverflowError):
             continue  # cut off, or damaged
     if not found:

@@ -77,14 +77,14 @@ class BaseModel:
         return self.look()
 
     @property
-    def told(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """As JSON."""
         return {"place": self.place, **self.content, "settings": dict(self.settings)}
 
     def difference(self, there: Mapping[str, Any]) -> str:
         """What is other than it was told; empty where nothing is."""
         if any(there.get(key) != value for key, value in self.content.items()):
-            one, other = (short(about) for about in (there, self.told))
+            one, other = (short(about) for about in (there, self.description))
             return f"{one}, and not {other}"
         return self.other_settings(there.get("settings", {}))
 

@@ -74,7 +74,7 @@ class Beats:
         return known[len(known) // 2], known[-1]
 
     def limit(self, patience: float) -> float:
-        """Seconds after which a process that gives no sign of life stands still: the longest that was usual and, times
+        """Seconds after which a process that gives no sign of life hangs: the longest that was usual and, times
         ``patience``, the larger of three medians and nine seconds."""
         usual = None if self._opening else self.usual()
         if usual is None:

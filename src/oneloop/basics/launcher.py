@@ -67,8 +67,10 @@ def launcher() -> int | None:
         return None
     parent = os.getppid()
     if parent == 1 and not _is_python(1):
-        told = sorted({"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys())
-        print(f"oneloop: what launched this process has gone; without one, unset {', '.join(told)}", file=sys.stderr)
+        variables = sorted({"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys())
+        print(
+            f"oneloop: what launched this process has gone; without one, unset {', '.join(variables)}", file=sys.stderr
+        )
         os._exit(1)
     if "TORCHELASTIC_RUN_ID" not in os.environ and not _is_python(parent):
         return None  # somebody has set accelerate's variable in a shell

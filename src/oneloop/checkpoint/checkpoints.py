@@ -172,24 +172,24 @@ class Checkpoints:
         Raises:
             ValueError: some were sealed, and none is good.
         """
-        told: tuple[str | None, str | None] = (None, None)
+        chosen: tuple[str | None, str | None] = (None, None)
         if self.rank == 0:
             self.store.sweep(drafts=True)
             bad: list[str] = []
             for path, wrong in self.store.newest_good():
                 if not wrong:
-                    told = (str(path), None)
+                    chosen = (str(path), None)
                     break
                 bad.append(f"checkpoint {path} is damaged, and passed over: {'; '.join(wrong)}")
-            if bad and told[0] is None:
-                told = (None, "; ".join(bad) + "; no good one is left: restore one, or choose another run.dir")
+            if bad and chosen[0] is None:
+                chosen = (None, "; ".join(bad) + "; no good one is left: restore one, or choose another run.dir")
             else:
                 for line, (path, _) in zip(bad, list(self.store.newest_good()), strict=False):
                     self._say(f"{line}; kept as {self.store.set_aside(path)}")
-        told = self._all(told)[0]
-        if told[1] is not None:
-            raise ValueError(told[1])
-        return Path(told[0]) if told[0] else None
+        chosen = self._all(chosen)[0]
+        if chosen[1] is not None:
+            raise ValueError(chosen[1])
+        return Path(chosen[0]) if chosen[0] else None
 
     def load(
         self,

@@ -63,7 +63,7 @@ def write_base(folder: Path, tensors: Mapping[str, Tensor], *, rank: int) -> tup
 
 def write_origin(folder: Path, origin: BaseModel) -> tuple[dict[str, Any], str | None]:
     """Write where frozen parameters were read from; call it on one process. Returns as :func:`write_base`."""
-    text = json.dumps({**origin.told, "names": sorted(origin.names)}, indent=1).encode()
+    text = json.dumps({**origin.description, "names": sorted(origin.names)}, indent=1).encode()
     draft = folder.with_name(f".{folder.name}.draft")
     try:
         shutil.rmtree(draft, ignore_errors=True)
@@ -156,16 +156,16 @@ class Base:
     def check(self, checkpoint: Path, model: nn.Module) -> None:
         """Verify a checkpoint's frozen parameters. If they are damaged, write them again from the newly built model,
         provided that it is bit-identical. Collective. Raises ValueError if it is not, or has another base model."""
-        told = base_of(checkpoint)
-        named = told is not None and file_of(told[1]) == NAMED
+        recorded = base_of(checkpoint)
+        named = recorded is not None and file_of(recorded[1]) == NAMED
         if named != (self._origin is not None):
             one, other = ("only named", "the run's own") if named else ("the run's own", "only named")
             raise ValueError(f"{checkpoint}: its frozen parameters are {one}, and those of the model are {other}")
         own = checkpoint.resolve().parent == self._store.root.resolve()
-        self._known = told if own else None
+        self._known = recorded if own else None
         wrong = "; ".join(self._agree(base_problems(checkpoint) if self._rank == 0 else [])[0])
-        if told is not None and wrong:
-            self._mend(checkpoint, *told, model, own=own, wrong=wrong)
+        if recorded is not None and wrong:
+            self._mend(checkpoint, *recorded, model, own=own, wrong=wrong)
         if self._origin is not None:
             other = self._origin.difference(base_model_of(checkpoint) or {}) if self._rank == 0 else ""
             if other := self._agree(other)[0]:

@@ -78,8 +78,8 @@ class RunState:
     ) -> None:
         """Begins a checkpoint, as :meth:`Checkpoints.save`. Every rank must get here."""
         plain = {name: part.state_dict() for name, part in self.parts.items()}
-        told = [file for part in self.parts.values() for file in getattr(part, "files", ())]
-        more: dict[str, Any] = {"extra": self._extra(), "about": about, "keep": keep, "flush": told}
+        files = [file for part in self.parts.values() for file in getattr(part, "files", ())]
+        more: dict[str, Any] = {"extra": self._extra(), "about": about, "keep": keep, "flush": files}
         checkpoints.save(step, self.model, self.optimizer, plain, **more)
 
     def take(self, checkpoints: Checkpoints, step: int) -> None:

@@ -49,7 +49,7 @@ class WritingProcess:
         os.set_blocking(self._process.stdout.fileno(), False)
         self._heard = b""
 
-    def tell(self, request: writer.SaveRequest) -> None:
+    def send(self, request: writer.SaveRequest) -> None:
         self._send(writer.as_line(request))
 
     def call_off(self) -> None:
@@ -140,7 +140,7 @@ class UnderWay:
                 self._process.close()
             self._process = WritingProcess(WRITER, request.size, pin=self._pin)
         stage(pieces, self._process.buffer)
-        self._process.tell(request)
+        self._process.send(request)
         self._pending, self._began = True, time.monotonic()
         self._step, self._size = request.step, request.size
         self._shown = Working(f"saving step {request.step}")

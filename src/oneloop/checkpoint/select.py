@@ -32,10 +32,10 @@ def base_of(checkpoint: Path) -> tuple[Path, dict[str, Any]] | None:
 
 def base_problems(checkpoint: Path) -> list[str]:
     """What is wrong with the frozen parameters of a checkpoint, which is good itself. Reads them whole."""
-    told = base_of(checkpoint)
-    if told is None:
+    recorded = base_of(checkpoint)
+    if recorded is None:
         return []
-    folder, entry = told
+    folder, entry = recorded
     wrong = changed(folder, {file_of(entry): entry}) or problems_of_files(folder)
     return [f"{folder.name}/{line}" for line in wrong]
 
@@ -48,10 +48,10 @@ def file_of(entry: Mapping[str, Any]) -> str:
 def base_model_of(checkpoint: Path) -> dict[str, Any] | None:
     """What a checkpoint's frozen parameters were read from (``place`` with ``files`` or ``commit``) and their
     ``names``; None where it is not only named."""
-    told = base_of(checkpoint)
-    if told is None or file_of(told[1]) != NAMED:
+    recorded = base_of(checkpoint)
+    if recorded is None or file_of(recorded[1]) != NAMED:
         return None
-    return dict(json.loads((told[0] / NAMED).read_text()))
+    return dict(json.loads((recorded[0] / NAMED).read_text()))
 
 
 def names_in(folder: Path) -> set[str]:

@@ -123,10 +123,10 @@ def main() -> None:
     shared, size = int(sys.argv[2]), int(sys.argv[3])
     data = memoryview(mmap.mmap(shared, size, prot=mmap.PROT_READ)) if size else memoryview(b"")
     while line := sys.stdin.buffer.readline():
-        told = json.loads(line)
-        if told is None:
+        decoded = json.loads(line)
+        if decoded is None:
             continue  # called off too late: it had ended already
-        request = SaveRequest(**told)
+        request = SaveRequest(**decoded)
         began = time.perf_counter()
         try:
             write(request, data[: request.size], called_off=_waiting)

@@ -69,10 +69,10 @@ class Mixture:
 
     def fingerprint(self) -> dict[str, Any] | None:
         """What the sets are; None where one of them does not tell."""
-        told = {name: s.fingerprint() if hasattr(s, "fingerprint") else None for name, s in self.sets.items()}
-        if None in told.values():
+        described = {name: s.fingerprint() if hasattr(s, "fingerprint") else None for name, s in self.sets.items()}
+        if None in described.values():
             return None
-        return {"length": len(self), "weights": self.weights, "order": list(told), "sets": told}
+        return {"length": len(self), "weights": self.weights, "order": list(described), "sets": described}
 
     def about(self) -> str:
         """The shares, for a person."""
@@ -126,14 +126,14 @@ def proportions(weights: Sequence[float]) -> NDArray[np.int64]:
         ValueError: a weight is negative or no number, all are 0, or they are too fine.
     """
     if any(not math.isfinite(weight) or weight < 0 for weight in weights) or not sum(weights):
-        told = ", ".join(map(str, weights))
-        raise ValueError(f"the weights of a mixture are {told}; expected numbers above 0 (0 drops a set)")
+        described = ", ".join(map(str, weights))
+        raise ValueError(f"the weights of a mixture are {described}; expected numbers above 0 (0 drops a set)")
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     length = math.lcm(*(share.denominator for share in shares))
     if length > _LONGEST:
-        told = ", ".join(map(str, weights))
-        raise ValueError(f"the weights of a mixture are {told}, shares of {length:,}; round them to four digits")
+        described = ", ".join(map(str, weights))
+        raise ValueError(f"the weights of a mixture are {described}, shares of {length:,}; round them to four digits")
     each = [int(share * length) for share in shares]
     row, counts = np.zeros(length, dtype=np.int64), [0] * len(weights)
     for place in range(length):

@@ -61,9 +61,9 @@ def build_model(recipe: Recipe, task: Task, layout: BatchLayout, *, sharded: boo
         left = load_weights(model, recipe.init.source, init.weights, leave_out=init.leave_out, origin=origin)
         notes += [f"init.leave_out: {len(left)} tensors begin as the task makes them"] if left else []
     parts = blocks(model, recipe.machine.blocks)
-    settings, said = _parameters(model, recipe, parts, origin, sharded=sharded)
+    settings, lines = _parameters(model, recipe, parts, origin, sharded=sharded)
     names = class_names(parts)
-    notes += said + _lay_out(model, recipe, names, sharded=sharded, device=device)
+    notes += lines + _lay_out(model, recipe, names, sharded=sharded, device=device)
     _reject_inexact(recipe, model, layout)
     return BuiltModel(model, names, notes, structure, settings, sum(map(count, model.parameters())))
 

@@ -30,10 +30,10 @@ class Agreement:
 
     def union(self, flags: list[bool]) -> list[bool]:
         """Which of these flags are set on any rank. Collective: call on every rank."""
-        told = torch.tensor(flags, dtype=torch.uint8)
+        shared = torch.tensor(flags, dtype=torch.uint8)
         if self.host:
-            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.host)
-        return list(map(bool, told.tolist()))
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.host)
+        return list(map(bool, shared.tolist()))
 
     def any(self, flag: bool) -> bool:
         """Whether it is so on any rank. Every rank must get here."""
@@ -41,10 +41,10 @@ class Agreement:
 
     def largest(self, *values: float) -> list[float]:
         """The largest of each value over all ranks. Every rank must get here."""
-        told = torch.tensor(values, dtype=torch.float64)
+        shared = torch.tensor(values, dtype=torch.float64)
         if self.host:
-            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.host)
-        return list(told.tolist())
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.host)
+        return list(shared.tolist())
 
     def gathered(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
@@ -73,9 +73,9 @@ class Agreement:
             message = f"{error}{where(error)}"
         with _not_alone(message if self.ranks > 1 else None):
             several = self.gathered(message)
-        for told in several:
-            if told is not None:
-                raise BadInput(told)
+        for shared in several:
+            if shared is not None:
+                raise BadInput(shared)
 
 
 @contextmanager

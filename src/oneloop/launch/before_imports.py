@@ -35,7 +35,7 @@ def report(argv: Sequence[str]) -> None:
     except BadInput as error:
         reject(error)
     except SystemExit as end:  # --help
-        LINK.tell(ended=end.code or 0)
+        LINK.send(ended=end.code or 0)
         raise
     LINK.report(recipe.machine.patience)
 
@@ -70,16 +70,16 @@ def supervised() -> None:
     peers = Supervisors(rank(), ranks(), selector)
     if ranks() > 1 and rank() == 0:
         peers.listen()
-    (reports, told), (stacks, dumped) = os.pipe(), os.pipe()
+    (reports, reporting), (stacks, dumped) = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
         die_with(own)
         on_stops(signal.SIG_DFL)  # until it listens itself: nothing has been written by then
         for handle in (reports, stacks):
             os.close(handle)
-        LINK.open(told, dumped)
+        LINK.open(reporting, dumped)
         return
-    for handle in (told, dumped):
+    for handle in (reporting, dumped):
         os.close(handle)
     Supervisor(Worker(pid, reports, stacks, rank()), peers, selector, started_by=started_by).run()
 

@@ -97,9 +97,9 @@ class _Launched:
         while self._alive():  # accelerate was killed: they save, and end
             self._pass_on()
             time.sleep(_LOOK)
-        told = self._folder / "exit_code"
-        if told.exists():
-            return int(told.read_text())
+        file = self._folder / "exit_code"
+        if file.exists():
+            return int(file.read_text())
         if self._heard:
             return STOPPED
         if code not in (0, BAD_INPUT):
@@ -133,14 +133,14 @@ def launch_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
     if not words:
         raise BadInput("no recipe given; for example: oneloop launch --config_file single digits")
-    said = StringIO()
+    stderr = StringIO()
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(stderr):
             parsed, unknown = launch_command_parser().parse_known_args([*words])
     except SystemExit as end:
         if end.code == 0:  # --help
             raise
-        why = said.getvalue().strip().splitlines()[-1].rpartition("error: ")[2].replace("training_script_args", "")
+        why = stderr.getvalue().strip().splitlines()[-1].rpartition("error: ")[2].replace("training_script_args", "")
         why = why.replace("training_script, ", "a recipe")
         raise BadInput(f"{why}; for example: oneloop launch --config_file single digits") from None
     if unknown:

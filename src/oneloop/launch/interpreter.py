@@ -60,10 +60,10 @@ def _clear(states: tuple[type, ...]) -> None:
 
 def _precision(asked: str | None) -> str:
     # notebook_launcher says its own under another name, which accelerate does not read.
-    said = os.environ.get("ACCELERATE_MIXED_PRECISION") or os.environ.get("MIXED_PRECISION") or "no"
+    current = os.environ.get("ACCELERATE_MIXED_PRECISION") or os.environ.get("MIXED_PRECISION") or "no"
     if asked is not None and asked not in _PRECISIONS:
         raise BadInput(f"mixed_precision {asked!r} is unknown; known: {', '.join(_PRECISIONS)}")
-    return asked or said
+    return asked or current
 
 
 @contextmanager

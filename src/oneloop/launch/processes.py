@@ -55,7 +55,7 @@ class Run(Agreement):
 
     def stop_wanted(self) -> bool:
         """Whether any rank was told to stop. Every rank must get here."""
-        return self.any(self.stopping.told())
+        return self.any(self.stopping.requested())
 
     def prepare(self, model: nn.Module, *, blocks: Sequence[str] = ()) -> nn.Module:
         """:func:`oneloop.machine.mixed_precision.prepare` with this run's accelerator."""

@@ -19,7 +19,7 @@ from oneloop.supervise.pipe import LINK
 def leave_at_once(code: int) -> NoReturn:
     """Ends this process from any thread and rank, without the others."""
     noted(code)
-    LINK.tell(ended=code)
+    LINK.send(ended=code)
     os._exit(code)
 
 
@@ -29,7 +29,7 @@ def leave(code: int, *, main: bool) -> NoReturn:
     Under ``oneloop launch`` the code goes through a file, since torchrun makes every code 1.
     """
     several = ranks() > 1
-    LINK.tell(ended=code)
+    LINK.send(ended=code)
     if taken() and (code != exit_codes.ERROR or not several):
         if main:
             noted(code)
@@ -91,7 +91,7 @@ class Stopping:
         """Also stop when ``file`` appears, and ``after`` seconds from now."""
         self._file, self._deadline = file, time.monotonic() + after
 
-    def told(self) -> bool:
+    def requested(self) -> bool:
         """Whether to stop. Looks at the disk once a second at most."""
         now = time.monotonic()
         if self.by is None and now > self._deadline:

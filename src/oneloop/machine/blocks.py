@@ -18,8 +18,8 @@ def blocks(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
         known = ", ".join(sorted(present))
         raise ValueError(f"machine.blocks {', '.join(strange)}: not in {type(model).__name__}; it has {known}")
     if not classes:
-        said = [getattr(module, "_no_split_modules", None) or () for module in model.modules()]
-        classes = {name for several in said for name in several} & present
+        marked = [getattr(module, "_no_split_modules", None) or () for module in model.modules()]
+        classes = {name for several in marked for name in several} & present
     if not classes:
         classes = _repeated(model)
     chosen: list[nn.Module] = []

@@ -132,9 +132,9 @@ class Meter:
 
     def read(self) -> dict[str, float]:
         """The metrics since the last read; one all-gather and one host sync. Every rank must get here."""
-        update = self._update.told(self._norm)
-        told = [self._norm, *update, *self._metrics.flatten()]
-        losses, others = self._gathered(told, [float(peak_memory()), utilisation(self._norm.device)])
+        update = self._update.values(self._norm)
+        values = [self._norm, *update, *self._metrics.flatten()]
+        losses, others = self._gathered(values, [float(peak_memory()), utilisation(self._norm.device)])
         times = self.clock.read()
         seconds = times.pop("seconds")
         norms, *rest, memory, busy = zip(*others, strict=True)
@@ -163,12 +163,12 @@ class Meter:
         own = 1 + len(self._names)
         return [rounded_sum(value for row in metrics[name::own] for value in row) for name in range(own)]
 
-    def _gathered(self, told: list[Tensor], host: list[float]) -> tuple[list[float], list[list[float]]]:
+    def _gathered(self, values: list[Tensor], host: list[float]) -> tuple[list[float], list[list[float]]]:
         """Every rank's summed loss, and its other metrics: 0-dim tensors, and what the host knows.
 
         The losses are added one by one, on the host: so their sum does not depend on where a save came between.
         """
-        single = torch.stack([*self._losses, *told])
+        single = torch.stack([*self._losses, *values])
         mine = torch.cat([*self._chunks, single]) if self._chunks else single
         self._losses, self._chunks = [], []
         if self._accelerator.num_processes > 1:
@@ -176,7 +176,7 @@ class Meter:
             rows = self._accelerator.gather(torch.cat([known, mine])[None]).tolist()  # host sync
         else:
             rows = [[self._loss, *host, *mine.tolist()]]  # host sync
-        first, last = 1 + len(host), len(rows[0]) - len(told)
+        first, last = 1 + len(host), len(rows[0]) - len(values)
         return ([_in_order([row[0], *row[first:last]]) for row in rows], [[*row[last:], *row[1:first]] for row in rows])
 
     def state_dict(self) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class Sensor:
         if self._exact:
             square, inverse, count = self._exactly([square_sum(rows.tolist()) for rows in squares], undone)
         else:
-            told = torch.tensor(
+            sums = torch.tensor(
                 [
                     sum(float(square) * factor for square, factor in zip(squares, undone, strict=True)),
                     sum(1.0 / own for _, own in self._parts),
@@ -129,7 +129,7 @@ class Sensor:
                 dtype=torch.float32 if self._accelerator.device.type == "mps" else torch.float64,
                 device=self._accelerator.device,
             )
-            square, inverse, count = self._accelerator.reduce(told, "sum").tolist()
+            square, inverse, count = self._accelerator.reduce(sums, "sum").tolist()
         self._parts = []
         each = weight / samples  # what a sample weighs
         count = count or math.nan

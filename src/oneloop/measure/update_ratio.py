@@ -41,7 +41,7 @@ class UpdateRatio:
             sample.take(1)
         self._begun = True
 
-    def told(self, like: Tensor) -> tuple[Tensor, Tensor]:
+    def values(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Squared norms of the change since :meth:`before` and of the weights then, 0-dim, for :meth:`ratio`.
 
         Both are 0 where :meth:`before` was not called, and on a rank that holds no weights.
@@ -88,7 +88,7 @@ class ExactUpdateRatio:
         """Remembers the weights."""
         self._before = self._taken() if self._chosen else None
 
-    def told(self, like: Tensor) -> tuple[Tensor, ...]:
+    def values(self, like: Tensor) -> tuple[Tensor, ...]:
         """Digits of the squared norms of the change since :meth:`before` and of the weights then, for :meth:`ratio`."""
         if self._before is None:
             return tuple(like.new_tensor([NOTHING, 0.0, 0.0, 0.0] * 2, dtype=torch.float64))
@@ -99,7 +99,7 @@ class ExactUpdateRatio:
     def ratio(ranks: Sequence[Sequence[float]]) -> float | None:
         """The ratio, by what all ranks told; None where nothing was measured."""
         half = len(ranks[0]) // 2
-        found = square_ratio([told[:half] for told in ranks], [told[half:] for told in ranks])
+        found = square_ratio([values[:half] for values in ranks], [values[half:] for values in ranks])
         return found**0.5 if found == found else None
 
 

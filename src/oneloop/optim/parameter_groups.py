@@ -34,7 +34,7 @@ def chosen(model: nn.Module, rules: Settings) -> tuple[dict[str, dict[str, Any]]
     first: dict[int, str] = {}
     names = [(name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False)]
     found: dict[str, dict[str, Any]] = {}
-    said: dict[tuple[str, str], str] = {}
+    chosen_by: dict[tuple[str, str], str] = {}
     taken: dict[str, list[str]] = {}
     for pattern, settings in rules.items():
         taken[pattern] = list(dict.fromkeys(own for name, own in names if matches(pattern, name)))
@@ -45,9 +45,9 @@ def chosen(model: nn.Module, rules: Settings) -> tuple[dict[str, dict[str, Any]]
             own = found.setdefault(name, {})
             for key, value in settings.items():
                 if own.setdefault(key, value) != value:
-                    both = f"{said[name, key]!r} and {pattern!r} both take {name}, and disagree on {key}"
+                    both = f"{chosen_by[name, key]!r} and {pattern!r} both take {name}, and disagree on {key}"
                     raise ValueError(f"optimizer.groups: {both} ({own[key]} and {value}); narrow one of them")
-                said.setdefault((name, key), pattern)
+                chosen_by.setdefault((name, key), pattern)
     return found, taken
 
 

@@ -123,13 +123,13 @@ class _Proof:
                 code = self.start(words, output.fileno())
         except TimeoutError:
             raise _Failed(f"the {name} run did not end within {_SECONDS:.0f} s") from None
-        said, summary = folder.with_suffix(".txt").read_text(errors="replace").strip(), folder / "summary.json"
+        text, summary = folder.with_suffix(".txt").read_text(errors="replace").strip(), folder / "summary.json"
         if code == BAD_INPUT:
-            raise BadInput(said.rpartition("oneloop: ")[2])
+            raise BadInput(text.rpartition("oneloop: ")[2])
         if code == STOPPED:
             sys.exit(code)
         if code:
-            why = json.loads(summary.read_text())["exit_reason"] if summary.exists() else said[-2000:]
+            why = json.loads(summary.read_text())["exit_reason"] if summary.exists() else text[-2000:]
             raise _Failed(f"the {name} run ended with exit code {code}: {why}")
         return folder
 

@@ -58,13 +58,13 @@ class Runner:
             theirs.close()
             with _ended(process):
                 try:
-                    told = mine.recv() if mine.poll(self._timeout) else {"fault": f"no end in {self._timeout:.0f} s"}
+                    answer = mine.recv() if mine.poll(self._timeout) else {"fault": f"no end in {self._timeout:.0f} s"}
                 except EOFError:
                     process.join()
-                    told = {"fault": f"its process ended with {process.exitcode}"}
-            if weights and not told.get("fault"):
-                told["weights"] = load_file(Path(scratch) / "run" / "final" / "model.safetensors")
-            return Measured(**told)
+                    answer = {"fault": f"its process ended with {process.exitcode}"}
+            if weights and not answer.get("fault"):
+                answer["weights"] = load_file(Path(scratch) / "run" / "final" / "model.safetensors")
+            return Measured(**answer)
 
 
 @contextmanager

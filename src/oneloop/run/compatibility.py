@@ -83,7 +83,7 @@ def _computed_otherwise(key: str, there: Any, here: Any) -> str:
 
 def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What the data differs in; what several sets have in common is told once."""
-    told: dict[str, list[str]] = {}
+    reported: dict[str, list[str]] = {}
     found, compared = [], True
     for name in dict.fromkeys([*before["data"], *now["data"]]):
         there, here = before["data"].get(name), now["data"].get(name)
@@ -91,7 +91,7 @@ def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
             found.append(f"the {name} set is {'new' if there is None else 'gone'}")
         elif there.get("content") and here.get("content"):
             for line in changes(there["content"], here["content"]):
-                told.setdefault(line, []).append(name)
+                reported.setdefault(line, []).append(name)
         else:
             compared = False
             if there["length"] != here["length"]:
@@ -101,7 +101,7 @@ def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     if not compared and not found and not same_place(before["recipe"], now["recipe"]):
         before_, now_ = (one["recipe"]["task"]["data"] for one in (before, now))
         found.append(f"task.data: {before_!r} -> {now_!r}, and its content is not known")
-    return found + [f"data ({', '.join(names)}): {line}" for line, names in told.items()]
+    return found + [f"data ({', '.join(names)}): {line}" for line, names in reported.items()]
 
 
 def identity(job: Job, run: Run, optimizer: Optimizer) -> dict[str, Any]:

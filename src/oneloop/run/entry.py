@@ -46,8 +46,8 @@ def main(train: Train, argv: Sequence[str]) -> NoReturn:
         recipe = read_once(tuple(argv))
         run = begun(recipe, command=["oneloop.train", *argv])
         run.stopping.listen()
-        LINK.tell(listens=True)
-        LINK.tell(watched_at=run.from_main(os.environ.get(ADDRESS)))
+        LINK.send(listens=True)
+        LINK.send(watched_at=run.from_main(os.environ.get(ADDRESS)))
         summary, _ = conduct(train, recipe, run, tell=True)
     except BadInput as error:
         reject(error)

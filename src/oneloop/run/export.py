@@ -51,7 +51,7 @@ def write_final(
             (folder / f"{TASK}.json").write_text(json.dumps(task.state_dict()))
         if hasattr(task, "save"):
             task.save(_whole(model, task, weights) if origin is None else bare(model), folder)
-        vouch(folder, {**about, **({} if origin is None else {"base": origin.told})})
+        vouch(folder, {**about, **({} if origin is None else {"base": origin.description})})
 
 
 def _file(origin: BaseModel | None) -> str:

@@ -23,15 +23,15 @@ def reject_other_jobs(job: Job, run: Run) -> None:
     with run.setting_up():
         mine = {"sets": first_samples(job.task, job.sets, seed=job.recipe.seed), "model": _model_of(job)}
         mine["computed"] = computed_by(job.recipe, run.device) if job.exact else {}
-    told = run.gathered(mine)
-    for name in dict.fromkeys(name for one in told for name in one["sets"]):
-        _compare(name, [one["sets"].get(name) for one in told])
-    for rank, one in enumerate(told):
+    reports = run.gathered(mine)
+    for name in dict.fromkeys(name for one in reports for name in one["sets"]):
+        _compare(name, [one["sets"].get(name) for one in reports])
+    for rank, one in enumerate(reports):
         for key, value in one["computed"].items():
-            if value != told[0]["computed"][key]:
-                apart = f"{value} on rank {rank} and {told[0]['computed'][key]} on rank 0"
+            if value != reports[0]["computed"][key]:
+                apart = f"{value} on rank {rank} and {reports[0]['computed'][key]} on rank 0"
                 raise BadInput(f"batch.grain requires machines of one kind: the {key} is {apart}")
-    models = [one["model"] for one in told]
+    models = [one["model"] for one in reports]
     for rank, model in enumerate(models):
         if model != models[0]:
             part = next(key for key in {**models[0], **model} if models[0].get(key) != model.get(key))
@@ -47,9 +47,9 @@ def _model_of(job: Job) -> dict[str, str]:
     return {name: kind + ", frozen" * (name in frozen) for name, kind in kinds.items()}
 
 
-def _compare(name: str, told: Sequence[Mapping[str, Any] | None]) -> None:
-    first = told[0]
-    for rank, other in enumerate(told):
+def _compare(name: str, reports: Sequence[Mapping[str, Any] | None]) -> None:
+    first = reports[0]
+    for rank, other in enumerate(reports):
         if first is None or other is None:
             here, there = ("there is" if one is not None else "there is none" for one in (first, other))
             if first is not other:

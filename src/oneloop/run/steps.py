@@ -102,7 +102,7 @@ class Steps:
 
     def _summed(self, groups: Iterable[Group]) -> Iterator[tuple[Group, float, float, float]]:
         """Each group with the sums over the ranks of its weight, the stop flag and the error flag."""
-        requested, poll = self._run.stopping.told, self._saves.poll
+        requested, poll = self._run.stopping.requested, self._saves.poll
         if self._run.host is None:
             for group in groups:
                 total = rounded_sum(group.weights) if group.apart else group.weight

@@ -70,7 +70,7 @@ class State(RunState):
         super().__init__(model, optimizer, emas=emas, parts=parts, own=["tracking"], check=same.check)
 
     def begin(self, job: Job, run: Run, folder: Folder, *, graph: Any = None) -> RunLog:
-        """Take the folder, resume as the recipe says, write what is known before the first step; return the book.
+        """Take the folder, resume as the recipe says, write what is known before the first step; return the run_log.
 
         Raise BadInput on all ranks if the folder is in use or too full, or its checkpoints are damaged or do not fit.
         Collective: call on every rank."""
@@ -89,17 +89,17 @@ class State(RunState):
                 if skipped := getattr(job.task, "skipped_rows", None):
                     about["skipped_rows"] = skipped
                 folder.begin(recipe.yaml(), environment(command=[*run.command], **about))
-        LINK.tell(folder=str(folder.path.absolute()))
+        LINK.send(folder=str(folder.path.absolute()))
         self.count.begin()  # the clock
         how: dict[str, Any] = {"project": recipe.name, "config": recipe.resolved, "resumed": saved.get("tracking")}
         how |= {"step": self.count.step, "graph": graph, "say": say}
         tracking = self.parts["tracking"] = Tracking(run.accelerator, folder.path, **how)
         run.closing.callback(tracking.close)
-        book = RunLog(self.count, self.results, tracking, run.display, unit=job.unit, resumed="tracking" in saved)
+        run_log = RunLog(self.count, self.results, tracking, run.display, unit=job.unit, resumed="tracking" in saved)
         if saved:
-            book.event("resume")
+            run_log.event("resume")
         run.display.begin(lambda: self.count.step, total=job.steps)
-        return book
+        return run_log
 
     def _hold(self, job: Job, run: Run, folder: Folder) -> None:
         save = job.recipe.save

@@ -33,9 +33,9 @@ class Upkeep:
     """What a run does between steps, while no step is pending. All methods are collective: call them on every rank."""
 
     def __init__(
-        self, job: Job, run: Run, state: State, book: RunLog, gradients: Gradients, steps: Steps, emas: Sequence[EMA]
+        self, job: Job, run: Run, state: State, run_log: RunLog, gradients: Gradients, steps: Steps, emas: Sequence[EMA]
     ) -> None:
-        self._job, self._run, self._state, self._book = job, run, state, book
+        self._job, self._run, self._state, self._run_log = job, run, state, run_log
         self._gradients, self._steps, self._emas = gradients, steps, emas
         self.bad = BadSteps(job.policy, job.recipe.guard.patience)
         every = job.intervals.every
@@ -70,7 +70,7 @@ class Upkeep:
             state.noise.add(*gradients.noise(total), norm=metrics["train/grad_norm"])
             metrics |= state.noise.metrics()
         remarks = self._advice(state.meter.clock.overall)
-        self._book.log(metrics, remarks, **gradients.fingerprint(state.optimizer, self._emas))
+        self._run_log.log(metrics, remarks, **gradients.fingerprint(state.optimizer, self._emas))
 
     def validate(self) -> bool:
         """Evaluate on the validation sets and judge the result; False if a stop was requested first."""
@@ -98,7 +98,7 @@ class Upkeep:
             metrics = evaluate_all(job.task, state.model, sets, **what, **how)
         if metrics is None:
             return False
-        self._book.evaluated(metrics, examples, of=of)
+        self._run_log.evaluated(metrics, examples, of=of)
         if recipe.eval.micro not in (None, job.layout.each):
             release_cache()  # memory cached for shapes that training does not have
         state.meter.clock.mark("evaluate")
@@ -118,12 +118,12 @@ class Upkeep:
         """Skip a bad step, which changed nothing; or restore the last checkpoint; or end the run."""
         if step.fault is Fault.RESCALED:  # fp16: the next step has a smaller loss scale
             return Outcome.SKIPPED
-        job, run, state, book = self._job, self._run, self._state, self._book
+        job, run, state, run_log = self._job, self._run, self._state, self._run_log
         count, say = state.count, run.display.say
         action, why = self.bad.answer(step.fault)
         number, after = count.step + 1, count.position  # the position is after the samples of the bad step
         ids = job.order[after - job.layout.size : after][1].tolist()
-        book.write(book.line(step=number, event=action, why=why, ids=ids))
+        run_log.write(run_log.line(step=number, event=action, why=why, ids=ids))
         say(f"step {number}: {why}: {action}; the samples are in metrics.jsonl")
         state.checkpoints.finish()  # the last good checkpoint is sealed first
         if action == "stop":
@@ -141,9 +141,9 @@ class Upkeep:
 
     def profiling(self, folder: Path) -> Profiling:
         """A trace of the steps that the recipe names, on rank 0, in ``folder``."""
-        watch, book, run = self._job.recipe.watch, self._book, self._run
+        watch, run_log, run = self._job.recipe.watch, self._run_log, self._run
         which = {"profile": watch.profile, "memory": watch.memory} if run.main else dict.fromkeys(("profile", "memory"))
-        log = lambda metrics: book.write(book.line(**metrics))  # noqa: E731
+        log = lambda metrics: run_log.write(run_log.line(**metrics))  # noqa: E731
         return Profiling(folder, run.device, **which, say=run.display.say, log=log)
 
     def final_weights(self, *, stopped: bool) -> dict[str, Any]:

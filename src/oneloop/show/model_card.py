@@ -87,9 +87,9 @@ def _results(metrics: Mapping[str, float]) -> str:
 
 def _content(record: Record, base: str | None, about: Mapping[str, Any]) -> str:
     rows = []
-    for part, told in record.environment.get("data", {}).items():
-        if isinstance(told, Mapping):
-            what = ", ".join(f"{key} {_short(value)}" for key, value in told.items() if key != "made by")
+    for part, entry in record.environment.get("data", {}).items():
+        if isinstance(entry, Mapping):
+            what = ", ".join(f"{key} {_short(value)}" for key, value in entry.items() if key != "made by")
             rows.append(f"| data, {part} | {what} |")
     if stands := about.get("base"):
         what = ", ".join(f"{key} {_short(value)}" for key, value in stands.items())

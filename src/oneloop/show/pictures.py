@@ -80,7 +80,7 @@ def tiles(samples: Sequence[Mapping[str, Any]]) -> NDArray[np.uint8]:
         x, y = place % columns * width + 4, place // columns * height + 4
         sheet.paste(image, (x, y))
         judged = (_GOOD if sample["right"] else _BAD) if "right" in sample else _INK
-        for line, (name, word, ink) in enumerate((("target", "is", _INK), ("prediction", "said", judged))):
+        for line, (name, word, ink) in enumerate((("target", "label", _INK), ("prediction", "model", judged))):
             if name in sample:
                 text = f"{word} {sample[name]}"[:14]
                 pen.text((x, y + image.height + 1 + line * _LINE), text, fill=ink, font=font)
@@ -107,5 +107,5 @@ def matrix(confusion: Mapping[str, Any]) -> NDArray[np.uint8]:
         if cell == _CELL:
             pen.text((4, margin // 2 + row * cell + 8), classes[row][:12], fill=_INK, font=font)
             pen.text((margin + row * cell + 2, margin // 2 - 16), classes[row][:5], fill=_INK, font=font)
-    pen.text((4, 4), "rows: is, columns: said", fill=_INK, font=font)
+    pen.text((4, 4), "rows: label, columns: prediction", fill=_INK, font=font)
     return np.asarray(sheet)

@@ -223,10 +223,14 @@ def _texts(examples: Examples) -> dict[str, str]:
     for sample in examples.samples:
         name = f"{'worst' if sample['worst'] else 'fixed'}/{sample['index']}"
         text = sample.get("text") or "".join(piece for piece, _ in sample.get("tokens", ()))
-        said = f"is {sample.get('target', 'unknown')}, said {sample['prediction']}" if "prediction" in sample else ""
+        caption = (
+            f"label {sample.get('target', 'unknown')}, prediction {sample['prediction']}"
+            if "prediction" in sample
+            else ""
+        )
         if "continuation" in sample:
             text = sample["prompt"] + "\N{RIGHTWARDS ARROW}" + sample["continuation"]
-            said = "what the model writes after the arrow"
+            caption = "what the model writes after the arrow"
         if text:
-            texts[name] = f"{said}\n\n" + "\n".join(f"    {line}" for line in text.splitlines())
+            texts[name] = f"{caption}\n\n" + "\n".join(f"    {line}" for line in text.splitlines())
     return texts

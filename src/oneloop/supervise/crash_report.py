@@ -33,7 +33,7 @@ class Cause:
     words: str
     text: str = ""  # its traceback
     follows: bool = False  # it only says that another rank has gone
-    stands: bool = False  # a rank stands still
+    hung: bool = False  # a rank hangs
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -41,10 +41,10 @@ class Cause:
         return {"exit_reason": f"error: {self.words}", "exit_code": ERROR}
 
 
-def describe_exit(rank: int, code: int, *, told: str | None) -> str:
+def describe_exit(rank: int, code: int, *, stopped_by: str | None) -> str:
     """Describe the end of a process without an error message: its exit code (negative: a signal), and the signal
     ``told`` before."""
-    before = f", after it was told to stop by {told}" if told else ""
+    before = f", after it was told to stop by {stopped_by}" if stopped_by else ""
     if code >= 0:
         return f"rank {rank} ended with exit code {code} and without a word{before}: {_EXITED}"
     try:

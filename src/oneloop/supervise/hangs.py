@@ -1,4 +1,4 @@
-"""Which rank hangs."""
+"""Find the rank that hangs, from the status that every rank reports."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,46 +7,45 @@ from dataclasses import asdict, dataclass
 from oneloop.basics.heartbeats import ENDING, SAVING
 from oneloop.supervise.crash_report import Cause
 
-_TOLD = 10.0
-"""seconds without a sign of life that a process has which was told to stop, where nothing is known of its steps"""
-_SILENT = 5.0  # seconds without a report, from which on a process is called silent
+_STOPPING = 10.0  # hang limit in seconds after a stop request, if the step time is unknown
+_SILENT = 5.0  # seconds without a report after which a process counts as silent
 
 
 @dataclass
 class RankStatus:
-    """How one process gets on."""
+    """The last report of one rank."""
 
     rank: int
     phase: str = "set-up"
-    count: int = 0  # signs of life so far
-    since: float = 0.0  # seconds since the last one
-    limit: float = float("inf")  # seconds that are usual, and as long as it is waited beyond
+    count: int = 0  # heartbeats so far
+    since: float = 0.0  # seconds since the last heartbeat
+    limit: float = float("inf")  # hang limit in seconds
     median: float | None = None
-    waits: bool = False  # for other processes
+    waits: bool = False  # whether it waits in a collective
     where: str = ""
     patience: float = 1.0  # factor of all limits
     unit: str = ""  # number and name of the FSDP2 unit that ran last in this step
-    held: bool = False  # by a person: not to be judged
+    held: bool = False  # by a debugger: never counts as hung
     silent: float = 0.0  # seconds since the last report
-    stopped: bool = False  # by SIGSTOP
-    told: bool = False  # to stop
+    stopped: bool = False  # whether SIGSTOP stopped it
+    stop_requested: bool = False
 
-    def late(self, told: bool) -> bool:
+    def late(self, stop_requested: bool) -> bool:
         limit = self.limit
-        if told and self.median is None and self.phase not in (SAVING, ENDING):
-            limit = min(limit, self.patience * _TOLD)
+        if stop_requested and self.median is None and self.phase not in (SAVING, ENDING):
+            limit = min(limit, self.patience * _STOPPING)
         return not self.held and self.since > limit
 
 
 def hung_ranks(statuses: Sequence[RankStatus]) -> list[RankStatus]:
-    """Those that stand still, and for whom all others wait; empty where any process gets on, or may yet.
+    """Return the ranks that hang; empty if any rank makes progress or may still do so.
 
-    First those that do not even report, then those that do not wait for others, then those that are furthest behind.
+    These are the ranks that do not report, else those that do not wait in a collective, else the furthest behind.
     """
     if not statuses or any(one.held for one in statuses) or (len(statuses) == 1 and statuses[0].stopped):
-        return []  # a run of one process that a person has stopped goes on when he likes
-    told = any(one.told for one in statuses)
-    if not all(one.late(told) for one in statuses):
+        return []  # the user has stopped a run of one process, and can continue it
+    stop_requested = any(one.stop_requested for one in statuses)
+    if not all(one.late(stop_requested) for one in statuses):
         return []
     for chosen in ([one for one in statuses if one.silent > _SILENT], [one for one in statuses if not one.waits]):
         if chosen:
@@ -56,55 +55,55 @@ def hung_ranks(statuses: Sequence[RankStatus]) -> list[RankStatus]:
 
 
 def other_units(statuses: Sequence[RankStatus]) -> str:
-    """A likely cause if all ranks wait for one another: under FSDP2 they run different units."""
+    """Describe a likely cause if all ranks wait in collectives: under FSDP2 they run different units."""
     if len({one.unit for one in statuses}) < 2 or not all(one.waits for one in statuses):
         return ""
     units = ", ".join(f"rank {one.rank} in unit call {one.unit or 'none'}" for one in statuses[:4])
     return f"; all wait, {units}: FSDP2 hangs if which units run, or how often, depends on the samples"
 
 
-def sentence(standing: RankStatus) -> str:
-    """What is said of one that stands still."""
-    usual = f" (a step takes {standing.median:.2g} s)" if standing.median is not None else ""
-    if standing.stopped:
+def describe_hang(status: RankStatus) -> str:
+    """Describe a rank that hangs."""
+    usual = f" (median step: {status.median:.2g} s)" if status.median is not None else ""
+    if status.stopped:
         doing = "it is stopped (SIGSTOP)"
-    elif standing.silent > _SILENT:
-        doing = "it does not answer" + (f", last seen at {standing.where}" if standing.where else "")
-    elif standing.where:
-        doing = f"{'it waits for others' if standing.waits else 'it is'} at {standing.where}"
+    elif status.silent > _SILENT:
+        doing = "it does not respond" + (f", last seen at {status.where}" if status.where else "")
+    elif status.where:
+        doing = f"it {'waits for other ranks' if status.waits else 'is'} at {status.where}"
     else:
-        doing = "nothing more is known"
-    return f"rank {standing.rank} stands still in {standing.phase} for {standing.since:.0f} s{usual}: {doing}"
+        doing = "no stack is known"
+    return f"rank {status.rank} hangs in {status.phase} for {status.since:.0f} s{usual}: {doing}"
 
 
-_GRACE = 10.0  # seconds from the word that a rank stands still to the end of the run
-_HINT = "; if it only takes its time: --machine.patience 3"
+_GRACE = 10.0  # seconds between the report of a hang and the end of the run
+_HINT = "; if the step is only slow, set --machine.patience 3"
 
 
 class Watch:
-    """The state of all ranks, as far as it is known."""
+    """The status of all ranks."""
 
     def __init__(self, ranks: int, *, say: Callable[[str], None]) -> None:
         self.ranks, self._say = ranks, say
-        self._standings: dict[int, tuple[float, RankStatus]] = {}
+        self._statuses: dict[int, tuple[float, RankStatus]] = {}
         self._done: set[int] = set()
         self._named: list[int] = []
         self._until = 0.0
 
-    def hear(self, standing: RankStatus) -> None:
-        """How one rank gets on, by its own word."""
-        self._standings[standing.rank] = time.monotonic(), standing
+    def update(self, status: RankStatus) -> None:
+        """Store the report of one rank."""
+        self._statuses[status.rank] = time.monotonic(), status
 
     def ended(self, rank: int) -> None:
-        """This one needs not be looked at any more."""
+        """Ignore this rank from now on."""
         self._done.add(rank)
 
     def has_ended(self, rank: int) -> bool:
         return rank in self._done
 
-    def begin_afresh(self) -> None:
-        """What was heard before says nothing: the machine stood still."""
-        self._standings.clear()
+    def reset(self) -> None:
+        """Forget all reports: the machine was suspended."""
+        self._statuses.clear()
         self._named = []
 
     def look(self, ask_for_stacks: Callable[[bool], None]) -> Cause | None:
@@ -117,26 +116,26 @@ class Watch:
                 self._say(f"rank {', '.join(map(str, self._named))} continues")
                 self._named = []
             return None
-        said = "; ".join(map(sentence, late)) + other_units(known)
+        text = "; ".join(map(describe_hang, late)) + other_units(known)
         if not self._named:
             grace = _GRACE * late[0].patience
             self._named, self._until = [one.rank for one in late], time.monotonic() + grace
-            self._say(f"{said}; the run ends in {grace:.0f} s if that continues")
+            self._say(f"{text}; the run ends in {grace:.0f} s if it does not continue")
             ask_for_stacks(False)
             return None
         if time.monotonic() < self._until:
             return None
         ask_for_stacks(True)
-        return Cause(late[0].rank, said + _HINT, stands=True)
+        return Cause(late[0].rank, text + _HINT, hung=True)
 
     def _known(self) -> list[RankStatus]:
-        """Of all ranks that have not ended; empty, as long as one has said nothing."""
+        """Return the status of all running ranks; empty until every rank has reported."""
         now, known = time.monotonic(), []
         for rank in set(range(self.ranks)) - self._done:
-            if rank not in self._standings:
+            if rank not in self._statuses:
                 return []
-            at, told = self._standings[rank]
-            one = RankStatus(**asdict(told))
+            at, status = self._statuses[rank]
+            one = RankStatus(**asdict(status))
             one.since += now - at
             one.silent += now - at
             known.append(one)

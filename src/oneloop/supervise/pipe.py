@@ -22,7 +22,7 @@ _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdl
 _OF_OTHERS = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/", "/accelerate/")
 """where a process waits for the others, or for a device that waits for them"""
 _DOING = ("data", "checkpoint", "show", "tasks", "evaluate.py", "predict.py")
-"""rooms of oneloop in which a process that stands still does so by itself"""
+"""rooms of oneloop in which a process that hangs does so by itself"""
 _COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/")
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd", "/debugpy/", "/ipdb/")
 
@@ -66,7 +66,7 @@ _QUIET = 2.0  # seconds without a sign of life, from which on the stack is looke
 _UNREAD = 2.0  # seconds that the other side has to read
 _COMPILING = 1800.0  # seconds that a compiler may take, whatever the phase
 _CONSEQUENCES = ("DistBackendError", "DistNetworkError", "DistStoreError")
-_OF_A_CONNECTION = ("connection reset", "connection closed", "connection rejected", "broken pipe", "gloo", "nccl")
+_OF_A_CONNECTION = ("connection reset", "connection closed", "connection refused", "broken pipe", "gloo", "nccl")
 
 
 class Link:
@@ -93,7 +93,7 @@ class Link:
         if hasattr(faulthandler, "register"):
             faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
 
-    def tell(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         """One message; dropped where the other side does not read."""
         if not self.watched or self._handle is None:
             return
@@ -113,23 +113,23 @@ class Link:
         factor of all limits."""
         self.patience = patience
         if self.watched:
-            BEATS.changed = lambda: self.tell(beat=_beat(patience))
+            BEATS.changed = lambda: self.send(beat=_beat(patience))
             threading.Thread(target=self._report, name="oneloop-beats", daemon=True).start()
 
     def _report(self) -> None:
         while True:
-            self.tell(beat=_beat(self.patience))
+            self.send(beat=_beat(self.patience))
             time.sleep(TICK)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """What nothing has caught: of the imports, for example."""
         sys.__excepthook__(kind, error, trace)
-        self.tell(fault={"words": f"rank {rank()}: {kind.__name__}: {error}", "text": "", "follows": False})
+        self.send(fault={"words": f"rank {rank()}: {kind.__name__}: {error}", "text": "", "follows": False})
 
     def fault(self, error: BaseException, words: str) -> None:
         """Tells what has ended this process."""
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        self.tell(fault={"words": words, "text": text, "follows": _follows(error)})
+        self.send(fault={"words": words, "text": text, "follows": _follows(error)})
 
 
 def _beat(patience: float) -> dict[str, Any]:

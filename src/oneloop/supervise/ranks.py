@@ -45,7 +45,7 @@ class SupervisorConnection:
             return None
         return found if all(isinstance(message, dict) for message in found) else None
 
-    def tell(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         with suppress(OSError):
             self.connection.setblocking(True)
             self.connection.settimeout(1.0)
@@ -95,7 +95,7 @@ class Supervisors:
         with suppress(OSError):
             peer = SupervisorConnection(socket.create_connection((host, int(port)), timeout=5.0))
             peer.rank = 0
-            peer.tell(rank=self.rank, word=word)
+            peer.send(rank=self.rank, word=word)
             self.others.append(peer)
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
 
@@ -118,13 +118,13 @@ class Supervisors:
                 self._forget(peer)
             return
         assert isinstance(readable, SupervisorConnection)
-        told = readable.messages() if readable in self.others else []
-        if told is None:
+        received = readable.messages() if readable in self.others else []
+        if received is None:
             self._forget(readable)
             if readable.rank is not None:
                 yield readable.rank, None
             return
-        for message in told:
+        for message in received:
             if readable.rank is None:
                 word, rank = str(message.get("word")), message.get("rank")
                 known = secrets.compare_digest(word.encode(errors="replace"), self._word.encode())
@@ -140,8 +140,8 @@ class Supervisors:
         peer.close()
         self.others.remove(peer)
 
-    def tell(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         """All that are known."""
         for peer in self.others:
             if peer.rank is not None:
-                peer.tell(**message)
+                peer.send(**message)

@@ -1,4 +1,4 @@
-"""The watching process: it starts the training process, ends with its exit code, and ends it where it stands still."""
+"""The watching process: it starts the training process, ends with its exit code, and ends it where it hangs."""
 
 import os
 import selectors
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED
 from oneloop.basics.launcher import awaited, noted, on_stops, registered, stop_signals
 from oneloop.supervise.crash_report import Cause, describe_exit, stopped_early, write_page, write_stacks, write_summary
-from oneloop.supervise.hangs import RankStatus, Watch, sentence
+from oneloop.supervise.hangs import RankStatus, Watch, describe_hang
 from oneloop.supervise.pipe import TICK
 from oneloop.supervise.ranks import Supervisors
 from oneloop.supervise.worker import Worker
@@ -36,7 +36,7 @@ class Supervisor:
         self.child, self.peers, self._selector, self._started_by = child, peers, selector, started_by
         self.watch = Watch(peers.ranks, say=say)
         self._signals: list[int] = []
-        self._told: tuple[float, str] | None = None  # since when this process is told to stop, and by what
+        self._stop_requested: tuple[float, str] | None = None  # since when this process is told to stop, and by what
         self._orphan = self._listens = False
         self._folder: Path | None = None  # of the run, once it has begun to write
         self._over = float("inf")  # since when there is nothing left to be done
@@ -104,7 +104,7 @@ class Supervisor:
                 self._announced = code
                 self._over = time.monotonic()
                 self.watch.ended(self.peers.rank)
-                self.peers.tell(ended=code)
+                self.peers.send(ended=code)
             case {"fault": fault}:
                 self._found(Cause(self.child.rank, **fault))
 
@@ -113,8 +113,8 @@ class Supervisor:
             case None:
                 if self._announced is None and not self.watch.has_ended(rank):
                     self._found(Cause(rank, f"rank {rank} and its supervisor process were killed", follows=True))
-            case {"standing": standing}:
-                self.watch.hear(RankStatus(**standing))
+            case {"status": status}:
+                self.watch.update(RankStatus(**status))
             case {"ended": code}:
                 self.watch.ended(rank)
                 self._over = time.monotonic() if rank == 0 else self._over
@@ -124,7 +124,7 @@ class Supervisor:
                 self._found(Cause(**cause))
             case {"dump": wake}:
                 self._hangs = wake
-                self.peers.tell(stacks=self.child.stacks(wake=wake))
+                self.peers.send(stacks=self.child.stacks(wake=wake))
                 self._looked = time.monotonic()  # it was this process that took its time
             case {"stacks": text}:
                 self._stacks[rank] = text or self._stacks.get(rank, "")
@@ -136,9 +136,9 @@ class Supervisor:
 
     def _look(self) -> None:
         now = time.monotonic()
-        if now - self._looked > 8 * _LOOK:  # this process stood still itself: a person has stopped all, or the machine
+        if now - self._looked > 8 * _LOOK:  # this process hung itself: a person has stopped all, or the machine
             self.child.excuse()
-            self.watch.begin_afresh()
+            self.watch.reset()
         self._looked = now
         while self._signals:
             self._pass_on(self._signals.pop(0))
@@ -148,29 +148,29 @@ class Supervisor:
         if not self.child.alive():
             self._read(self.child)
             self._died()
-        if self._told is not None:
-            self._see_it_stop(now - self._told[0])
+        if self._stop_requested is not None:
+            self._see_it_stop(now - self._stop_requested[0])
         self._see_it_leave(now)
-        standing = self.child.standing(told=self._told is not None)
-        if standing is not None and self._announced is None:
+        status = self.child.rank_status(stop_requested=self._stop_requested is not None)
+        if status is not None and self._announced is None:
             unmet = self.peers.ranks > 1 and not self.peers.together
-            if unmet and standing.late(told=False):
-                self._causes, self._decided = [Cause(standing.rank, sentence(standing), stands=True)], now
-            self.watch.hear(standing)
+            if unmet and status.late(stop_requested=False):
+                self._causes, self._decided = [Cause(status.rank, describe_hang(status), hung=True)], now
+            self.watch.update(status)
             if self.peers.rank != 0 and now - self._sent > TICK:
                 self._sent = now
-                self.peers.tell(standing=asdict(standing))
+                self.peers.send(status=asdict(status))
         if self.peers.rank == 0 and not self._causes and (cause := self.watch.look(self._ask_for_stacks)):
             self._causes, self._decided = [cause], now
         if now > self._decided:
             self._wreck()
         if now > self._rejected:
-            self.peers.tell(end=BAD_INPUT)
+            self.peers.send(end=BAD_INPUT)
             self._leave(BAD_INPUT)
 
     def _pass_on(self, number: int, by: str = "") -> None:
         by = by or signal.Signals(number).name
-        self._told = self._told or (time.monotonic(), by)
+        self._stop_requested = self._stop_requested or (time.monotonic(), by)
         if self._listens:
             self.child.signal(number)
         else:
@@ -188,19 +188,19 @@ class Supervisor:
     def _see_it_leave(self, now: float) -> None:
         """Once it has ended, or rank 0 has: nobody stays behind."""
         late = now - self._over > (self.child.patience or float("inf")) * _OVER
-        late |= self._told is not None and now - max(self._over, self._told[0]) > _LEAVING
+        late |= self._stop_requested is not None and now - max(self._over, self._stop_requested[0]) > _LEAVING
         if late and self._announced is not None:
             say(f"rank {self.child.rank} has finished but does not exit (a thread or an exit handler); killing it")
             self._leave(self._announced)
         if late and not self._causes:
-            self._found(Cause(self.child.rank, f"rank {self.child.rank} stands still, and rank 0 has ended"))
+            self._found(Cause(self.child.rank, f"rank {self.child.rank} hangs, and rank 0 has ended"))
 
     def _stop_early(self) -> NoReturn:
-        assert self._told is not None
+        assert self._stop_requested is not None
         self.child.kill()
         if self.peers.rank == 0:
-            say(stopped_early(self._told[1]))
-        self.peers.tell(end=STOPPED)
+            say(stopped_early(self._stop_requested[1]))
+        self.peers.send(end=STOPPED)
         self._leave(STOPPED)
 
     def _died(self) -> None:
@@ -209,25 +209,25 @@ class Supervisor:
         if self._announced is not None:
             os._exit(ERROR if self._hangs else code if code >= 0 else self._announced)
         if not self._listens and -code in stop_signals():
-            self._told = self._told or (time.monotonic(), signal.Signals(-code).name)
+            self._stop_requested = self._stop_requested or (time.monotonic(), signal.Signals(-code).name)
             self._stop_early()
         if not self._causes:
-            told = self._told[1] if self._told else None
-            self._found(Cause(self.child.rank, describe_exit(self.child.rank, code, told=told)))
+            stop_requested = self._stop_requested[1] if self._stop_requested else None
+            self._found(Cause(self.child.rank, describe_exit(self.child.rank, code, stopped_by=stop_requested)))
 
     def _found(self, cause: Cause) -> None:
         """One reason for which the run ends. Rank 0 hears of all, and decides which was the first."""
         self._causes.append(cause)
         reports = self.peers.rank != 0 and self.peers.together
         if reports:
-            self.peers.tell(cause=asdict(cause))
+            self.peers.send(cause=asdict(cause))
         slow = reports or all(one.follows for one in self._causes)
         self._decided = min(self._decided, time.monotonic() + (3 if slow else 1) * _OTHERS)
 
     def _ask_for_stacks(self, wake: bool) -> None:
         """Of every rank; those that are stopped go on for it, with ``wake``."""
         self._hangs = wake
-        self.peers.tell(dump=wake)
+        self.peers.send(dump=wake)
         self._stacks[self.peers.rank] = self.child.stacks(wake=wake)
         self._awaited = {peer.rank for peer in self.peers.others if peer.rank is not None}
         until = time.monotonic() + 2.0
@@ -241,7 +241,7 @@ class Supervisor:
     def _wreck(self) -> NoReturn:
         cause = next((one for one in self._causes if not one.follows), self._causes[0])
         alone = self.peers.rank == 0 or not self.peers.together
-        self.peers.tell(end=ERROR)
+        self.peers.send(end=ERROR)
         self.child.kill()
         folder = self._folder if alone and not self.watch.has_ended(0) else None
         if folder is not None:

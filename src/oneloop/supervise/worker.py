@@ -12,7 +12,7 @@ from typing import Any
 
 from oneloop.supervise.hangs import RankStatus
 
-_OF_A_BEAT = {field.name for field in fields(RankStatus)} - {"rank", "silent", "stopped", "told"}
+_OF_A_BEAT = {field.name for field in fields(RankStatus)} - {"rank", "silent", "stopped", "stop_requested"}
 
 
 class Worker:
@@ -39,30 +39,30 @@ class Worker:
             while more := os.read(self.reports, 1 << 16):
                 self._buffer += more
         *lines, self._buffer = self._buffer.split(b"\n")
-        told = []
+        received = []
         for line in lines:
             with suppress(ValueError):  # one that could not be told whole
-                told.append(json.loads(line))
-        for message in told:
+                received.append(json.loads(line))
+        for message in received:
             if "beat" in message:
                 self._beat, self._heard = message["beat"], time.monotonic()
-        return [message for message in told if "beat" not in message]
+        return [message for message in received if "beat" not in message]
 
-    def standing(self, *, told: bool) -> RankStatus | None:
+    def rank_status(self, *, stop_requested: bool) -> RankStatus | None:
         """How it gets on; None: it has not reported yet."""
         if self._beat is None:
             return None
         one = RankStatus(self.rank, **{name: value for name, value in self._beat.items() if name in _OF_A_BEAT})
         one.silent = time.monotonic() - self._heard
         one.since += one.silent
-        one.told = told
+        one.stop_requested = stop_requested
         if one.silent > 1.0:
             one.stopped, traced = self._stopped()
             one.held = one.held or traced
         return one
 
     def excuse(self) -> None:
-        """What it missed to report was missed by all: the machine stood still."""
+        """What it missed to report was missed by all: the machine hung."""
         self._heard = time.monotonic()
         if self._beat is not None:
             self._beat["since"] = 0.0

@@ -57,8 +57,8 @@ class CausalLM(LanguageModel):
         sources = named_sources(data, {"column": column})
         texts = [texts_of(source, share=held_out, window=window) for source in sources]
         trained = [parts["train"] for parts in texts]
-        told = [part.fingerprint() for part in trained]
-        kept = None if None in told else told
+        fingerprints = [part.fingerprint() for part in trained]
+        kept = None if None in fingerprints else fingerprints
         whole = (text for part in trained for text in part)
         self.tokenizer: Any
         if self.name is not None:

@@ -61,17 +61,17 @@ class ClassCounts:
                 shares: the largest is the true one.
         """
         target = target.argmax(1) if target.ndim == 2 else target
-        said = logits.argmax(1)
+        chosen = logits.argmax(1)
         ones = (target >= 0).to(target.dtype)
         target = target.clamp(min=0)
         right, predicted, there = self._counts
-        right.index_add_(0, target, (said == target).to(target.dtype) * ones)
-        predicted.index_add_(0, said, ones)
+        right.index_add_(0, target, (chosen == target).to(target.dtype) * ones)
+        predicted.index_add_(0, chosen, ones)
         there.index_add_(0, target, ones)
         if self.top:
             self._among += ((logits.topk(self.top).indices == target[:, None]).any(1).to(target.dtype) * ones).sum()
         if self._matrix.numel():
-            self._matrix.view(-1).index_add_(0, target * len(self._matrix) + said, ones)
+            self._matrix.view(-1).index_add_(0, target * len(self._matrix) + chosen, ones)
 
     def sums(self) -> Sequence[Tensor]:
         return [sums for sums in (self._counts, self._matrix, self._among) if sums.numel()]

@@ -52,8 +52,8 @@ def statistics(name: str) -> tuple[Sequence[float], Sequence[float]]:
         file = None
         with suppress(ValueError):
             file = fetched(name, "preprocessor_config.json")
-        said = json.loads(file.read_text()) if file else {}
-        about = {"mean": said.get("image_mean"), "std": said.get("image_std")}
+        config = json.loads(file.read_text()) if file else {}
+        about = {"mean": config.get("image_mean"), "std": config.get("image_std")}
     elif name.startswith(_TIMM):
         import timm
 
@@ -143,8 +143,10 @@ def _tied(model: nn.Module, weights: Mapping[str, Tensor]) -> set[str]:
 def _heads(model: nn.Module, other: Iterable[str], classes: int) -> set[str]:
     """Layers with an output for each class: those that timm names so, else those that are of another shape."""
     about = getattr(model, "pretrained_cfg", None) or {}
-    told = about.get("classifier") or ()
-    found = {name.rpartition(".")[0] for name in other} | ({told} if isinstance(told, str) else set(told))
+    classifier = about.get("classifier") or ()
+    found = {name.rpartition(".")[0] for name in other} | (
+        {classifier} if isinstance(classifier, str) else set(classifier)
+    )
     modules = dict(model.named_modules())
     outputs = {
         name: getattr(modules.get(name), "out_features", getattr(modules.get(name), "out_channels", 0))

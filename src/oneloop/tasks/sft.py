@@ -224,19 +224,19 @@ class SFT(LanguageModel):
             for name, values in metrics.items()
         }
         rows = zip(batch["input"].tolist(), batch["target"].tolist(), outputs["prompt"].tolist(), strict=True)
-        told = [(self.decode(tokens[:given]), self._first_answer(target)) for tokens, target, given in rows]
-        prompts, targets = zip(*told, strict=True)
+        examples = [(self.decode(tokens[:given]), self._first_answer(target)) for tokens, target, given in rows]
+        prompts, targets = zip(*examples, strict=True)
         answers = [self._answer(tokens) for tokens in outputs["written"].tolist()]
         return {"prompt": list(prompts), "answer": answers, "target": list(targets), **metrics}
 
     def _first_answer(self, target: list[int]) -> str | None:
         """What is trained first in a sample; None where nothing is."""
-        said = list[int]()
+        answer_tokens = list[int]()
         for token in target:
-            if token == IGNORE and said:
+            if token == IGNORE and answer_tokens:
                 break
-            said += [token] * (token != IGNORE)
-        return self._answer(said) if said else None
+            answer_tokens += [token] * (token != IGNORE)
+        return self._answer(answer_tokens) if answer_tokens else None
 
     def _answer(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))

@@ -95,9 +95,9 @@ class MyTask:
 
     def show(self, sample: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, Any]:
         """How a person sees one held-out sample in the report: any of text, image, target, prediction, right, …"""
-        said, label = int(outputs["logits"].argmax()), int(sample["label"])
+        predicted, label = int(outputs["logits"].argmax()), int(sample["label"])
         x, y = sample["point"].tolist()
-        return {"text": f"({x:.2f}, {y:.2f})", "target": label, "prediction": said, "right": said == label}
+        return {"text": f"({x:.2f}, {y:.2f})", "target": label, "prediction": predicted, "right": predicted == label}
 
     # --- What is done with it afterwards. ---
 
@@ -109,5 +109,5 @@ class MyTask:
 
     def predicted(self, batch: dict[str, Any], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
         """The columns of what `oneloop predict` writes."""
-        sure, said = outputs["logits"].softmax(dim=1).max(dim=1)
-        return {"prediction": said.tolist(), "confidence": sure.tolist()}
+        sure, predicted = outputs["logits"].softmax(dim=1).max(dim=1)
+        return {"prediction": predicted.tolist(), "confidence": sure.tolist()}

@@ -51,9 +51,9 @@ class TextRegression(TextRows):
         return torch.tensor(float(len(batch["number"])))
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        said = self.reader.logits(model, batch)[:, 0]
-        each = (said - batch["number"]).square()
-        return each.sum(), {"said": said.detach(), "loss": each.detach()}
+        prediction = self.reader.logits(model, batch)[:, 0]
+        each = (prediction - batch["number"]).square()
+        return each.sum(), {"said": prediction.detach(), "loss": each.detach()}
 
     def metrics(self) -> Any:
         from torchmetrics import MeanAbsoluteError, MetricCollection, PearsonCorrCoef, SpearmanCorrCoef
@@ -70,5 +70,5 @@ class TextRegression(TextRows):
 
     def show(self, sample: tuple[Any, float], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, number = sample
-        shown = {"target": f"{number:.4g}", "prediction": f"{float(outputs['said']):.4g}"}
+        shown = {"target": f"{number:.4g}", "prediction": f"{float(outputs['prediction']):.4g}"}
         return {"text": self.reader.decode(text), **shown}

@@ -88,10 +88,10 @@ class TokenClassification(TextRows):
     def show(self, sample: tuple[Any, Tensor], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, target = sample
         at = (target != _IGNORE).nonzero().flatten().tolist()
-        said = [self.classes[number] for number in outputs["logits"][at].argmax(-1).tolist()]
+        predicted = [self.classes[number] for number in outputs["logits"][at].argmax(-1).tolist()]
         wanted = [self.classes[number] for number in target[at].tolist()]
         words = [self.reader.decode(text, *span) for span in zip(at, [*at[1:], len(target)], strict=True)]
         losses = outputs["loss"][at].tolist()
-        tokens = [(f"{word}[{tag}]", loss) for word, tag, loss in zip(words, said, losses, strict=True)]
-        shown = {"target": " ".join(wanted), "prediction": " ".join(said), "right": said == wanted}
+        tokens = [(f"{word}[{tag}]", loss) for word, tag, loss in zip(words, predicted, losses, strict=True)]
+        shown = {"target": " ".join(wanted), "prediction": " ".join(predicted), "right": predicted == wanted}
         return {"tokens": tokens, **shown}

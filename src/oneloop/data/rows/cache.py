@@ -110,8 +110,10 @@ _NAMED = 3  # files that are named one by one
 
 def fingerprint_of(dataset: Any) -> dict[str, Any] | None:
     """What a data set says of its content by its own ``fingerprint()``; None where it does not."""
-    told = dataset.fingerprint() if hasattr(dataset, "fingerprint") else None
-    return dict(told) if isinstance(told, Mapping) else {"fingerprint": str(told)} if told is not None else None
+    fingerprint = dataset.fingerprint() if hasattr(dataset, "fingerprint") else None
+    if fingerprint is None:
+        return None
+    return dict(fingerprint) if isinstance(fingerprint, Mapping) else {"fingerprint": str(fingerprint)}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -143,7 +143,7 @@ def _confusion(confusion: dict[str, Any], of: str) -> dict[str, Any]:
         "xgap": 1,
         "ygap": 1,
         "colorscale": [[0, "rgba(47,111,222,0)"], [0.02, "rgba(47,111,222,0.15)"], [1, "rgba(47,111,222,0.55)"]],
-        "hovertemplate": "is %{y}, said %{x}: %{customdata}<extra></extra>",
+        "hovertemplate": "label %{y}, prediction %{x}: %{customdata}<extra></extra>",
     }
     if len(classes) <= 20:
         trace |= {"text": [[count or "" for count in row] for row in counts], "texttemplate": "%{text}"}

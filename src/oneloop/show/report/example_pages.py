@@ -18,8 +18,8 @@ def of_classes(confusion: Mapping[str, Any]) -> list[tuple[str, int, str, str, s
     found = []
     for index, name in enumerate(confusion["classes"]):
         right, there = counts[index][index], sum(counts[index])
-        said = sum(row[index] for row in counts)
-        found.append((name, there, _share(right, said), _share(right, there), _share(2 * right, said + there)))
+        shown = sum(row[index] for row in counts)
+        found.append((name, there, _share(right, shown), _share(right, there), _share(2 * right, shown + there)))
     return found
 
 
@@ -97,12 +97,12 @@ def _body(sample: Mapping[str, Any]) -> str:
     if "image" in sample:
         parts = [f"is {sample['target']}"] if "target" in sample else []
         parts += [f"predicted {sample['prediction']}"] if "prediction" in sample else []
-        said = _safe(": ".join([f"sample {sample.get('index')}", *([", ".join(parts)] if parts else [])]))
+        shown = _safe(": ".join([f"sample {sample.get('index')}", *([", ".join(parts)] if parts else [])]))
         picture = str(sample["image"])
         if not _PICTURE.fullmatch(picture):  # of a run it always is; anything else might be fetched
-            return f'<pre tabindex="0">{said}</pre>'
+            return f'<pre tabindex="0">{shown}</pre>'
         text = f"<p>{_safe(sample['text'])}</p>" if sample.get("text") else ""
-        return f'<img src="{picture}" alt="{said}">{text}'
+        return f'<img src="{picture}" alt="{shown}">{text}'
     if isinstance(sample.get("tokens"), list | tuple):
         pairs = _pairs(sample["tokens"])
         tokens = [_token(str(text), None if loss is None else number(loss)) for text, loss in pairs]

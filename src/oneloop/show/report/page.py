@@ -118,13 +118,13 @@ def _headline(run: Record, *, several: bool) -> str:
     ]
     shown = "".join(f"<div><dt>{_safe(name)}</dt><dd>{_safe(value)}</dd></div>" for name, value in cards)
     reason = summary.get("exit_reason") or (f"at step {run.last:,}" if run.last is not None else "not begun")
-    said = [str(summary[key]) for key in ("time", "noise_scale") if summary.get(key)]
-    said += [
+    sentences = [str(summary[key]) for key in ("time", "noise_scale") if summary.get(key)]
+    sentences += [
         f"Of the profiled steps {100 * value:.1f} % was communication that nothing else overlapped."
         for value in run.curve("profile/exposed_communication")[1][-1:]
     ]
     head = f"<h2>{_safe(run.name)}</h2>" if several else ""
-    words = "".join(f"<p>{_safe(sentence)}</p>" for sentence in said)
+    words = "".join(f"<p>{_safe(sentence)}</p>" for sentence in sentences)
     return f'<section>{head}<p class="reason">{_safe(str(reason))}</p><dl class="cards">{shown}</dl>{words}</section>'
 
 

@@ -89,14 +89,14 @@ class Chat:
         Raises:
             ValueError: the template rejects it, does not tell what is trained, or ends a turn without a special token.
         """
-        text, said = self._rendered(messages, tools, marks=self.marked)
+        text, spans = self._rendered(messages, tools, marks=self.marked)
         if not self.marked:
-            said = self._by_prefixes(text, messages, tools, given)
+            spans = self._by_prefixes(text, messages, tools, given)
         elif given:
-            said = self._behind(text, said, messages, tools, given)
+            spans = self._behind(text, spans, messages, tools, given)
         tokens, places = placed(self.tokenizer, text, add_special_tokens=False)
         trained = np.zeros(len(tokens), dtype=bool)
-        for start, stop in said:
+        for start, stop in spans:
             first, last = first_behind(places, start), upto(places, stop)
             if first < last and places[first, 0] < start and tokens[first] in self.special:
                 first += 1  # a header that takes the blanks behind it
@@ -123,18 +123,18 @@ class Chat:
                 **self.tokenizer.special_tokens_map,
             )
         except Exception as error:  # a template is a program
-            told = f"{type(error).__name__}: " if not isinstance(error, jinja2.TemplateError) else ""
-            raise ValueError(f"the chat template raised an error: {told}{' '.join(str(error).split())}") from error
-        said = list[tuple[int, int]]()
+            kind = f"{type(error).__name__}: " if not isinstance(error, jinja2.TemplateError) else ""
+            raise ValueError(f"the chat template raised an error: {kind}{' '.join(str(error).split())}") from error
+        answers = list[tuple[int, int]]()
         for start, stop in spans[0] if marks else ():
-            if said and said[-1][1] == start:  # a turn in two marks
-                start = said.pop()[0]
-            said.append((int(start), int(stop)))
-        return texts[0], said
+            if answers and answers[-1][1] == start:  # a turn in two marks
+                start = answers.pop()[0]
+            answers.append((int(start), int(stop)))
+        return texts[0], answers
 
     def _by_prefixes(self, text: str, messages: Sequence[Any], tools: Any, given: int) -> list[tuple[int, int]]:
         """From where to where the assistant speaks: what its turns add to what was before them."""
-        said = []
+        spans = []
         for at, message in enumerate(messages):
             if at < given or message["role"] != "assistant":
                 continue
@@ -146,27 +146,27 @@ class Chat:
             if not (text.startswith(upto) and upto.startswith(before)):
                 why = "the template renders earlier turns differently when more follow, and has no marks"
                 raise ValueError(f"cannot find the assistant's tokens of message {at}: {why}; {_way_out()}")
-            said.append((len(before), len(upto)))
-        return said
+            spans.append((len(before), len(upto)))
+        return spans
 
     def _behind(
-        self, text: str, said: list[tuple[int, int]], messages: Sequence[Any], tools: Any, given: int
+        self, text: str, spans: list[tuple[int, int]], messages: Sequence[Any], tools: Any, given: int
     ) -> list[tuple[int, int]]:
         """Return the marked positions after a prompt of so many messages. Raises ValueError if there are too few."""
         begin = len(commonprefix([text, self.render(messages[:given], tools)]))  # noqa: RUF071 letter by letter
-        kept = [(start, stop) for start, stop in said if start >= begin]
+        kept = [(start, stop) for start, stop in spans if start >= begin]
         turns = [message["role"] == "assistant" for message in messages]
-        if len(kept) < sum(turns[given:]) or len(said) - len(kept) < sum(turns[:given]):
+        if len(kept) < sum(turns[given:]) or len(spans) - len(kept) < sum(turns[:given]):
             raise ValueError(f"the chat template does not mark the end of the prompt; {_FILE}")
         return kept
 
     def _check_marks(self) -> None:
         try:
-            text, said = self._rendered(_PROBE, None, marks=True)
+            text, spans = self._rendered(_PROBE, None, marks=True)
         except ValueError:
             return  # it wants other conversations
         for answer in ("first answer", "second answer"):
-            if not any(answer in text[start:stop] for start, stop in said):
+            if not any(answer in text[start:stop] for start, stop in spans):
                 why = f"{answer!r} is outside; a mark inside {{% set %}} is counted from elsewhere"
                 raise ValueError(f"the {{% generation %}} tags do not enclose the answers ({why}); move them")
 

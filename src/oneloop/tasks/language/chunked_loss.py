@@ -205,15 +205,15 @@ def _change(model: nn.Module) -> Change | None:
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
 
-    def said(names: tuple[str, ...]) -> list[float]:
+    def values_of(names: tuple[str, ...]) -> list[float]:
         return [float(value) for name in names if isinstance(value := getattr(config, name, None), int | float)]
 
     factor = 1.0
-    for value in said(_FACTORS):
+    for value in values_of(_FACTORS):
         factor *= value
-    for value in said(_DIVISORS):
+    for value in values_of(_DIVISORS):
         factor = factor * value if getattr(config, "model_type", None) in _MULTIPLIED else factor / value
-    caps = said(_CAPS)
+    caps = values_of(_CAPS)
     if not caps:
         return None if factor == 1.0 else lambda logits: logits * factor
     cap = caps[0]

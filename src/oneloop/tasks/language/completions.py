@@ -78,5 +78,5 @@ def ends_in(texts: Ragged, special: Collection[int], tokenizer: Any) -> set[int]
 def other_ends(ends: Collection[int], tokenizer: Any) -> list[str]:
     """What to say where answers end with another token than the tokenizer's end token."""
     others = [end for end in ends if end != tokenizer.eos_token_id]
-    said = f"answers end with {tokenizer.decode(others)!r}, and the tokenizer's end token is {tokenizer.eos_token!r}"
-    return [f"{said}: generation_config.json in final/ names both, so that transformers stops there"] if others else []
+    found = f"answers end with {tokenizer.decode(others)!r}, and the tokenizer's end token is {tokenizer.eos_token!r}"
+    return [f"{found}: generation_config.json in final/ names both, so that transformers stops there"] if others else []

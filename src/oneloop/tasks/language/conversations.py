@@ -83,8 +83,8 @@ def _message(given: Any, number: int, *, exact: bool) -> dict[str, Any]:
     message: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     message = message if exact else _without_nothing(message)  # in JSON text, a null is the user's
     if "from" in message and "role" not in message:
-        said = {"content": message["value"]} if "value" in message else {}
-        message = {"role": _FROM.get(message["from"], message["from"]), **said}
+        known = {"content": message["value"]} if "value" in message else {}
+        message = {"role": _FROM.get(message["from"], message["from"]), **known}
     role = message.get("role")
     if role is None:
         raise ValueError(f"message {number} has no role; it has {', '.join(message) or 'nothing'}")

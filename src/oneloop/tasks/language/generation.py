@@ -36,7 +36,7 @@ def written(
         tokens[row, longest - len(prompt) :] = prompt
         mask[row, longest - len(prompt) :] = 1
     places = (mask.cumsum(1) - 1).clamp(min=0)
-    said, past = list[Tensor](), None
+    generated, past = list[Tensor](), None
     stops = torch.tensor(ends, dtype=torch.int64, device=device)
     done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     for at in range(longest, longest + count):
@@ -46,6 +46,6 @@ def written(
         past, token = made.past_key_values, choose(made.logits[:, -1].float())
         token = torch.where(done, tokens[:, -1], token)
         done |= torch.isin(token, stops)
-        said.append(token)
+        generated.append(token)
         tokens = token[:, None]
-    return torch.stack(said, dim=1)
+    return torch.stack(generated, dim=1)

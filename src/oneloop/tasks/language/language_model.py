@@ -95,8 +95,8 @@ class LanguageModel(Task):
         before = None if self.adapters is None else seen(self.adapters.base)
         model = self.bare_model()
         if self.adapters is not None:
-            self.origin, said = put_on(model, self.adapters, seen=before)
-            self.notes = [*self.notes, said]
+            self.origin, added = put_on(model, self.adapters, seen=before)
+            self.notes = [*self.notes, added]
         self._masked = made_ready(model, packed=self.packed, router_loss=self.router_loss)
         if self.fused_loss is not False:
             try:
@@ -119,8 +119,8 @@ class LanguageModel(Task):
             return from_scratch(self.shape, entries=self.entries, begin=self.begin, end=self.end)
         lora = None if self.adapters is None else self.adapters.settings
         length = self.shape.length, self.length_key
-        model, said = known(self.name, entries=self.entries, length=length, lora=lora, **self.weights)
-        self.notes = [*self._of_data, *said]
+        model, added = known(self.name, entries=self.entries, length=length, lora=lora, **self.weights)
+        self.notes = [*self._of_data, *added]
         return model
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:

@@ -47,10 +47,10 @@ def put_on(model: nn.Module, wanted: Adapters, *, seen: object = None) -> tuple[
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    said = {"lora_alpha": settings.alpha, "use_rslora": settings.rslora, "quantize": _in_bits(settings)}
+    described = {"lora_alpha": settings.alpha, "use_rslora": settings.rslora, "quantize": _in_bits(settings)}
     outside = lambda name: OUTSIDE + _OWN_NAME.sub(r"\1", name)  # noqa: E731
     look, quick = (lambda: content_of_model(wanted.base, commit)), (lambda: seen_of(wanted.base))
-    origin = BaseModel(wanted.base, _frozen(model), look, WEIGHTS, outside, said, quick)
+    origin = BaseModel(wanted.base, _frozen(model), look, WEIGHTS, outside, described, quick)
     if seen not in (None, seen_of(wanted.base)):
         raise ValueError(f"task.model {wanted.base!r} was changed while it was loaded; start again")
     before = None if wanted.given is None else _fill(model, wanted.given, origin)

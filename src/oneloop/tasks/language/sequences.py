@@ -48,8 +48,8 @@ class Spans:
 
     def about(self, overlong: Overlong) -> list[str]:
         """What became of texts that are too long or hold no target, for a person."""
-        said = {"cut": "cut there", "split": "split into several", "drop": "left out"}[overlong]
-        lines = [f"{self.overlong:,} of {self.whole:,} texts are longer than {self.length:,} tokens, and {said}"]
+        action = {"cut": "cut there", "split": "split into several", "drop": "left out"}[overlong]
+        lines = [f"{self.overlong:,} of {self.whole:,} texts are longer than {self.length:,} tokens, and {action}"]
         lines = lines if self.overlong else []
         return lines + [f"{self.without:,} samples hold no token to be trained, and are left out"] * bool(self.without)
 
