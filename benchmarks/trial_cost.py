@@ -33,7 +33,7 @@ def timed(words: list[str], kind: str) -> tuple[float, float]:
 
     import oneloop.job.build as build
     import oneloop.train as module
-    from oneloop.optim.guard import Guard
+    from oneloop.optim.bad_step_guard import Guard
 
     marks: list[float] = []
     took = [0.0]

@@ -70,14 +70,14 @@ test_run_reader.py::test_a_tasks_own_bug_says_where
 test_run_reader.py::test_hsdp_trains_the_same_weights_on_four_processes
 test_run_reader.py::test_a_nan_ends_the_run_with_3[torch.optim.RMSprop-
 test_own_texts.py::test_a_language_model_is_fine_tuned_gone_on_with_and_loaded_by_transformers[text_classification-fsdp2-2]
-test_bad_steps.py::test_a_bad_step_might_as_well_not_have_been[rewind-2-ddp-
-test_bad_steps.py::test_a_bad_step_might_as_well_not_have_been[skip-2-fsdp2-
+test_bad_step_policy.py::test_a_bad_step_might_as_well_not_have_been[rewind-2-ddp-
+test_bad_step_policy.py::test_a_bad_step_might_as_well_not_have_been[skip-2-fsdp2-
 test_checkpoints.py::test_any_world_loads_what_any_other_wrote[True-4-hsdp]
 test_checkpoints.py::test_any_world_loads_what_any_other_wrote[True-2-ddp]
 test_noise_scale.py::test_measuring_changes_nothing
 test_lora_others.py::test_adapters_of_other_kinds_are_rejected[
 test_lora_others.py::test_adapters_on_a_model_that_has_changed
-test_throughput.py::test_what_is_slow_is_named_with_its_share[words1
+test_flops.py::test_what_is_slow_is_named_with_its_share[words1
 test_own_task.py::test_the_template_trains_and_is_found_again_from_another_folder[fsdp2-2]
 test_image_classification.py::test_the_gradients_are_those_of_any_split[float32-1e-06]
 test_image_classification.py::test_shares_of_classes_are_trained_on[fsdp2-2]
@@ -115,7 +115,7 @@ test_bad_input.py::test_all_ranks_end_together[words1
 test_bad_input.py::test_all_ranks_end_together[words2
 test_no_hidden_cost.py::test_ddp_sends_its_bucket_and_one_small_sum[adamw]
 test_endings.py::test_what_a_task_does_once_per_evaluation_or_epoch_has_its_own_limit[epoch]
-test_throughput.py::test_what_is_slow_is_named_with_its_share[words0
+test_flops.py::test_what_is_slow_is_named_with_its_share[words0
 test_own_docs.py::test_a_recipe_of_the_page_trains[mixture.yaml]
 test_prove.py::test_a_wrong_rank_is_found_at_its_step_and_tensor[10-4]
 test_sft.py::test_the_same_weights_and_answers_on_two_processes[fsdp2]

@@ -32,9 +32,9 @@ def test_order_and_groups_feed_a_plain_loop():
 
 
 def test_norm_clip_and_guard_in_a_plain_loop():
-    from oneloop.optim.bad_steps import Fault
+    from oneloop.optim.bad_step_guard import Guard
+    from oneloop.optim.bad_step_policy import Fault
     from oneloop.optim.clip import clip_, global_norm
-    from oneloop.optim.guard import Guard
 
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(3, 1))
@@ -191,9 +191,9 @@ def test_noise_scale_in_a_plain_loop():
 
 
 def test_policy_and_guard_skip_in_a_plain_loop():
-    from oneloop.optim.bad_steps import BadSteps, Fault, Policy
+    from oneloop.optim.bad_step_guard import Guard
+    from oneloop.optim.bad_step_policy import BadSteps, Fault, Policy
     from oneloop.optim.clip import global_norm
-    from oneloop.optim.guard import Guard
 
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(3, 1))

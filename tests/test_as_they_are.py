@@ -16,7 +16,7 @@ from torch import nn
 
 from oneloop.data.rows.find_files import found
 from oneloop.job.model import in_dtype
-from oneloop.measure.throughput import training_flops
+from oneloop.measure.flops import training_flops
 from oneloop.optim.optimizers import adamw, build, set_lr
 from oneloop.recipe.key_rules import documented, wanted
 from oneloop.show.run_reader import Curve, Follower, read_record

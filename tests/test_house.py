@@ -250,7 +250,7 @@ PATHS = {  # of a thing through the files: in each, the words that lead to the n
             ("data/step_batches.py", "Batches(samples, collate)", "\ndef groups("),
             ("run/steps.py", "return groups(", "class Steps"),
             ("train.py", "= Steps(", "guard.step("),
-            ("optim/guard.py", "self.optimizer.step()"),
+            ("optim/bad_step_guard.py", "self.optimizer.step()"),
         ],
     ),
     "ema.half_life from the key to the EMA weights": (
@@ -278,9 +278,9 @@ PATHS = {  # of a thing through the files: in each, the words that lead to the n
         4,
         [
             ("train.py", "contagious(loss", "upkeep.bad_step(step)"),
-            ("optim/guard.py", "def contagious", "found_inf"),
+            ("optim/bad_step_guard.py", "def contagious", "found_inf"),
             ("run/upkeep.py", "def bad_step", "self.bad.answer("),
-            ("optim/bad_steps.py", "def answer"),
+            ("optim/bad_step_policy.py", "def answer"),
         ],
     ),
 }

@@ -13,7 +13,7 @@ import transformers
 from adapters import WORDS, a_base, of_words
 from oneloop.cli import main
 from oneloop.machine.frozen_dtype import rounded
-from oneloop.tasks.language.lora import adapters
+from oneloop.tasks.language.lora_settings import adapters
 from oneloop.tasks.sft import SFT
 from silent_cases import unfinished
 from worlds import after, run, train

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from oneloop.data.rows.cached_arrays import ragged
 from oneloop.data.rows.open_data import named_sources, opened
-from oneloop.data.rows.ragged import ragged
 from oneloop.data.rows.rewrite import main as rewrite
 from oneloop.data.rows.rows import divided
 from own_files import bulk, images, rows, write

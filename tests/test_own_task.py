@@ -237,7 +237,7 @@ def test_a_tasks_own_state_is_saved_and_resumed(written, config, ranks):
 def _stopped_at_7(words):
     """Trains, and is told to stop at step 7."""
     from oneloop.launch.signals import Stopping
-    from oneloop.optim.guard import Guard
+    from oneloop.optim.bad_step_guard import Guard
 
     taken, step = [], Guard.step
 

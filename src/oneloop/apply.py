@@ -10,10 +10,10 @@ from torch import nn
 
 from oneloop.after.trained_model import Trained, recipe_of, trained
 from oneloop.basics import exit_codes
+from oneloop.basics.command_options import Options, positive
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps
 from oneloop.basics.launcher import die_with_launcher
-from oneloop.basics.words import Options, positive
 from oneloop.evaluate import evaluate_all
 from oneloop.launch.before_imports import is_main, reject
 from oneloop.launch.processes import Run, start

@@ -15,10 +15,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from oneloop.basics.command_options import Options, positive
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput
 from oneloop.basics.files import printable
-from oneloop.basics.words import Options, positive
-from oneloop.checkpoint.select import base_problems, chosen_of
+from oneloop.checkpoint.named_checkpoint import base_problems, chosen_of
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
 from oneloop.launch.command import config_files
 

@@ -14,9 +14,9 @@ from oneloop.job.build import Job
 from oneloop.job.preflight import preflight
 from oneloop.launch.processes import Run
 from oneloop.machine.torch_settings import scheduled_garbage
-from oneloop.optim.bad_steps import Fault, Outcome
+from oneloop.optim.bad_step_guard import Guard, contagious
+from oneloop.optim.bad_step_policy import Fault, Outcome
 from oneloop.optim.clip import clear_gradients, clip_
-from oneloop.optim.guard import Guard, contagious
 from oneloop.optim.optimizers import set_lr
 from oneloop.run import entry
 from oneloop.run.folder import Folder

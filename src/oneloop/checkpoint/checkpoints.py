@@ -21,8 +21,8 @@ from oneloop.basics.base_models import BaseModel
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint import writer
 from oneloop.checkpoint.frozen_weights import Base
+from oneloop.checkpoint.named_checkpoint import base_problems
 from oneloop.checkpoint.saving import UnderWay
-from oneloop.checkpoint.select import base_problems
 from oneloop.checkpoint.state_dict import (
     buffers_of,
     described,

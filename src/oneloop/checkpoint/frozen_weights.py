@@ -19,7 +19,16 @@ from torch.distributed.tensor import DTensor
 from xxhash import xxh3_128
 
 from oneloop.basics.base_models import BaseModel
-from oneloop.checkpoint.select import FILE, NAMED, base_model_of, base_of, base_problems, file_of, fresh, names_in
+from oneloop.checkpoint.named_checkpoint import (
+    FILE,
+    NAMED,
+    base_model_of,
+    base_of,
+    base_problems,
+    file_of,
+    fresh,
+    names_in,
+)
 from oneloop.checkpoint.state_dict import Piece, header_of, model_tensors
 from oneloop.checkpoint.store import Store, flush, vouch, write_file
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensors import as_real, optimized
-from oneloop.checkpoint.select import base_model_of, base_of
+from oneloop.checkpoint.named_checkpoint import base_model_of, base_of
 
 Tensors = Mapping[str, Tensor]
 _NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool}

@@ -18,7 +18,7 @@ from oneloop.ema import gamma
 from oneloop.job.model import BuiltModel, build_model, torch_dtype
 from oneloop.launch.agreement import where
 from oneloop.measure.noise_scale import Sensor
-from oneloop.optim.bad_steps import Policy
+from oneloop.optim.bad_step_policy import Policy
 from oneloop.optim.optimizers import build, reject_if_sharded, try_optimizer
 from oneloop.optim.schedule import LearningRate, learning_rate
 from oneloop.recipe.class_paths import resolve

@@ -16,7 +16,7 @@ from oneloop.data.step_batches import transferred
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
 from oneloop.machine.layout_checks import Checks
-from oneloop.measure.throughput import Operations
+from oneloop.measure.flops import Operations
 from oneloop.tasks.protocol_checks import Contract, theirs
 
 Samples = list[tuple[int, Any]]  # with their indices

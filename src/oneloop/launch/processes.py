@@ -24,7 +24,7 @@ from oneloop.data.step_batches import workers_here
 from oneloop.launch.agreement import Agreement
 from oneloop.launch.signals import Stopping, leave
 from oneloop.machine.mixed_precision import HALF, prepare, sharded_precision
-from oneloop.measure.throughput import peak_flops
+from oneloop.measure.flops import peak_flops
 from oneloop.show.terminal import Display
 
 _AXES = tuple(f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD"))

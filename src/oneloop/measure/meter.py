@@ -12,7 +12,7 @@ from torch import Tensor
 from oneloop.basics.exact_sums import rounded_sum
 from oneloop.basics.memory import peak_memory
 from oneloop.measure.clock import Clock
-from oneloop.measure.throughput import utilisation
+from oneloop.measure.flops import utilisation
 from oneloop.measure.update_ratio import ExactUpdateRatio, UpdateRatio
 
 

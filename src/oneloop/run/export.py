@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.exit_codes import BadInput
-from oneloop.checkpoint.select import FILE, FINAL, base_model_of, base_of
+from oneloop.checkpoint.named_checkpoint import FILE, FINAL, base_model_of, base_of
 from oneloop.checkpoint.state_dict import load_tensors
 from oneloop.checkpoint.store import MANIFEST, Store, header, problems, read_manifest, vouch
 from oneloop.checkpoint.weights import bare, gathered_weights, load_weights, write_weights

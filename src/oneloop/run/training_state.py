@@ -17,7 +17,7 @@ from oneloop.launch.environment import environment
 from oneloop.launch.processes import Run
 from oneloop.measure.meter import Meter
 from oneloop.measure.noise_scale import NoiseScale
-from oneloop.optim.guard import Guard
+from oneloop.optim.bad_step_guard import Guard
 from oneloop.recipe.class_paths import source
 from oneloop.run.compatibility import Identity, identity
 from oneloop.run.counters import Best, Counters, Results, RunLog

@@ -18,9 +18,9 @@ from oneloop.machine.torch_settings import release_cache
 from oneloop.measure.clock import Advice
 from oneloop.measure.noise_scale import meaning
 from oneloop.measure.profiling import Profiling
-from oneloop.optim.bad_steps import BadSteps, Fault, Outcome
+from oneloop.optim.bad_step_guard import Step
+from oneloop.optim.bad_step_policy import BadSteps, Fault, Outcome
 from oneloop.optim.clip import clear_gradients
-from oneloop.optim.guard import Step
 from oneloop.run.counters import RunLog
 from oneloop.run.export import load_task_state, write_final
 from oneloop.run.gradients import Gradients

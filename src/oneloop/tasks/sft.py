@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from oneloop.data.rows.cache import key_of
+from oneloop.data.rows.cached_arrays import Ragged, ragged
 from oneloop.data.rows.open_data import Source, combined, first_columns, named_sources, notes_of, opened, whole
-from oneloop.data.rows.ragged import Ragged, ragged
 from oneloop.tasks.evaluation_metrics import TextSums
 from oneloop.tasks.language.chat import DAY, Chat, template_of
 from oneloop.tasks.language.completions import end_of, ends_in, other_ends

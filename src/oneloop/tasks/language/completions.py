@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.data.rows.ragged import Ragged
+from oneloop.data.rows.cached_arrays import Ragged
 
 _LOOKED_AT = 100  # texts
 

@@ -13,9 +13,9 @@ from oneloop.basics.base_models import BaseModel
 from oneloop.tasks.evaluation_metrics import TextSums
 from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.chunked_loss import without_logits
-from oneloop.tasks.language.lora import LoRA, adapters
+from oneloop.tasks.language.lora import merged, put_on, save_config
+from oneloop.tasks.language.lora_settings import LoRA, adapters
 from oneloop.tasks.language.models import Architecture, Shape, from_scratch, known, made_ready
-from oneloop.tasks.language.peft_models import merged, put_on, save_config
 from oneloop.tasks.language.sequences import IGNORE
 from oneloop.tasks.protocol import Task
 from oneloop.tasks.transformers_models import is_transformers, seen, tokenizer_of

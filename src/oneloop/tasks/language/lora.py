@@ -1,152 +1,169 @@
-"""Low-rank adapters (Hu et al. 2021) on a frozen model, through peft; its matrices in 4 bits, where that is asked for
-(QLoRA, Dettmers et al. 2023)."""
+"""A model with low-rank adapters on it, by peft: put on, filled, written down, and merged."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from oneloop.basics.base_models import HUB, fetched
+import torch
+from torch import nn
 
-OUTSIDE = "base_model.model."
-"""before every name in peft's files"""
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
+from oneloop.basics.base_models import BaseModel, place_of
+from oneloop.tasks.language.lora_settings import CONFIG, OUTSIDE, WEIGHTS, Adapters, LoRA
+from oneloop.tasks.language.models import as_it_was, import_quietly, plain_layer, quantized
+from oneloop.tasks.transformers_models import commit_of, content_of_model
+from oneloop.tasks.transformers_models import seen as seen_of
 
-
-@dataclass(frozen=True)
-class LoRA:
-    """Low-rank adapters of linear layers; all other parameters are frozen."""
-
-    rank: int | None = None
-    """rank of the adapters (null: no adapters; all parameters are trained)"""
-    alpha: float = 32
-    """scale of the adapters is alpha / rank"""
-    rslora: bool = False
-    """use the scale alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023)"""
-    dropout: float = 0.0
-    """dropout of the adapters' inputs"""
-    targets: Literal["all-linear"] | list[str] = "all-linear"
-    """layers with an adapter, by the ends of their names (q_proj, v_proj); all-linear: all except the output layer"""
-    quantize: Literal["nf4", "fp4"] | None = None
-    """quantize the frozen linear layers to 4 bits (bitsandbytes)"""
-    double_quant: bool = True
-    """also quantize the scales of the 4-bit blocks"""
-
-    def __post_init__(self) -> None:
-        if self.rank is not None and self.rank < 1:
-            raise ValueError(f"task.lora.rank {self.rank} must be at least 1 (common: 16; null: train all parameters)")
-        if not self.alpha > 0:
-            raise ValueError(f"task.lora.alpha {self.alpha} must be above 0 (common: 32)")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"task.lora.dropout {self.dropout} must be at least 0 and below 1")
-        if self.quantize is None and not self.double_quant:
-            raise ValueError("task.lora.double_quant false requires task.lora.quantize (common: nf4)")
-        if not self.targets or "" in [*self.targets]:
-            raise ValueError("task.lora.targets is empty; all-linear selects all linear layers")
+_NAME = "default"  # that peft knows the adapter by
+_OWN_NAME = re.compile(rf"(\.lora_\w+)\.{_NAME}(?=\.|$)")
 
 
-@dataclass(frozen=True)
-class Adapters:
-    """What adapters a model gets."""
-
-    base: str
-    """the model: a folder, or hf:ID[@REVISION]"""
-    settings: LoRA
-    given: Path | None = None
-    """folder of adapters that are trained on"""
-
-    @property
-    def tokenizer(self) -> str:
-        """Where it lies."""
-        own = self.given is not None and (self.given / "tokenizer_config.json").is_file()
-        return str(self.given) if own else self.base
-
-
-def adapters(model: str | None, lora: LoRA | Mapping[str, Any], *, pretrained: bool) -> Adapters | None:
-    """What adapters a task's keys ask for; None: none.
-
-    Args:
-        model: of the task; the place of a model, or of adapters themselves, which name theirs.
-        lora: the keys.
-        pretrained: whether the model comes with its weights.
-
-    Raises:
-        ValueError: a key is out of range, or makes no sense with the others.
-    """
-    settings = lora if isinstance(lora, LoRA) else LoRA(**lora)
-    folder = _folder_of_adapters(model) if model else None
-    if folder is not None:
-        assert model is not None
-        if settings != LoRA(quantize=settings.quantize, double_quant=settings.double_quant):
-            ways = "remove task.lora.* (except quantize), or add others to a merged model (oneloop export RUN --merged)"
-            raise ValueError(f"task.model {model!r} holds adapters, which continue training as they are; {ways}")
-        base, found = _read(folder, model)
-        return Adapters(base, replace(found, quantize=settings.quantize, double_quant=settings.double_quant), folder)
-    if settings.rank is None:
-        if settings != LoRA():
-            changed = [key for key, value in asdict(settings).items() if value != asdict(LoRA())[key]]
-            raise ValueError(f"task.lora.{changed[0]} requires task.lora.rank (common: 16)")
-        return None
-    if model is None or not pretrained:
-        advice = "name a trained one with task.model, or remove task.lora.rank"
-        raise ValueError(f"task.lora.rank {settings.rank} requires a trained model; {advice}")
-    return Adapters(model, settings)
-
-
-def _folder_of_adapters(model: str) -> Path | None:
-    """The folder with the adapters that ``model`` leads to; None where it leads to a model."""
-    if not model.startswith(HUB):
-        folder = Path(model).expanduser()
-        return folder if (folder / CONFIG).is_file() and not (folder / "config.json").is_file() else None
+def put_on(model: nn.Module, wanted: Adapters, *, seen: object = None) -> tuple[BaseModel, str]:
+    """Add adapters in float32 to a model in place, and freeze it; ``seen`` is the state of the model's files before
+    they were loaded. Return its origin and a line for the log. Raises ValueError if targets match no suitable layer."""
+    import_quietly()
     try:
-        if fetched(model, "config.json") is not None:
-            return None
-        file = fetched(model, CONFIG)
-        if file is None or fetched(model, f"{WEIGHTS}.safetensors") is None:
-            return None
-        for more in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            fetched(model, more)
-    except ValueError as error:
-        raise ValueError(f"task.model {error}") from error
-    return file.parent
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ValueError("task.lora needs peft, which is not installed (pip install 'oneloop[lora]')") from error
+    settings = wanted.settings
+    assert settings.rank is not None
+    layers = _targets(model, settings.targets)
+    where, revision = place_of(wanted.base)
+    commit = commit_of(wanted.base)
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=where if commit else str(Path(where).resolve()),
+        revision=commit or revision,
+        r=settings.rank,
+        lora_alpha=int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,  # type: ignore[arg-type]
+        use_rslora=settings.rslora,
+        lora_dropout=settings.dropout,
+        target_modules=_ends(layers, model),
+        fan_in_fan_out=all(type(model.get_submodule(layer)).__name__ == "Conv1D" for layer in layers),
+    )
+    inject_adapter_in_model(config, model, adapter_name=_NAME)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    described = {"lora_alpha": settings.alpha, "use_rslora": settings.rslora, "quantize": _in_bits(settings)}
+    outside = lambda name: OUTSIDE + _OWN_NAME.sub(r"\1", name)  # noqa: E731
+    look, quick = (lambda: content_of_model(wanted.base, commit)), (lambda: seen_of(wanted.base))
+    origin = BaseModel(wanted.base, _frozen(model), look, WEIGHTS, outside, described, quick)
+    if seen not in (None, seen_of(wanted.base)):
+        raise ValueError(f"task.model {wanted.base!r} was changed while it was loaded; start again")
+    before = None if wanted.given is None else _fill(model, wanted.given, origin)
+    count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    kinds = ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
+    line = f"LoRA of rank {settings.rank}, {count:,} parameters beside {len(layers)} layers ({kinds})"
+    line += f" in 4 bits ({settings.quantize})" if settings.quantize else ""
+    if before is not None and before != _in_bits(settings):
+        line += f"; they were trained on it {before or 'unquantized'}, see task.lora.quantize"
+    return origin, line
 
 
-_OURS = ("r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "base_model_name_or_path", "revision")
-_NOTHING = ["peft_type", "task_type", "inference_mode", "auto_mapping", "peft_version", "fan_in_fan_out"]
-_NOTHING += ["runtime_config"]
-"""keys of peft's that change nothing of what adapters are"""
-_USUAL: dict[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal")}
-_USUAL |= {"megatron_core": ("megatron.core",), "qalora_group_size": (16,)}
+def _frozen(model: nn.Module) -> frozenset[str]:
+    own = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return frozenset(model.state_dict().keys() - own - {name for name, _ in model.named_buffers()})
 
 
-def _read(folder: Path, model: str) -> tuple[str, LoRA]:
-    from safetensors import SafetensorError, safe_open
+def _in_bits(settings: LoRA) -> str:
+    """How the frozen matrices are quantized, in words; empty: they are not."""
+    if settings.quantize is None:
+        return ""
+    return f"in 4 bits ({settings.quantize}{', double' if settings.double_quant else ''})"
 
-    try:
-        about = dict(json.loads((folder / CONFIG).read_text()))
-        with safe_open(folder / f"{WEIGHTS}.safetensors", "pt") as file:
-            names = list(file.keys())
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
-        raise ValueError(f"task.model {model!r}: its adapters cannot be read ({error})") from error
-    strange = [
-        f"{key} {value}"
-        for key, value in about.items()
-        if key not in (*_OURS, *_NOTHING) and value and value not in _USUAL.get(key, ())
+
+def _linear(model: nn.Module) -> list[str]:
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    kinds = ("Conv1D", "Linear4bit")
+    return [
+        name
+        for name, module in model.named_modules()
+        if module is not head and (isinstance(module, nn.Linear) or type(module).__name__ in kinds)
     ]
-    if strange or about.get("peft_type") != "LORA":
-        kind = ", ".join(strange) or f"peft_type {about.get('peft_type')}"
-        raise ValueError(f"task.model {model!r}: adapters of another kind than LoRA's own ({kind})")
-    base, rank, alpha = (about.get(key) for key in ("base_model_name_or_path", "r", "lora_alpha"))
-    if not base or not isinstance(rank, int) or not isinstance(alpha, int | float):
-        needs = f"must set base_model_name_or_path, r and lora_alpha; found {base}, {rank}, {alpha}"
-        raise ValueError(f"task.model {model!r}: its {CONFIG} {needs}")
-    place = str(base)
-    if not (Path(place).expanduser() / "config.json").is_file():
-        if Path(place).is_absolute() or place.count("/") > 1:
-            raise ValueError(f"task.model {model!r}: its adapters are for {place}, which is missing; restore it")
-        place = f"{HUB}{place}" + (f"@{about['revision']}" if about.get("revision") else "")
-    layers = {name.removeprefix(OUTSIDE).partition(".lora_")[0] for name in names if ".lora_" in name}
-    how: dict[str, Any] = {"rslora": bool(about.get("use_rslora")), "dropout": about.get("lora_dropout") or 0.0}
-    found = LoRA(rank=rank, alpha=alpha, targets=sorted(layers), **how)
-    return place, found
+
+
+def _matches(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _targets(model: nn.Module, targets: str | Sequence[str]) -> list[str]:
+    linear = _linear(model)
+    if isinstance(targets, str):
+        return linear
+    there = ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in linear))
+    for end in targets:
+        if not any(_matches(layer, end) for layer in linear):
+            other = [type(module).__name__ for name, module in model.named_modules() if _matches(name, end)]
+            what = f"leads to {other[0]}, which can have no adapter" if other else "matches no layer of the model"
+            raise ValueError(f"task.lora.targets {end!r} {what}; its linear layers are {there}")
+    return [layer for layer in linear if any(_matches(layer, end) for end in targets)]
+
+
+def _ends(layers: Sequence[str], model: nn.Module) -> list[str]:
+    """The shortest names that match these layers and nothing else."""
+    ends = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
+    others = {name for name, _ in model.named_modules()} - set(layers)
+    short = not any(_matches(name, end) for name in others for end in ends)
+    return sorted(ends) if short else sorted(layers)
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, folder: Path, origin: BaseModel) -> str | None:
+    """Gives a model the adapters of a folder; how the frozen matrices were quantized with which they were trained,
+    where that is known."""
+    from safetensors.torch import load_file
+
+    loaded = load_file(folder / f"{WEIGHTS}.safetensors")
+    file = folder / "MANIFEST.json"
+    there = json.loads(file.read_text()).get("about", {}).get("base") if file.is_file() else None
+    if other := origin.of_another(json.loads((folder / CONFIG).read_text()), there):
+        raise ValueError(f"task.model {folder}: its adapters were trained on {other}; restore that base model")
+    own = {origin.outside(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    wrong = sorted(own.keys() ^ loaded.keys()) or [name for name in own if own[name].shape != loaded[name].shape]
+    if wrong:
+        names = f"its {CONFIG} names {origin.place}"
+        raise ValueError(f"{folder}: its adapters are of another model: {wrong[0]}, …; {names}")
+    for name, parameter in own.items():
+        parameter.copy_(loaded[name])
+    return None if there is None else str(there.get("settings", {}).get("quantize", ""))
+
+
+def save_config(model: nn.Module, folder: Path) -> None:
+    """Writes what peft needs to load the adapters."""
+    config: Any = model.peft_config[_NAME]  # type: ignore[index]
+    about = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    about |= {"inference_mode": True}
+    (folder / CONFIG).write_text(json.dumps(about, indent=2, sort_keys=True, default=str))
+
+
+@torch.no_grad()
+def merged(model: nn.Module) -> nn.Module:
+    """The model with its adapters added to its weights, in place, each rounded once to the type that it is in. Matrices
+    in 4 bits become what they stand for."""
+    from peft.tuners.lora import LoraLayer
+
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if isinstance(module, LoraLayer):
+            layer = module.get_base_layer()
+            into = plain_layer(layer, model)
+            delta = module.get_delta_weight(_NAME)  # type: ignore[operator]
+            into.weight.copy_(into.weight.to(delta.dtype) + delta)
+            _put(modules, name, as_it_was(into, layer))
+        elif quantized(module) and not name.endswith(".base_layer"):
+            _put(modules, name, as_it_was(plain_layer(module, model), module))
+    for name in ("quantization_config", "_pre_quantization_dtype"):
+        if hasattr(model.config, name):
+            delattr(model.config, name)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    del model.peft_config
+    return model
+
+
+def _put(modules: Mapping[str, nn.Module], name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(modules[parent], last, module)

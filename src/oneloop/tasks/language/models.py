@@ -10,7 +10,7 @@ from torch import nn
 
 from oneloop.basics.base_models import fetched
 from oneloop.tasks.language.attention import attend_within_documents
-from oneloop.tasks.language.lora import LoRA
+from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.transformers_models import auto_model
 
 FourBits = Literal["nf4", "fp4"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from oneloop.data.order import Order, Ordered
 from oneloop.data.packing import Bucketed, packed
-from oneloop.data.rows.ragged import Ragged
+from oneloop.data.rows.cached_arrays import Ragged
 
 IGNORE = -100  # a target that does not count
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from oneloop.basics.progress import tracked
 from oneloop.data.rows.cache import below, content_of
+from oneloop.data.rows.cached_arrays import Ragged, ragged
 from oneloop.data.rows.find_files import Found, found
 from oneloop.data.rows.open_data import Source, checked, opened, whole
-from oneloop.data.rows.ragged import Ragged, ragged
 from oneloop.tasks.columns import check_texts
 
 _LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "ensurepip", "turtledemo"}

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from oneloop.basics.files import replacing
 from oneloop.basics.progress import Working
 from oneloop.data.rows.cache import alone, key_of
-from oneloop.data.rows.ragged import Ragged
+from oneloop.data.rows.cached_arrays import Ragged
 
 _CHATML = (
     "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' }}"

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from oneloop.optim.bad_steps import Fault
+from oneloop.optim.bad_step_guard import Guard
+from oneloop.optim.bad_step_policy import Fault
 from oneloop.optim.clip import global_norm
-from oneloop.optim.guard import Guard
 from oneloop.optim.optimizers import adamw, build, muon, sgd
 from tiny import backward, three_layers
 

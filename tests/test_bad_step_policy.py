@@ -11,8 +11,8 @@ import torch
 
 from oneloop.checkpoint.store import Store
 from oneloop.data.order import Order
-from oneloop.optim.bad_steps import BadSteps, Fault, Policy
-from oneloop.optim.guard import Guard, Window
+from oneloop.optim.bad_step_guard import Guard, Window
+from oneloop.optim.bad_step_policy import BadSteps, Fault, Policy
 from worlds import run, timeless, train
 
 BATCH, STEPS, SAVE = 8, 24, 5

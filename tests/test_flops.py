@@ -16,8 +16,8 @@ import torch
 
 from oneloop.launch.processes import start
 from oneloop.measure.clock import diagnosis
+from oneloop.measure.flops import measured_peak, training_flops, utilisation
 from oneloop.measure.meter import Meter
-from oneloop.measure.throughput import measured_peak, training_flops, utilisation
 from oneloop.measure.update_ratio import UpdateRatio
 from oneloop.tasks.causal_lm import CausalLM
 from tiny import Ragged, Sequences

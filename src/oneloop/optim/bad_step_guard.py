@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from oneloop.optim.bad_steps import Fault, Policy
+from oneloop.optim.bad_step_policy import Fault, Policy
 
 _SMALLEST_SCALE = 2.0**-10
 
