@@ -65,7 +65,7 @@ def test_a_run_of_it_from_the_command_line(tmp_path, monkeypatch, capsys):
         assert all(rows[name][kind]["median"] > 0 for kind in ("alone", "on top")), name
     assert results["none"]["median"] > 0 and results["none"]["peak"] > 0 and results["control"]["median"] > 0
     page = (tmp_path / "runs" / "worth-digits" / "worth.html").read_text()
-    assert "What techniques are worth: digits" in page and '"type": "bar"' in page
+    assert "Gain of each technique: digits" in page and '"type": "bar"' in page
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def explained(job: Job, run: Run) -> str:
     if job.recipe.machine.recompute == "none" and job.built.blocks:
         advice.append("--machine.recompute full (activations are computed again: about a third more time)")
     if not run.sharded:
-        size = f"here about {4 * number / gib:.2f} GiB with AdamW"
+        size = f"on this machine about {4 * number / gib:.2f} GiB with AdamW"
         advice.append(f"fsdp2.yaml (weights, gradients and optimizer, {size}, are divided among the processes)")
     else:
         advice.append(f"more processes (each now holds {4 * number / gib:.2f} GiB of weights, gradients and optimizer)")

@@ -106,7 +106,7 @@ def _parameters(
         size = sum(parameter.numel() * parameter.element_size() for parameter in frozen) / 1e6
         share = f"{sum(map(count, frozen)):,} of {sum(sizes.values()):,} parameters"
         where = "in base/ once" if origin is None else f"named in base/ ({origin.place})"
-        notes.append(f"frozen: {share}: {where} ({size:,.1f} MB), without optimizer state or average")
+        notes.append(f"frozen: {share}: {where} ({size:,.1f} MB), without optimizer state or EMA weights")
     if optimizer.layer_decay != 1:
         factors = layer_decay(model, parts, optimizer.layer_decay)
         for name, factor in factors.items():

@@ -180,7 +180,7 @@ def disagreement(ran: Sequence[tuple[list[str], list[str]]]) -> Inexact:
         return Inexact(units)
     rank, names = next((rank, unused) for rank, (_, unused) in enumerate(ran) if unused != ran[0][1] or unused)
     apart = f"{', '.join(names[:3])} took no part in the loss of this step on rank {rank}, but did on another rank"
-    return Inexact(f"{apart}; set {SEARCH}, with which the processes compare what they used at every step")
+    return Inexact(f"{apart}; set {SEARCH}, so that the processes compare the parameters that they used in every step")
 
 
 def other_units(calls: Sequence[Sequence[str]]) -> str:

@@ -144,7 +144,7 @@ def diagnosis(
     largest = max(data, transfer, update, evaluate, save)
     if largest < SIGNIFICANT:
         compute = shares.get("share/compute", 0.0)
-        as_it_should = ", as it should" if compute > 0.5 else "; no other part of a step stands out"
+        as_it_should = ", as it should" if compute > 0.5 else "; no other part of a step takes long"
         return f"{100 * compute:.0f} % of the time goes into forward and backward{as_it_should}"
     percent = f"{100 * largest:.0f} % of the time"
     if largest == data:

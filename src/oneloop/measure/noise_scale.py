@@ -62,7 +62,7 @@ class Sensor:
         """Why a split cannot show the noise scale; None where it can. (Of an exact one: ``sharded`` says nothing.)"""
         if ranks * (1 if sharded else accumulate) > 1:
             return None
-        return "a step is one micro-batch, so there is nothing to compare; set batch.micro to half of it"
+        return "a step has only one micro-batch; set batch.micro to half of it"
 
     @contextmanager
     def measuring(self, on: bool = True) -> Iterator[None]:

@@ -81,7 +81,7 @@ TECHNIQUES = (
     Technique("channels_last", "memory layout of convolutions", _channels_last),
     Technique("accumulation", "a quarter of the batch at once, instead of all of it", _accumulation),
     Technique("recompute", "gradient checkpointing of every block", _recompute),
-    Technique("ema", "an average of the weights", _on("ema.half_life", "1ep", "0")),
+    Technique("ema", "EMA weights", _on("ema.half_life", "1ep", "0")),
     Technique("clip", "clipping by the global gradient norm", _on("optimizer.clip", 1.0, 0.0)),
     Technique("logging", "a line of metrics at every step", _on("log.every", 1, 10**9)),
     Technique("compile", "torch.compile, of the blocks or the whole model", _compile),

@@ -82,7 +82,7 @@ def measured(
     base = {key: value for one in tried for key, value in one.off.items()}
     say(f"{recipe.name}: {len(tried)} techniques, {steps} steps per run, {rounds} rounds")
     same, faults = _compared(runner, base, tried)
-    rejected = {name: f"cannot be tried here: {why}" for name, why in rejected.items()}
+    rejected = {name: f"does not work with this recipe: {why}" for name, why in rejected.items()}
     rejected |= {name: f"failed: {fault}" for name, fault in faults.items()}
     rows = [{"name": name, "about": known[name].about, "fault": why} for name, why in rejected.items()]
     tried = [one for one in tried if one.technique.name not in faults]

@@ -207,7 +207,7 @@ def _task_like(chosen: Any) -> str:
 def _optimizer_like(chosen: Any) -> str:
     if isinstance(chosen, type):
         parents = [f"{parent.__module__}.{parent.__name__}" for parent in chosen.__mro__]
-        return "" if "torch.optim.optimizer.Optimizer" in parents else "is a class that is no torch.optim.Optimizer"
+        return "" if "torch.optim.optimizer.Optimizer" in parents else "is a class, but not a torch.optim.Optimizer"
     takes = _parameters(chosen)
     if takes is None:
         return f"is a {type(chosen).__name__}, neither a class nor a function"

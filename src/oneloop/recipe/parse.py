@@ -57,7 +57,7 @@ def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:
         usage="oneloop launch --config_file single RECIPE [--key value …]   (or python -m oneloop.train RECIPE …)",
         description=f"Trains a recipe: a packaged one ({', '.join(packaged())}), the path of a YAML file, or a task of"
         " your own (my_task.py:MyTask). "
-        f"Keys of the chosen task ({task}), optimizer ({optimizer}) and schedule ({schedule}) are listed with theirs.",
+        f"Keys of the chosen task ({task}), optimizer ({optimizer}) and schedule ({schedule}) are included.",
         exit_on_error=False,
         allow_abbrev=False,
         formatter_class=_Help,

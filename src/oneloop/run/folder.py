@@ -189,7 +189,7 @@ class Folder:
         there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
         free = shutil.disk_usage(there).free
         if free < need:
-            sizes = f"the run needs about {need / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free there"
+            sizes = f"the run needs about {need / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free on its disk"
             ways = "make room, choose another run.dir, or keep fewer (--save.keep 1, --save.best false)"
             raise BadInput(f"run.dir {self.path}: {sizes}; {ways}")
 

@@ -64,7 +64,7 @@ def torchvision_set(data: str, root: str, download: bool) -> tuple[dict[str, Any
     try:
         sets = [kind(root, train=train, download=download) for train in (True, False)]
     except RuntimeError as error:
-        advice = "put it there, or let torchvision fetch it with --task.download true"
+        advice = "copy it there, or set --task.download true"
         raise ValueError(f"task.data {data!r} is not under task.root {root!r}; {advice}") from error
     pixels = [torch.as_tensor(part.data) for part in sets]
     pixels = [(x[:, None] if x.ndim == 3 else x.permute(0, 3, 1, 2)).float() / 127.5 - 1 for x in pixels]
