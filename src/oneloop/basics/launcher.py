@@ -69,7 +69,7 @@ def launcher() -> int | None:
     if parent == 1 and not _is_python(1):
         variables = sorted({"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys())
         print(
-            f"oneloop: the launcher of this process has exited; to run without a launcher, unset {', '.join(variables)}",
+            f"oneloop: the launcher of this process has exited; to run without one, unset {', '.join(variables)}",
             file=sys.stderr,
         )
         os._exit(1)

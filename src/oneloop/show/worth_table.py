@@ -29,7 +29,7 @@ def sentences(results: Mapping[str, Any]) -> list[str]:
     return [
         f"without any of them: {rates}, peak {none['peak']:,.0f} MiB; {how}",
         f"with all of them: {_ratio(whole)} ({_spread(whole)}), peak {whole['peak']:,.0f} MiB{failed}",
-        f"control (the run without techniques, twice): {_ratio(control)} ({_spread(control)}); differences within this spread are noise",
+        f"control (two runs without techniques): {_ratio(control)} ({_spread(control)}); smaller gains are noise",
     ]
 
 
