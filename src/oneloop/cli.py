@@ -68,7 +68,7 @@ def new(words: Sequence[str]) -> int:
         template = (Path(__file__).parent / "tasks" / "template.py").read_text()
         texts = {file: re.sub(r"\bmy_task(\.py)?\b", lambda found: str(file) if found[1] else file.stem, template)}
     if there := [str(path) for path in texts if path.exists()]:
-        raise BadInput(f"oneloop new: {', '.join(there)}already exists; choose another name, or remove it")
+        raise BadInput(f"oneloop new: {', '.join(there)} already exists; choose another name, or remove it")
     try:
         for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)

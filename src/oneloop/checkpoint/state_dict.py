@@ -166,7 +166,7 @@ def load_tensors(
     if weights != "raw":
         averaged = {name: f"ema.{weights}.{name.removeprefix('model.')}" for name in targets}
         if not any(name in saved for name in averaged.values()):
-            raise ValueError(f"{folder}has no EMA {weights!r}; it has {', '.join(averages_in(saved)) or 'none'}")
+            raise ValueError(f"{folder} has no EMA {weights!r}; it has {', '.join(averages_in(saved)) or 'none'}")
         targets = {averaged[name] if averaged[name] in saved else name: target for name, target in targets.items()}
     targets |= {name: tensor for name, tensor in (extra or {}).items() if name in saved}
     if optimizer is not None:

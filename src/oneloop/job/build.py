@@ -127,7 +127,7 @@ def build_job(recipe: Recipe, *, ranks: int, sharded: bool = False, device: str 
     emas = _emas(recipe, scale, total)
     upward = _direction(recipe.eval.best, task, eval_sets, [ema["name"] for ema in emas])
     if total < 1:
-        raise ValueError(f"duration {recipe.duration}is shorter than one step; the minimum is 1")
+        raise ValueError(f"duration {recipe.duration} is shorter than one step; the minimum is 1")
     collate = CollateWithWeight(task.collate, task.weight, sample_weight=sample_weight, dtype=torch_dtype(recipe))
     built = build_model(recipe, task, layout, sharded=sharded, device=device)
     optimizer = resolve("optimizer", recipe.optimizer.name)

@@ -89,7 +89,7 @@ class Augmentation:
     def __post_init__(self) -> None:
         for name, most in (("crop", 1), ("randaugment", 30), ("erasing", 1)):
             if not 0 <= getattr(self, name) <= most:
-                raise ValueError(f"task.{name} {getattr(self, name)} must be between  0 and {most}")
+                raise ValueError(f"task.{name} {getattr(self, name)} must be between 0 and {most}")
 
     @property
     def of_pixels(self) -> bool:
@@ -177,7 +177,7 @@ class Blended(Mapped):
         self.classes, self.mixup, self.cutmix = classes, mixup, cutmix
         for name, alpha in (("mixup", mixup), ("cutmix", cutmix)):
             if not 0 <= alpha <= _MOST:
-                raise ValueError(f"task.{name} {alpha} must be between  0 and {_MOST}; common values are 0.2 to 1")
+                raise ValueError(f"task.{name} {alpha} must be between 0 and {_MOST}; common values are 0.2 to 1")
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         cut = bool(self.cutmix) and (not self.mixup or bool(torch.rand(()) < 0.5))
