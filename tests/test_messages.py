@@ -69,7 +69,7 @@ def faults(kind: str, text: str) -> Iterator[str]:
             yield f"{len(sentence.split())} words"
         if BEGINS.match(sentence) or (PARTICIPLE.match(sentence) and kind not in OTHERS):
             yield f"begins with {sentence.split()[0]}"
-    if glued := re.search(r"X[a-z]{3,}|\w  \w", text):
+    if glued := re.search(r"X(?!final)[a-z]{3,}|\w  \w", text):
         yield f"no space, or two: {glued[0]!r}"
     for found in DIALECT.finditer(text):
         yield repr(found[0])

@@ -13,8 +13,8 @@ HEAD = """# All keys
 
 This page lists every key of a recipe with its type, default and meaning.
 
-In YAML, a key is written in its group: `batch: {size: 128}`. On the command line it is `--batch.size 128`. In Python it is
-`batch={"size": 128}`. `oneloop launch --config_file single RECIPE --help` prints the keys of one recipe, also those of your own task.
+In YAML, a key is written in its group: `batch: {size: 128}`. On the command line it is `--batch.size 128`. In Python it
+is `batch={"size": 128}`. `oneloop launch --config_file single RECIPE --help` lists the keys of your own task too.
 A DURATION is a number of steps (`500`), `20ep`, `1M samples`, `2B tokens`, or a share of the run (`10%`).
 """
 ROW = tuple[str, str, str, str]
@@ -40,7 +40,8 @@ def merged(group: str) -> Iterator[str]:
                 found.setdefault((key, meaning), {})[choice] = (kind, default)
     for (key, meaning), by in found.items():
         columns = (" / ".join(dict.fromkeys(values)) for values in zip(*by.values(), strict=True))
-        yield f"| `{key}` | {' | '.join(columns)} | {meaning} | {'all' if len(by) == len(CHOICES[group]) else ', '.join(by)} |"
+        names = "all" if len(by) == len(CHOICES[group]) else ", ".join(by)
+        yield f"| `{key}` | {' | '.join(columns)} | {meaning} | {names} |"
 
 
 def page() -> str:
