@@ -16,7 +16,7 @@ import worlds
 from oneloop.basics.exit_codes import BadInput
 from oneloop.cli import main
 from oneloop.plan.short_run import Runner
-from oneloop.plan.techniques import TECHNIQUES, Machine, words
+from oneloop.plan.techniques import TECHNIQUES, Machine, as_arguments
 from oneloop.recipe.parse import read
 from oneloop.tasks.image_classification import ImageClassification
 
@@ -165,5 +165,5 @@ def test_every_technique_is_keys_of_the_recipe_or_a_reason(device):
         on, off = keys
         assert on.keys() == off.keys() and on != off
         for side in keys:
-            read(["gpt", *words(side)])  # the recipe takes them as they would be typed
+            read(["gpt", *as_arguments(side)])  # the recipe takes them as they would be typed
     assert len(TECHNIQUES) == 12
