@@ -42,11 +42,11 @@ def a_ranks_slice() -> None:
     """All ranks take the first one's samples."""
     from oneloop.data import step_batches
 
-    class Places(step_batches._Places):
+    class Batches(step_batches._RankBatches):
         def __init__(self, order: Any, split: Any, *, rank: int, start: int) -> None:
             super().__init__(order, split, rank=0, start=start)
 
-    step_batches._Places = Places
+    step_batches._RankBatches = Batches
 
 
 def no_sync() -> None:

@@ -1,1 +1,1 @@
-"""Which samples a step sees, and how they reach the device in time."""
+"""The order of samples, and the loading of batches ahead of time."""

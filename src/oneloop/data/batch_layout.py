@@ -5,51 +5,51 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How a global batch is divided: ``size = ranks x accumulate x micro``.
+    """The layout of a global batch: ``size = ranks x accumulate x micro`` samples.
 
     Raises:
-        ValueError: it does not divide.
+        ValueError: the size is not divisible.
     """
 
     size: int
     ranks: int
     micro: int | None = None
-    """samples of one micro-batch (None: size / ranks; with leaves their samples)"""
+    """samples of one micro-batch (None: ``grain`` if set, else size / ranks)"""
     grain: int | None = None
-    """samples of a leaf, where the same bits are wanted for any number of ranks; both are then powers of two"""
+    """samples of a micro-batch (leaf) for bit-identical results; size / grain and ranks are then powers of two"""
     sharded: bool = False
-    """whether neighbouring leaves stand on neighbouring ranks, as under FSDP2; else each rank has a row of them"""
+    """whether consecutive leaves are on consecutive ranks (FSDP2); else each rank has a contiguous range of them"""
     accumulate: int = field(init=False)
     """micro-batches of one step on one process"""
 
     def __post_init__(self) -> None:
         if self.grain and (self.ranks & (self.ranks - 1) or self.ranks > self.size // self.grain):
-            leaves = f"batch.size {self.size} / batch.grain {self.grain} gives {self.size // self.grain} micro-batches"
+            counts = f"batch.size {self.size} / batch.grain {self.grain} gives {self.size // self.grain} micro-batches"
             needs = "both must be powers of two, with at most one process per micro-batch"
-            raise ValueError(f"{leaves} on {self.ranks} ranks; {needs}")
+            raise ValueError(f"{counts} on {self.ranks} ranks; {needs}")
         micro = self.grain or self.micro or max(1, self.size // self.ranks)
         if self.size % (self.ranks * micro):
             unit = self.ranks * micro
             nearest = max(1, round(self.size / unit)) * unit
             share, rest = divmod(self.size, self.ranks)
-            if not rest and not self.grain:  # another micro-batch trains the same model, another size does not
+            if not rest and not self.grain:  # batch.micro does not change the results, batch.size does
                 fits = min((n for n in range(1, share + 1) if not share % n), key=lambda n: (abs(n - micro), -n))
                 each = f"batch.size {self.size} over {self.ranks} ranks is {share} samples each"
                 raise ValueError(f"{each}, which batch.micro {micro} does not divide; nearest: {fits}")
-            asked = "" if self.micro is None else f" x micro {micro}"
-            nearest_ = f"{self.ranks} ranks{asked}; nearest size: {nearest}"
-            raise ValueError(f"batch.size {self.size} cannot be split over {nearest_}")
+            requested = "" if self.micro is None else f" x micro {micro}"
+            message = f"{self.ranks} ranks{requested}; nearest size: {nearest}"
+            raise ValueError(f"batch.size {self.size} cannot be split over {message}")
         object.__setattr__(self, "micro", micro)
         object.__setattr__(self, "accumulate", self.size // (self.ranks * micro))
 
     @property
     def each(self) -> int:
-        """Samples of one micro-batch."""
+        """Return the samples of one micro-batch."""
         assert self.micro is not None
         return self.micro
 
     def leaf(self, rank: int, micro: int) -> int:
-        """Which of a step's micro-batches it is that a rank takes as its ``micro``-th."""
+        """Return the index, among all micro-batches of a step, of the ``micro``-th one of ``rank``."""
         return micro * self.ranks + rank if self.grain and self.sharded else rank * self.accumulate + micro
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Several sets in proportion, at every prefix to one sample, for any number of processes and without a state.
+"""A stateless mixture of data sets, on any number of processes. Every prefix has the shares within one sample.
 
 >>> mixture = Mixture({"code": code, "books": books}, weights=[0.7, 0.3])
 """
@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.data.order import Ordered, Places, order_of, positions_of
+from oneloop.data.order import EpochsAndIndices, Ordered, order_of, positions_of
 
-_LONGEST = 100_000  # positions after which the row of sets repeats, at most
+_MAX_CYCLE = 100_000  # positions; the largest cycle of set numbers
 
 
 class Mixture:
-    """Map-style: the samples of all sets, one set after another; drawn in proportion by its :meth:`order`.
+    """A map-style data set of several concatenated sets; its :meth:`order` draws from them by weight.
 
     Args:
-        sets: by name.
-        weights: of the sets in training, in any unit. An epoch has as many samples as all sets together.
+        sets: the data sets by name.
+        weights: sampling weight of each set, in any unit. An epoch has as many samples as all sets together.
 
     Raises:
-        ValueError: a set is empty, or the weights say nothing.
+        ValueError: a set is empty, or the weights are invalid.
     """
 
     def __init__(self, sets: Mapping[str, Any], weights: Sequence[float]) -> None:
@@ -32,13 +32,13 @@ class Mixture:
             if not len(dataset):
                 raise ValueError(f"the set {name!r} of a mixture is empty; remove it")
         self.sets, self.weights = dict(sets), list(weights)
-        self.row = proportions(weights)
+        self.cycle = proportions(weights)
         self.bounds = np.cumsum([0, *map(len, self.sets.values())])
-        """where each set begins, and the end"""
+        """first index of each set, and the total length"""
 
     @property
     def sources(self) -> dict[str, range]:
-        """The indices of each set's samples, by its name."""
+        """Return the range of sample indices of each set, by name."""
         return {name: range(*self.bounds[i : i + 2].tolist()) for i, name in enumerate(self.sets)}
 
     def __len__(self) -> int:
@@ -49,33 +49,33 @@ class Mixture:
         return [*self.sets.values()][which][int(index - self.bounds[which])]
 
     def near(self, index: int) -> range:
-        """Samples of the same set that are read as cheaply once this one is."""
+        """Return the indices that are cheap to read after this one: those of the same row group, or set."""
         which = int(np.searchsorted(self.bounds, index, side="right")) - 1
         dataset, first = [*self.sets.values()][which], int(self.bounds[which])
-        own = dataset.near(index - first) if hasattr(dataset, "near") else range(len(dataset))
-        return range(first + own.start, first + own.stop)
+        local = dataset.near(index - first) if hasattr(dataset, "near") else range(len(dataset))
+        return range(first + local.start, first + local.stop)
 
     def where(self, index: int) -> str:
-        """The place of a sample, for a person."""
+        """Return the source of a sample (file and row, or set and index) for messages."""
         which = int(np.searchsorted(self.bounds, index, side="right")) - 1
         name, dataset = [*self.sets.items()][which]
-        own = int(index - self.bounds[which])
-        return dataset.where(own) if hasattr(dataset, "where") else f"{name}, sample {own}"
+        local = int(index - self.bounds[which])
+        return dataset.where(local) if hasattr(dataset, "where") else f"{name}, sample {local}"
 
     def order(self, *, seed: int, batch: int) -> Ordered:
-        """Which sample stands at a position."""
+        """Return the order of samples; ``batch`` has no effect."""
         orders = [order_of(dataset, seed=seed, batch=1) for dataset in self.sets.values()]
-        return Mixed(orders, self.bounds[:-1], self.row)
+        return Mixed(orders, self.bounds[:-1], self.cycle)
 
     def fingerprint(self) -> dict[str, Any] | None:
-        """What the sets are; None where one of them does not tell."""
+        """Return the fingerprint of the sets; None if one of them has none."""
         described = {name: s.fingerprint() if hasattr(s, "fingerprint") else None for name, s in self.sets.items()}
         if None in described.values():
             return None
         return {"length": len(self), "weights": self.weights, "order": list(described), "sets": described}
 
     def about(self) -> str:
-        """The shares, for a person."""
+        """Return the share and size of each set for the log."""
         total = sum(self.weights)
         return "mixture: " + ", ".join(
             f"{name} {weight / total:.1%} ({len(dataset):,} samples)"
@@ -84,46 +84,47 @@ class Mixture:
 
 
 class Mixed:
-    """Endless order over several sets: position -> (epoch of its set, index).
+    """An endless order over several sets: position -> (epoch of its set, index).
 
     Args:
-        orders: of each set.
-        firsts: what to add to each set's indices.
-        row: which set stands at each position, over and over, as :func:`proportions` returns it.
+        orders: the order of each set.
+        offsets: index of the first sample of each set.
+        cycle: the set number at each position, repeated endlessly, as :func:`proportions` returns it.
     """
 
-    def __init__(self, orders: Sequence[Ordered], firsts: NDArray[np.int64], row: NDArray[np.int64]) -> None:
-        self.orders, self._firsts, self._row = orders, firsts, row
-        each = row[:, None] == np.arange(len(orders))[None, :]
+    def __init__(self, orders: Sequence[Ordered], offsets: NDArray[np.int64], cycle: NDArray[np.int64]) -> None:
+        self.orders, self._offsets, self._cycle = orders, offsets, cycle
+        each = cycle[:, None] == np.arange(len(orders))[None, :]
         self._each = each.sum(0)
-        self._before = (np.cumsum(each, axis=0) - each)[np.arange(len(row)), row]
-        """how often a position's set stood in the row before"""
+        self._before = (np.cumsum(each, axis=0) - each)[np.arange(len(cycle)), cycle]
+        """for each position of the cycle: how often its set occurs before it"""
 
-    def __getitem__(self, window: slice) -> Places:
+    def __getitem__(self, window: slice) -> EpochsAndIndices:
         return self.at(positions_of(window))
 
-    def at(self, positions: NDArray[np.int64]) -> Places:
-        turns, places = np.divmod(positions.reshape(-1), len(self._row))
-        which = self._row[places]
-        own = turns * self._each[which] + self._before[places]  # positions in the set's own order
-        epochs, indices = np.empty_like(own), np.empty_like(own)
+    def at(self, positions: NDArray[np.int64]) -> EpochsAndIndices:
+        """Return epochs and sample indices, each in the shape of ``positions``."""
+        cycles, offsets = np.divmod(positions.reshape(-1), len(self._cycle))
+        which = self._cycle[offsets]
+        local = cycles * self._each[which] + self._before[offsets]  # position within its set's order
+        epochs, indices = np.empty_like(local), np.empty_like(local)
         for number, order in enumerate(self.orders):
-            mine = which == number
-            if mine.any():
-                epochs[mine], indices[mine] = order.at(own[mine])
-                indices[mine] += self._firsts[number]
+            of_set = which == number
+            if of_set.any():
+                epochs[of_set], indices[of_set] = order.at(local[of_set])
+                indices[of_set] += self._offsets[number]
         return epochs.reshape(positions.shape), indices.reshape(positions.shape)
 
 
 def proportions(weights: Sequence[float]) -> NDArray[np.int64]:
-    """A row of set numbers that, repeated, holds each set's share at every prefix: rounded down or up, never further.
+    """Return a cycle of set numbers. In every prefix, each set's count is its share, rounded down or up.
 
-    Of the sets that may come (their count is below their share of the prefix, rounded up) the one comes whose next
-    sample is due first; such a row always exists (Still 1979; Tijdeman 1980), and its length is the least common
-    denominator of the weights.
+    Candidates are the sets whose count is below their share of the prefix, rounded up. The candidate whose next sample
+    is due first is chosen. Such a cycle always exists (Still 1979; Tijdeman 1980). Its length is the least common
+    denominator of the shares.
 
     Raises:
-        ValueError: a weight is negative or no number, all are 0, or they are too fine.
+        ValueError: a weight is negative or not a number, all are 0, or the cycle would be too long.
     """
     if any(not math.isfinite(weight) or weight < 0 for weight in weights) or not sum(weights):
         described = ", ".join(map(str, weights))
@@ -131,14 +132,14 @@ def proportions(weights: Sequence[float]) -> NDArray[np.int64]:
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     length = math.lcm(*(share.denominator for share in shares))
-    if length > _LONGEST:
+    if length > _MAX_CYCLE:
         described = ", ".join(map(str, weights))
         raise ValueError(f"the weights of a mixture are {described}, shares of {length:,}; round them to four digits")
     each = [int(share * length) for share in shares]
-    row, counts = np.zeros(length, dtype=np.int64), [0] * len(weights)
-    for place in range(length):
-        may = [i for i, count in enumerate(counts) if count * length < each[i] * (place + 1)]
-        chosen = min(may, key=lambda i: (-(-(counts[i] + 1) * length // each[i]), i))
-        row[place] = chosen
+    cycle, counts = np.zeros(length, dtype=np.int64), [0] * len(weights)
+    for position in range(length):
+        candidates = [i for i, count in enumerate(counts) if count * length < each[i] * (position + 1)]
+        chosen = min(candidates, key=lambda i: (-(-(counts[i] + 1) * length // each[i]), i))
+        cycle[position] = chosen
         counts[chosen] += 1
-    return row
+    return cycle

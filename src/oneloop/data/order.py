@@ -1,7 +1,7 @@
-"""The global order of samples: endless, seeded, and found in O(1) at any position by any rank.
+"""The global order of samples: endless and seeded. Any rank computes any position in O(1).
 
-Each epoch is a new permutation of the samples. It is computed, not stored: a Feistel network (Luby & Rackoff 1988)
-over a power of two that holds the data set, walked until it falls inside (Black & Rogaway 2002).
+Each epoch is a new permutation, computed and not stored: a Feistel network (Luby & Rackoff 1988) over the next power
+of two, with cycle walking until the index is inside the data set (Black & Rogaway 2002).
 """
 
 from typing import Any, Protocol
@@ -11,46 +11,46 @@ from numpy.typing import NDArray
 
 from oneloop.basics.seeds import GOLDEN, key
 
-Places = tuple[NDArray[np.int64], NDArray[np.int64]]
+EpochsAndIndices = tuple[NDArray[np.int64], NDArray[np.int64]]
 """epochs and sample indices"""
 
-Numbers = NDArray[np.uint64]
+UInt64Array = NDArray[np.uint64]
 _ROUNDS = 8
-_FEWEST_BITS = 6  # on fewer, neighbours come out related
+_MIN_BITS = 6  # with fewer bits, consecutive positions give correlated indices
 
 
-def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finalizer, elementwise."""
+def _mix(state: UInt64Array) -> UInt64Array:
+    """Apply splitmix64's finalizer elementwise."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
 
 
-def permuted(places: Numbers, sizes: int | Numbers, keys: Numbers) -> Numbers:
-    """Where a keyed permutation of ``range(size)`` takes each place; every place may have a size of its own.
+def permuted(positions: UInt64Array, sizes: int | UInt64Array, keys: UInt64Array) -> UInt64Array:
+    """Return the image of each position under a keyed permutation of ``range(size)``; sizes may differ.
 
     Args:
-        places: (n,), each below its size.
-        sizes: of all, or (n,).
-        keys: (n,), each chooses a permutation.
+        positions: (n,), each below its size.
+        sizes: one size for all positions, or (n,).
+        keys: (n,), each selects a permutation.
     """
     if isinstance(sizes, int):
-        bits: Any = max(_FEWEST_BITS, (sizes - 1).bit_length())
+        bits: Any = max(_MIN_BITS, (sizes - 1).bit_length())
     else:
-        bits = np.maximum(np.frexp((sizes - np.uint64(1)).astype(np.float64))[1], _FEWEST_BITS).astype(np.int64)
+        bits = np.maximum(np.frexp((sizes - np.uint64(1)).astype(np.float64))[1], _MIN_BITS).astype(np.int64)
     right_bits = np.uint64(bits - bits // 2) if isinstance(sizes, int) else (bits - bits // 2).astype(np.uint64)
     left_mask, right_mask = _mask(bits // 2), _mask(bits - bits // 2)
 
-    def chosen(value: Any, which: NDArray[np.int64]) -> Any:
+    def select(value: Any, which: NDArray[np.int64]) -> Any:
         return value[which] if isinstance(value, np.ndarray) else value
 
-    found = _network(places, keys, right_bits, left_mask, right_mask)
-    outside = np.flatnonzero(found >= sizes)
-    while outside.size:  # about once, from 33 on: the domain is less than twice the size
-        masks = chosen(right_bits, outside), chosen(left_mask, outside), chosen(right_mask, outside)
-        found[outside] = _network(found[outside], keys[outside], *masks)
-        outside = outside[found[outside] >= chosen(sizes, outside)]
-    return np.asarray(found)
+    images = _network(positions, keys, right_bits, left_mask, right_mask)
+    outside = np.flatnonzero(images >= sizes)
+    while outside.size:  # about one pass for sizes above 32: the domain is less than twice the size
+        masks = select(right_bits, outside), select(left_mask, outside), select(right_mask, outside)
+        images[outside] = _network(images[outside], keys[outside], *masks)
+        outside = outside[images[outside] >= select(sizes, outside)]
+    return np.asarray(images)
 
 
 def _mask(bits: Any) -> Any:
@@ -59,8 +59,8 @@ def _mask(bits: Any) -> Any:
     return (np.uint64(1) << bits.astype(np.uint64)) - np.uint64(1)
 
 
-def _network(places: NDArray[np.uint64], keys: NDArray[np.uint64], shift: Any, left_mask: Any, right_mask: Any) -> Any:
-    left, right = places >> shift, places & right_mask
+def _network(positions: UInt64Array, keys: UInt64Array, shift: Any, left_mask: Any, right_mask: Any) -> Any:
+    left, right = positions >> shift, positions & right_mask
     for turn in range(0, _ROUNDS, 2):
         left = left ^ (_mix(keys + right + np.uint64((turn << 40) + 1)) & left_mask)
         right = right ^ (_mix(keys + left + np.uint64((turn << 40) + (1 << 39))) & right_mask)
@@ -68,17 +68,17 @@ def _network(places: NDArray[np.uint64], keys: NDArray[np.uint64], shift: Any, l
 
 
 def epoch_keys(epochs: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
-    """A key for each epoch of a seed."""
+    """Return a permutation key for each epoch and the seed."""
     return _mix(epochs.astype(np.uint64) * np.uint64(GOLDEN) ^ np.uint64(key(seed)))
 
 
 class Order:
-    """Endless seeded order over ``size`` samples: position -> (epoch, index).
+    """An endless seeded order over ``size`` samples: position -> (epoch, index).
 
     >>> epochs, indices = Order(1797, seed=0)[10_000:10_064]      # any slice, O(its length)
 
     Raises:
-        ValueError: ``size`` is less than 1, or a slice is not two positions.
+        ValueError: ``size`` is less than 1, or a slice lacks start or stop.
     """
 
     def __init__(self, size: int, *, seed: int) -> None:
@@ -87,32 +87,32 @@ class Order:
         self.size = size
         self.seed = seed
 
-    def __getitem__(self, window: slice) -> Places:
-        """Epochs and sample indices of the positions ``start:stop``, each of shape (stop - start,)."""
+    def __getitem__(self, window: slice) -> EpochsAndIndices:
+        """Return epochs and sample indices of the positions ``start:stop``, each of shape (stop - start,)."""
         return self.at(positions_of(window))
 
-    def at(self, positions: NDArray[np.int64]) -> Places:
-        """Epochs and sample indices of these positions, each of the shape of ``positions``."""
-        epochs, places = np.divmod(positions.reshape(-1), self.size)
-        indices = permuted(places.astype(np.uint64), self.size, epoch_keys(epochs, self.seed))
+    def at(self, positions: NDArray[np.int64]) -> EpochsAndIndices:
+        """Return epochs and sample indices, each in the shape of ``positions``."""
+        epochs, offsets = np.divmod(positions.reshape(-1), self.size)
+        indices = permuted(offsets.astype(np.uint64), self.size, epoch_keys(epochs, self.seed))
         return epochs.reshape(positions.shape), indices.astype(np.int64).reshape(positions.shape)
 
 
 class Ordered(Protocol):
-    """What says which sample stands at a position: :class:`Order`, or what a data set's own ``order`` returns."""
+    """A map from positions to samples: :class:`Order`, or the result of a data set's ``order`` method."""
 
-    def __getitem__(self, window: slice) -> Places:
-        """As :meth:`at`, for the positions ``start:stop``."""
+    def __getitem__(self, window: slice) -> EpochsAndIndices:
+        """Return epochs and sample indices of the positions ``start:stop``."""
 
-    def at(self, positions: NDArray[np.int64]) -> Places:
-        """Epochs and sample indices of these positions, each of the shape of ``positions``."""
+    def at(self, positions: NDArray[np.int64]) -> EpochsAndIndices:
+        """Return epochs and sample indices, each in the shape of ``positions``."""
 
 
 def positions_of(window: slice) -> NDArray[np.int64]:
-    """The positions of a slice of an endless order.
+    """Return the positions of a slice of an endless order.
 
     Raises:
-        ValueError: it is not two positions.
+        ValueError: the slice lacks start or stop.
     """
     if window.start is None or window.stop is None or window.step is not None or window.start < 0:
         raise ValueError(f"an order is endless: ask for positions start:stop, got {window}")
@@ -120,14 +120,14 @@ def positions_of(window: slice) -> NDArray[np.int64]:
 
 
 def order_of(dataset: Any, *, seed: int, batch: int) -> Ordered:
-    """The data set's own order, where it has one (``dataset.order(seed=…, batch=…)``), else a permutation of it.
+    """Return the data set's order (``dataset.order(seed=…, batch=…)``) if it defines one, else a permutation.
 
     Args:
-        dataset: map-style.
-        seed: of the order.
+        dataset: a map-style data set.
+        seed: seed of the order.
         batch: samples of a step.
     """
-    made: Ordered = (
+    order: Ordered = (
         dataset.order(seed=seed, batch=batch) if hasattr(dataset, "order") else Order(len(dataset), seed=seed)
     )
-    return made
+    return order

@@ -1,4 +1,4 @@
-"""Samples by length: packed into bins, or ordered so that those of a step are of similar length."""
+"""Samples by length: packing into bins, and an order whose steps have samples of similar length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.basics.seeds import key
-from oneloop.data.order import Places, epoch_keys, permuted, positions_of
+from oneloop.data.order import EpochsAndIndices, epoch_keys, permuted, positions_of
 
 
 @dataclass(frozen=True)
 class Bins:
-    """Which items lie in which bin.
+    """The items of each bin.
 
     >>> bins = packed(np.array([3, 6, 5, 2]), capacity=8)
-    >>> [one.tolist() for one in bins]
+    >>> [members.tolist() for members in bins]
     [[0, 2], [1, 3]]
     """
 
-    members: NDArray[np.int64]  # (items,), bin after bin: within a bin they rise, and so do the bins' first ones
-    ends: NDArray[np.int64]  # (bins,), where each bin ends in ``members``
+    members: NDArray[np.int64]  # (items,), bin after bin: ascending in each bin; bins ascend by first item
+    ends: NDArray[np.int64]  # (bins,), end of each bin in ``members``
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -42,13 +42,13 @@ def packed(lengths: NDArray[np.int64], capacity: int) -> Bins:
     if not len(lengths):
         return Bins(lengths, lengths)
     longest_first = np.argsort(-lengths, kind="stable")
-    held_by = np.empty_like(lengths)
-    held_by[longest_first] = _bins_of(lengths[longest_first], capacity)
-    firsts = np.unique(held_by, return_index=True)[1]
+    bin_of = np.empty_like(lengths)
+    bin_of[longest_first] = _assign_bins(lengths[longest_first], capacity)
+    firsts = np.unique(bin_of, return_index=True)[1]
     numbers = np.empty_like(firsts)
     numbers[np.argsort(firsts)] = np.arange(len(firsts))
-    held_by = numbers[held_by]
-    return Bins(np.argsort(held_by, kind="stable"), np.cumsum(np.bincount(held_by)))
+    bin_of = numbers[bin_of]
+    return Bins(np.argsort(bin_of, kind="stable"), np.cumsum(np.bincount(bin_of)))
 
 
 def _check(lengths: NDArray[np.int64], capacity: int) -> None:
@@ -61,63 +61,63 @@ def _check(lengths: NDArray[np.int64], capacity: int) -> None:
         raise ValueError(f"{wide}; remove these samples, cut them, or raise the capacity")
 
 
-def _bins_of(falling: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """The bin of each of these lengths, numbered as they are opened."""
-    found = np.empty_like(falling)
-    firsts = np.flatnonzero(np.diff(falling, prepend=-1))
-    rooms = _Rooms()
+def _assign_bins(descending: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+    """Return the bin of each length (descending), numbered in the order of opening."""
+    found = np.empty_like(descending)
+    firsts = np.flatnonzero(np.diff(descending, prepend=-1))
+    spaces = _FreeSpace()
     opened = 0
-    for place, stop in zip(firsts.tolist(), [*firsts[1:].tolist(), len(falling)], strict=True):
-        length = int(falling[place])
-        while place < stop:
-            room = rooms.least(length)
-            if room is None:
-                room, each = capacity, capacity // length
-                bins = [*range(opened, opened - (place - stop) // each)]
+    for start, stop in zip(firsts.tolist(), [*firsts[1:].tolist(), len(descending)], strict=True):
+        length = int(descending[start])
+        while start < stop:
+            space = spaces.least(length)
+            if space is None:
+                space, each = capacity, capacity // length
+                bins = [*range(opened, opened - (start - stop) // each)]
                 opened += len(bins)
             else:
-                # A bin that takes one is then the fullest that may take the next: it takes all that it can.
-                each = room // length
-                bins = rooms.take(room, -((place - stop) // each))
-            last = min(stop - place, each * len(bins)) - each * (len(bins) - 1)
+                # After one item this bin is the fullest that fits the next of equal length, so it is filled at once.
+                each = space // length
+                bins = spaces.take(space, -((start - stop) // each))
+            last = min(stop - start, each * len(bins)) - each * (len(bins) - 1)
             filled = np.repeat(np.array(bins), each)[: each * (len(bins) - 1) + last]
-            found[place : place + len(filled)] = filled
-            place += len(filled)
-            rooms.put(room - each * length, bins[:-1])
-            rooms.put(room - last * length, bins[-1:])
+            found[start : start + len(filled)] = filled
+            start += len(filled)
+            spaces.put(space - each * length, bins[:-1])
+            spaces.put(space - last * length, bins[-1:])
     return found
 
 
-class _Rooms:
-    """Bins by the room that is left in them."""
+class _FreeSpace:
+    """Bins by free space."""
 
     def __init__(self) -> None:
         self._bins: dict[int, list[int]] = {}
-        self._there = 0  # a bit for each room that some bin has: a whole number finds the next one faster than a tree
+        self._occupied = 0  # bit set of the free spaces: finding the next one is faster than in a tree
 
     def least(self, length: int) -> int | None:
-        above = self._there >> length
+        above = self._occupied >> length
         return length + (above & -above).bit_length() - 1 if above else None
 
-    def take(self, room: int, most: int) -> list[int]:
-        bins = self._bins[room]
-        taken, self._bins[room] = bins[:most], bins[most:]
-        if not self._bins[room]:
-            self._there ^= 1 << room
+    def take(self, space: int, most: int) -> list[int]:
+        bins = self._bins[space]
+        taken, self._bins[space] = bins[:most], bins[most:]
+        if not self._bins[space]:
+            self._occupied ^= 1 << space
         return taken
 
-    def put(self, room: int, bins: list[int]) -> None:
-        if bins and room:
-            self._bins.setdefault(room, []).extend(bins)
-            self._there |= 1 << room
+    def put(self, space: int, bins: list[int]) -> None:
+        if bins and space:
+            self._bins.setdefault(space, []).extend(bins)
+            self._occupied |= 1 << space
 
 
 class Bucketed:
-    """Endless seeded order by similar length: position -> (epoch, index).
+    """An endless seeded order by similar length: position -> (epoch, index).
 
-    A pure function of the position, as :class:`oneloop.data.order.Order`; the last two windows are kept. ``window``
-    steps of ``batch`` samples are sorted together: more pad less, fewer shuffle better. What remains of an epoch is
-    spread over its windows. A step in two epochs draws from both. Raises ValueError if an argument is not positive.
+    It is a pure function of the position, like :class:`oneloop.data.order.Order`, and caches the last two windows.
+    ``window`` steps of ``batch`` samples are sorted together: larger windows pad less, smaller ones shuffle better.
+    The remainder of an epoch is spread over its windows. Raises ValueError if an argument is not positive.
 
     >>> epochs, indices = Bucketed(lengths, seed=0, batch=32)[3_200:3_232]      # one step, by length
     """
@@ -131,26 +131,26 @@ class Bucketed:
             raise ValueError(f"a step and a window must be 1 or more, got a batch of {batch} and a window of {window}")
         self._windows: dict[tuple[int, int], tuple[int, NDArray[np.int64]]] = {}
 
-    def __getitem__(self, window: slice) -> Places:
+    def __getitem__(self, window: slice) -> EpochsAndIndices:
         return self.at(positions_of(window))
 
-    def at(self, positions: NDArray[np.int64]) -> Places:
-        """Epochs and sample indices of these positions, each of the shape of ``positions``."""
+    def at(self, positions: NDArray[np.int64]) -> EpochsAndIndices:
+        """Return epochs and sample indices, each in the shape of ``positions``."""
         flat = positions.reshape(-1)
         indices = np.empty_like(flat)
-        epochs, places = np.divmod(flat, self.size)
-        phases, steps, numbers = self._cut(epochs)
-        windows = (((places + phases) // self.batch + 1) * numbers - 1) // steps  # as _laid_out cuts them
-        # Both rise with the position, so sorted positions fall into runs of one window.
-        rising = np.argsort(flat, kind="stable")
-        changes = np.diff(epochs[rising]).astype(bool) | np.diff(windows[rising]).astype(bool)
-        for run in np.split(rising, np.flatnonzero(changes) + 1) if flat.size else ():
+        epochs, offsets = np.divmod(flat, self.size)
+        phases, steps, numbers = self._window_layout(epochs)
+        windows = (((offsets + phases) // self.batch + 1) * numbers - 1) // steps  # as in _window_indices
+        # Epoch and window ascend with the position, so the sorted positions form one run per window.
+        ascending = np.argsort(flat, kind="stable")
+        changes = np.diff(epochs[ascending]).astype(bool) | np.diff(windows[ascending]).astype(bool)
+        for run in np.split(ascending, np.flatnonzero(changes) + 1) if flat.size else ():
             begin, row = self._window(int(epochs[run[0]]), int(windows[run[0]]))
-            indices[run] = row[places[run] - begin]
+            indices[run] = row[offsets[run] - begin]
         return epochs.reshape(positions.shape), indices.reshape(positions.shape)
 
-    def _cut(self, epoch: Any) -> tuple[Any, Any, Any]:
-        """How far into a step an epoch begins, how many steps it touches, and into how many windows they are cut."""
+    def _window_layout(self, epoch: Any) -> tuple[Any, Any, Any]:
+        """Return the offset (samples) of an epoch's start in its step, and its numbers of steps and of windows."""
         phase = epoch * self.size % self.batch
         steps = -(-(phase + self.size) // self.batch)
         return phase, steps, np.maximum(steps // self.window, 1)
@@ -158,22 +158,22 @@ class Bucketed:
     def _window(self, epoch: int, number: int) -> tuple[int, NDArray[np.int64]]:
         found = self._windows.get((epoch, number))
         if found is None:
-            found = self._laid_out(epoch, number)
+            found = self._window_indices(epoch, number)
             self._windows = {**dict([*self._windows.items()][-1:]), (epoch, number): found}
         return found
 
-    def _laid_out(self, epoch: int, number: int) -> tuple[int, NDArray[np.int64]]:
-        phase, steps, windows = self._cut(epoch)
+    def _window_indices(self, epoch: int, number: int) -> tuple[int, NDArray[np.int64]]:
+        phase, steps, windows = self._window_layout(epoch)
         first, last = number * steps // windows, (number + 1) * steps // windows
         edges = np.clip(np.arange(first, last + 1, dtype=np.int64) * self.batch - phase, 0, self.size)
-        places = np.arange(edges[0], edges[-1], dtype=np.uint64)
-        of_epoch = epoch_keys(np.array([epoch], dtype=np.int64), self.seed)
-        row = permuted(places, self.size, np.repeat(of_epoch, len(places))).astype(np.int64)
+        offsets = np.arange(edges[0], edges[-1], dtype=np.uint64)
+        epoch_key = epoch_keys(np.array([epoch], dtype=np.int64), self.seed)
+        row = permuted(offsets, self.size, np.repeat(epoch_key, len(offsets))).astype(np.int64)
         row = row[np.argsort(self.lengths[row], kind="stable")]
-        # The smaller shares at an epoch's ends keep their place; which run of the row they are is drawn as for all.
+        # The partial steps at an epoch's ends keep their position, but draw their run of lengths like all steps.
         shares = np.diff(edges)
-        drawn = epoch_keys(np.arange(len(shares), dtype=np.int64), key(self.seed, epoch, number))
-        ranks = np.argsort(drawn, kind="stable")
+        draws = epoch_keys(np.arange(len(shares), dtype=np.int64), key(self.seed, epoch, number))
+        ranks = np.argsort(draws, kind="stable")
         by_length = np.empty_like(shares)
         by_length[ranks] = shares
         begins = (np.cumsum(by_length) - by_length)[ranks]

@@ -1,4 +1,4 @@
-"""The micro-batches of one step, loaded ahead by worker processes and copied ahead to the device."""
+"""The micro-batches of a step: loaded by worker processes and copied to the device in advance."""
 
 import math
 import os
@@ -26,29 +26,29 @@ Batch = dict[str, Any]
 
 @dataclass
 class Group:
-    """The micro-batches of one step on this process, and what they weigh together."""
+    """The micro-batches of one step on this process, and their weight (the divisor of the summed loss)."""
 
     batches: Iterator[Batch]
-    """on the device, the next one on its way while one is used"""
+    """on the device; the next one is copied while the current one is used"""
     weights: list[float]
     """weight of each micro-batch, known before the first is used"""
     apart: bool = False
-    """whether the total is to be the same bits for every split: the ranks then tell every weight"""
+    """whether the total must be bit-identical on every layout; the ranks then exchange every single weight"""
     total: float = math.nan
-    """weight of the whole global batch, once the ranks have agreed on it"""
+    """weight of the global batch, after the all-reduce"""
     stop: bool = False
-    """whether any rank was told to stop after this step"""
+    """whether any rank was requested to stop after this step"""
 
     @property
     def weight(self) -> float:
-        """Summed weight of this process's samples."""
+        """Return the summed weight of this process's samples."""
         return sum(self.weights)
 
 
 class CollateWithWeight:
-    """Collates samples, and says what they weigh: [(index, sample)] -> (batch, weight).
+    """A collate function that also returns the weight: [(index, sample)] -> (batch, weight).
 
-    ``batch["index"]`` holds the samples' indices; float32 tensors get ``dtype``.
+    ``batch["index"]`` holds the indices of the samples. float32 tensors are converted to ``dtype``.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class CollateWithWeight:
         return batch, float(self.weight(batch).numpy())
 
     def completed(self, batch: Batch, indices: Sequence[int]) -> Batch:
-        """A collated batch with its samples' indices, and its float32 tensors in ``dtype``; others stay as they are."""
+        """Add the sample indices to a collated batch and convert its float32 tensors to ``dtype``; return the batch."""
         batch["index"] = torch.tensor(indices)
         if self.dtype is not torch.float32:
             for name, value in batch.items():
@@ -78,17 +78,17 @@ class CollateWithWeight:
         return batch
 
 
-class _Places:
-    """Endless micro-batches of places for one rank, from a position on."""
+class _RankBatches:
+    """The endless micro-batches of (epoch, index) pairs of one rank, from position ``start`` on."""
 
     def __init__(self, order: Ordered, layout: BatchLayout, *, rank: int, start: int) -> None:
         self.order, self.layout, self.rank, self.start = order, layout, rank, start
 
     def __iter__(self) -> Iterator[list[Place]]:
         each = self.layout.each
-        mine = each * np.array([self.layout.leaf(self.rank, micro) for micro in range(self.layout.accumulate)])
-        share = (mine[:, None] + np.arange(each)).reshape(-1)  # of a step, from its first sample on
-        ahead = max(1, 4096 // len(share))  # steps computed at once: numpy's calls cost more than their work
+        starts = each * np.array([self.layout.leaf(self.rank, micro) for micro in range(self.layout.accumulate)])
+        share = (starts[:, None] + np.arange(each)).reshape(-1)  # offsets of this rank's samples within a step
+        ahead = max(1, 4096 // len(share))  # steps per computation: the overhead of numpy's calls dominates
         start = self.start
         while True:
             steps = start + self.layout.size * np.arange(ahead)
@@ -99,10 +99,10 @@ class _Places:
             start += self.layout.size * ahead
 
 
-def workers_here(asked: int | str, *, device: torch.device, local_ranks: int) -> int:
-    """Worker processes for each training process: as asked; ``auto`` is 0 on a CPU, whose cores train."""
-    if asked != "auto":
-        return int(asked)
+def workers_here(requested: int | str, *, device: torch.device, local_ranks: int) -> int:
+    """Return the number of worker processes per training process; ``auto`` is 0 on a CPU, whose cores train."""
+    if requested != "auto":
+        return int(requested)
     if device.type == "cpu":
         return 0
     return max(1, min(8, len(os.sched_getaffinity(0)) // local_ranks - 1))
@@ -118,20 +118,20 @@ def loader(
     ahead: int = 2,
     pinned: bool = True,
 ) -> Iterable[tuple[Batch, float]]:
-    """Batches and their weights from lists of places; draws nothing from the global generator."""
+    """Return batches and their weights for lists of (epoch, index) pairs; draw nothing from the global generator."""
     dataset = Batches(samples, collate)
-    if not workers and device.type != "cuda":  # a DataLoader would only keep a profiler's record of each (8 us)
+    if not workers and device.type != "cuda":  # a DataLoader would only add a profiler record (8 us) per batch
         return map(dataset.__getitem__, batches)
-    how: dict[str, Any] = {"num_workers": workers, "persistent_workers": False, "generator": torch.Generator()}
-    how |= {"prefetch_factor": max(2, math.ceil(ahead / workers)) if workers else None}
-    how |= {"pin_memory": pinned and device.type == "cuda", "worker_init_fn": partial(_begin_worker, os.getpid())}
-    loading = DataLoader(dataset, batch_size=None, sampler=batches, collate_fn=_as_it_is, **how)
-    return _of_workers(loading) if workers else loading
+    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": False, "generator": torch.Generator()}
+    options |= {"prefetch_factor": max(2, math.ceil(ahead / workers)) if workers else None}
+    options |= {"pin_memory": pinned and device.type == "cuda", "worker_init_fn": partial(_begin_worker, os.getpid())}
+    loading = DataLoader(dataset, batch_size=None, sampler=batches, collate_fn=_identity, **options)
+    return _from_workers(loading) if workers else loading
 
 
 def end_workers(error: BaseException | None) -> None:
-    """Ends the worker processes that an exception of theirs would keep: its traceback, or that of one which it was
-    raised from, holds what reads from them. (While it does, torch raises when it hears of their end, wherever.)"""
+    """Shut down DataLoader workers after an exception: its traceback, or that of a cause, keeps their iterator alive.
+    Otherwise torch raises in unrelated code when a worker ends."""
     while error is not None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if frame.f_code.co_filename == torch.utils.data.dataloader.__file__:
@@ -139,8 +139,8 @@ def end_workers(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _of_workers(loading: Iterable[tuple[Batch, float]]) -> Iterator[tuple[Batch, float]]:
-    """What worker processes load; one that has gone is called by its name, however that is seen."""
+def _from_workers(loading: Iterable[tuple[Batch, float]]) -> Iterator[tuple[Batch, float]]:
+    """Yield what the workers load. Raise RuntimeError if one has exited, however torch reports that."""
     try:
         yield from loading
     except (ConnectionError, EOFError) as error:
@@ -148,12 +148,12 @@ def _of_workers(loading: Iterable[tuple[Batch, float]]) -> Iterator[tuple[Batch,
 
 
 def _begin_worker(parent: int, number: int) -> None:
-    """A process that loads data lives as long as the one that trains, which decides what signals mean."""
+    """End with the training process, and ignore stop signals: the training process handles them."""
     die_with(parent)
     on_stops(signal.SIG_IGN)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
@@ -170,13 +170,14 @@ def groups(
     workers: int = 0,
     pinned: bool = True,
 ) -> Iterator[Group]:
-    """Endless groups for ``rank``, from position ``start`` on; use up one group's batches before the next's.
+    """Yield the micro-batches of each step of ``rank`` endlessly, from position ``start`` on.
 
-    Worker processes load two groups ahead; the next micro-batch is copied to the device while one is used.
+    Use all batches of a group before the next group. Workers load two groups ahead. On CUDA the next micro-batch is
+    copied while the current one is used.
     """
-    places = _Places(order, layout, rank=rank, start=start)
+    batches_of_rank = _RankBatches(order, layout, rank=rank, start=start)
     keyed, ahead = SeededSamples(dataset, seed=seed, name="train"), 2 * layout.accumulate
-    batches = iter(loader(keyed, collate, places, workers=workers, device=device, ahead=ahead, pinned=pinned))
+    batches = iter(loader(keyed, collate, batches_of_rank, workers=workers, device=device, ahead=ahead, pinned=pinned))
     loaded: deque[Batch] = deque()
     weights: deque[list[float]] = deque()
 
@@ -192,41 +193,41 @@ def groups(
             yield loaded.popleft()
 
     moved = transferred(stream(), device, pinned=pinned)
-    ahead = 2 if device.type == "cuda" else 1  # so that what is copied ahead is there, and is not waited for
+    ahead = 2 if device.type == "cuda" else 1  # the batch to copy in advance is then loaded already
     try:
         while True:
             while len(weights) < ahead:
                 load()
             yield Group(islice(moved, layout.accumulate), weights.popleft(), apart=bool(layout.grain))
     finally:
-        batches = iter(())  # ends the workers, whoever still holds a group
+        batches = iter(())  # ends the workers, even if the caller keeps a group
 
 
 def transferred(batches: Iterator[Batch], device: torch.device, *, pinned: bool = True) -> Iterator[Batch]:
-    """The batches on ``device``; on CUDA each is copied on a stream of its own while the one before is used.
+    """Yield the batches on ``device``; on CUDA a second stream copies each while the previous one is used.
 
     Args:
         batches: in host memory.
-        device: where they are to be.
-        pinned: they are in pinned memory; else CUDA copies them while the host waits.
+        device: the target device.
+        pinned: whether they are in pinned memory; if not, the host waits for each copy.
     """
     if device.type != "cuda" or not pinned:
         yield from batches if device.type == "cpu" else (_to(batch, device) for batch in batches)
         return
     copies = torch.cuda.Stream(device)
-    coming: Batch | None = None
+    current: Batch | None = None
     for batch in batches:
         with torch.cuda.stream(copies):
-            following = _to(batch, device)
-        if coming is not None:
-            yield coming
+            upcoming = _to(batch, device)
+        if current is not None:
+            yield current
         torch.cuda.current_stream(device).wait_stream(copies)
-        for value in following.values():
+        for value in upcoming.values():
             if torch.is_tensor(value):
-                value.record_stream(torch.cuda.current_stream(device))  # its memory is not reused too early
-        coming = following
-    if coming is not None:
-        yield coming
+                value.record_stream(torch.cuda.current_stream(device))  # keeps its memory from being reused too early
+        current = upcoming
+    if current is not None:
+        yield current
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:

@@ -1,1 +1,1 @@
-"""Rows of people's own files and of the hub, as map-style data sets."""
+"""Rows of the user's own files and of hub data sets, as map-style data sets."""

@@ -1,4 +1,4 @@
-"""Rows that ``datasets`` holds in memory-mapped arrow files: json lines, csv, arrow, image folders, the hub."""
+"""Rows in memory-mapped Arrow files of ``datasets``: JSON Lines, csv, Arrow, image folders, hub data sets."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from oneloop.basics.progress import Working
 from oneloop.data.rows.cache import alone, content_of, key_of, numbers_key
 from oneloop.data.rows.csv_json import converted
-from oneloop.data.rows.find_files import PARTS, Found, image_rows, metadata_of
+from oneloop.data.rows.find_files import SPLITS, Found, image_rows, metadata_of
 from oneloop.data.rows.rows import Row
 
 _BATCH = 1000
 
 
 class Table:
-    """Rows of a ``datasets.Dataset``; ``content`` is the fingerprint."""
+    """The rows of a ``datasets.Dataset``; ``content`` is the fingerprint."""
 
     def __init__(self, dataset: Any, content: Mapping[str, Any], name: str) -> None:
         self.dataset, self.content, self.name = dataset, content, name
@@ -35,45 +35,45 @@ class Table:
         return row
 
     def where(self, index: int) -> str:
-        chosen = self.dataset._indices
-        at = index if chosen is None else chosen.column(0)[int(index)].as_py()
-        return f"{self.name}, row {at}"
+        mapping = self.dataset._indices
+        row = index if mapping is None else mapping.column(0)[int(index)].as_py()
+        return f"{self.name}, row {row}"
 
     def fingerprint(self) -> dict[str, Any]:
         return {"length": len(self), "columns": sorted(self.types), **self.content}
 
     def values(self, column: str) -> Iterator[Any]:
-        """The column as arrow arrays, in the order of the rows."""
+        """Yield the column as Arrow arrays, in row order."""
         plain = self.dataset.with_format("arrow", columns=[column])
         for start in range(0, len(self), _BATCH):
             yield plain[start : start + _BATCH][column].combine_chunks()
 
-    def chosen(self, indices: NDArray[np.int64], *, but: bool = False, place: Path | None = None) -> "Table":
-        rows = np.delete(np.arange(len(self)), indices) if but else indices
-        dataset = self.dataset.select(rows, indices_cache_file_name=str(place) if place else None)
-        return Table(dataset, {**self.content, "rows": numbers_key(indices, but=but)}, self.name)
+    def select(self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None) -> "Table":
+        rows = np.delete(np.arange(len(self)), indices) if exclude else indices
+        dataset = self.dataset.select(rows, indices_cache_file_name=str(index_file) if index_file else None)
+        return Table(dataset, {**self.content, "rows": numbers_key(indices, exclude=exclude)}, self.name)
 
 
-def tables(there: Found, columns: Sequence[str]) -> dict[str, Table]:
+def tables(found: Found, columns: Sequence[str]) -> dict[str, Table]:
     """Return the files' rows by split; json lines and csv are converted once, in the cache. Raises ValueError if a file
     or column is missing."""
-    return {part: _table(there, part, files, columns) for part, files in there.parts.items()}
+    return {split: _table(found, split, files, columns) for split, files in found.parts.items()}
 
 
-def _table(there: Found, part: str, files: Sequence[Path], columns: Sequence[str]) -> Table:
-    name = str(files[0] if len(files) == 1 else there.root)
-    content = content_of([*files, *(metadata_of(there) if there.kind == "image" else [])], there.root)
-    with quiet(), Working(f"reading {len(files):,} {there.kind} files"):
-        dataset = image_rows(there, part) if there.kind == "image" else None
-        if there.kind == "arrow":
+def _table(found: Found, split: str, files: Sequence[Path], columns: Sequence[str]) -> Table:
+    name = str(files[0] if len(files) == 1 else found.root)
+    content = content_of([*files, *(metadata_of(found) if found.kind == "image" else [])], found.root)
+    with quiet(), Working(f"reading {len(files):,} {found.kind} files"):
+        dataset = image_rows(found, split) if found.kind == "image" else None
+        if found.kind == "arrow":
             dataset = _mapped(files)
         if dataset is None:
-            dataset = converted(there, part, files, content)
-    return Table(with_columns(dataset, columns, name), {**content, **({"part": part} if part else {})}, name)
+            dataset = converted(found, split, files, content)
+    return Table(with_columns(dataset, columns, name), {**content, **({"part": split} if split else {})}, name)
 
 
 def _mapped(files: Sequence[Path]) -> Any:
-    """Arrow files as ``datasets`` writes them, in place; None where one is of another kind."""
+    """Memory-map Arrow files that ``datasets`` wrote; return None if one has another format."""
     import pyarrow
     from datasets import Dataset, concatenate_datasets
 
@@ -98,7 +98,7 @@ def with_columns(dataset: Any, columns: Sequence[str], name: str) -> Any:
 
 
 class NoColumn(ValueError):
-    """Rows without a column of that name."""
+    """An error: the rows have no column of that name."""
 
     def __init__(self, name: str, column: str, known: Sequence[str]) -> None:
         super().__init__(f"{name} has no column {column!r}; it has {', '.join(known)}")
@@ -106,7 +106,7 @@ class NoColumn(ValueError):
 
 
 def no_column(name: str, column: str, known: Sequence[str]) -> ValueError:
-    """The error that says so; or that there are two of the name."""
+    """Return the error for a column that is missing or occurs twice."""
     if column in known:
         return ValueError(f"{name} has two columns {column!r}; rename one of them")
     return NoColumn(name, column, known)
@@ -114,7 +114,7 @@ def no_column(name: str, column: str, known: Sequence[str]) -> ValueError:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the bars of ``datasets``, which know nothing of ranks, and what it logs of errors that it raises too."""
+    """Silence ``datasets``: its progress bars appear on every rank, and it logs errors that it also raises."""
     import datasets
 
     shown, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
@@ -141,14 +141,14 @@ def hub(name: str, columns: Sequence[str]) -> dict[str, Table]:
         try:
             builder = load_dataset_builder(path, config or None, revision=revision or None)
             builder.download_and_prepare()
-            splits = builder.as_dataset()
-        except Exception as error:  # datasets raises whatever its file system raised
+            loaded = builder.as_dataset()
+        except Exception as error:  # datasets passes on any error of its file system
             raise ValueError(f"data set {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
-    if not any(PARTS.get(split) == "train" for split in splits):
-        raise ValueError(f"data set {name!r} has no training part; its splits are {', '.join(splits)}")
-    parts = {}
-    for split, rows in splits.items():
-        if part := PARTS.get(split):
-            content = {"hub": path, "config": config, "commit": builder.hash, "split": split}
-            parts[part] = Table(with_columns(rows, columns, f"data set {name!r}"), content, f"{name} {split}")
-    return parts
+    if not any(SPLITS.get(split) == "train" for split in loaded):
+        raise ValueError(f"data set {name!r} has no training part; its splits are {', '.join(loaded)}")
+    splits = {}
+    for hub_split, rows in loaded.items():
+        if split := SPLITS.get(hub_split):
+            content = {"hub": path, "config": config, "commit": builder.hash, "split": hub_split}
+            splits[split] = Table(with_columns(rows, columns, f"data set {name!r}"), content, f"{name} {hub_split}")
+    return splits

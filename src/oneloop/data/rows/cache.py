@@ -1,4 +1,4 @@
-"""Cached files and checksums of data, and what has changed in it."""
+"""Cached files and checksums of data, and the changes between two fingerprints."""
 
 import json
 import os
@@ -16,11 +16,11 @@ from oneloop.basics.files import replacing
 from oneloop.basics.progress import Working
 
 _CHUNK = 1 << 22
-_LISTED = 1000  # files at most that a fingerprint names one by one
+_LISTED = 1000  # a fingerprint names at most this many files
 
 
 def cache_folder() -> Path:
-    """``$ONELOOP_CACHE``, else ``oneloop`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Return ``$ONELOOP_CACHE``, else ``oneloop`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     if own := os.environ.get("ONELOOP_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "oneloop"
@@ -30,32 +30,32 @@ def cache_folder() -> Path:
 def alone(name: str) -> Iterator[Path]:
     """Yield a path in the cache, locked: other processes wait at the lock, not in a collective with a time limit.
     Raises ValueError if the cache cannot be written."""
-    place = cache_folder() / name
+    path = cache_folder() / name
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(f"{place}.lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(f"{path}.lock")
         lock.acquire()
     except OSError as error:
-        raise ValueError(f"{place} cannot be written ({error.strerror}); set ONELOOP_CACHE to another") from error
+        raise ValueError(f"{path} cannot be written ({error.strerror}); set ONELOOP_CACHE to another") from error
     try:
-        yield place
+        yield path
     finally:
         lock.release()
 
 
-def key_of(*parts: Any) -> str:
-    """A name for what is made of these: the same for the same content, wherever it lies."""
-    return xxh3_64_hexdigest(json.dumps(parts, sort_keys=True, default=str).encode())
+def key_of(*values: Any) -> str:
+    """Return a hash of JSON values as a cache key."""
+    return xxh3_64_hexdigest(json.dumps(values, sort_keys=True, default=str).encode())
 
 
-def numbers_key(numbers: NDArray[np.int64], *, but: bool) -> str:
-    """A name for some rows' numbers, or for all but them."""
+def numbers_key(numbers: NDArray[np.int64], *, exclude: bool) -> str:
+    """Return a key for these row numbers, or (``exclude``) for all others."""
     digest = xxh3_64_hexdigest(np.ascontiguousarray(numbers, "<i8").tobytes())
-    return f"{'all but ' if but else ''}{len(numbers)}: {digest}"
+    return f"{'all but ' if exclude else ''}{len(numbers)}: {digest}"
 
 
 def below(file: Path, root: Path) -> str:
-    """The file's name as seen from what the user named: where that stands does not matter."""
+    """Return the file's path relative to ``root``, or its name if it is ``root``."""
     return file.name if file == root else file.relative_to(root).as_posix()
 
 
@@ -66,21 +66,21 @@ def content_of(files: Sequence[Path], root: Path) -> dict[str, Any]:
     copy that keeps size and mtime (``rsync -t``, a restored backup) is noticed. Raises ValueError if a file cannot be
     read.
     """
-    with alone(f"checksums/{xxh3_64_hexdigest(str(root.absolute()).encode())}.json") as kept:
-        known = _known(kept)
+    with alone(f"checksums/{xxh3_64_hexdigest(str(root.absolute()).encode())}.json") as cache_file:
+        known = _known(cache_file)
         fresh = {}
         with Working("reading checksums", total=len(files)) as bar:
             for file in files:
                 try:
                     about = file.stat()
-                    mark = [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
+                    entry = [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
                     before = known.get(str(file))
-                    fresh[str(file)] = before if before and before[:-1] == mark else [*mark, checksum_of(file)]
+                    fresh[str(file)] = before if before and before[:-1] == entry else [*entry, checksum_of(file)]
                 except OSError as error:
                     raise ValueError(f"{file} cannot be read: {error.strerror}") from error
                 bar.advance()
-        if any(known.get(file) != mark for file, mark in fresh.items()):
-            with replacing(kept) as draft:
+        if any(known.get(file) != entry for file, entry in fresh.items()):
+            with replacing(cache_file) as draft:
                 draft.write_text(json.dumps({**known, **fresh}))
     named = {below(file, root): [fresh[str(file)][0], fresh[str(file)][-1]] for file in files}
     if len(named) <= _LISTED:
@@ -88,16 +88,16 @@ def content_of(files: Sequence[Path], root: Path) -> dict[str, Any]:
     return {"files": {"count": len(named), "bytes": sum(size for size, _ in named.values()), "digest": key_of(named)}}
 
 
-def _known(kept: Path) -> dict[str, Any]:
+def _known(cache_file: Path) -> dict[str, Any]:
     try:
-        known = json.loads(kept.read_text())
+        known = json.loads(cache_file.read_text())
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}
 
 
 def checksum_of(file: Path) -> str:
-    """xxh3-64 of a file's content."""
+    """Return the xxh3-64 of a file's content, as hexadecimal."""
     state = xxh3_64()
     with file.open("rb") as stream:
         while piece := stream.read(_CHUNK):
@@ -105,11 +105,11 @@ def checksum_of(file: Path) -> str:
     return state.hexdigest()
 
 
-_NAMED = 3  # files that are named one by one
+_NAMED = 3  # at most this many changed files are named
 
 
 def fingerprint_of(dataset: Any) -> dict[str, Any] | None:
-    """What a data set says of its content by its own ``fingerprint()``; None where it does not."""
+    """Return the result of a data set's ``fingerprint()`` as a dict; None if it has none."""
     fingerprint = dataset.fingerprint() if hasattr(dataset, "fingerprint") else None
     if fingerprint is None:
         return None
@@ -117,21 +117,21 @@ def fingerprint_of(dataset: Any) -> dict[str, Any] | None:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One line for each thing that changed; files by name."""
-    found = [*_of_files(before.get("files"), now.get("files"))]
+    """Return one line per difference between two fingerprints; files by name."""
+    lines = [*_of_files(before.get("files"), now.get("files"))]
     for key in dict.fromkeys([*before, *now]):
         there, here = before.get(key), now.get(key)
-        if there == here or key == "files" or (found and key in ("length", "samples", "rows")):
-            continue  # rows are others because files are
+        if there == here or key == "files" or (lines and key in ("length", "samples", "rows")):
+            continue  # the row count differs because the files differ
         if key == "sets" and isinstance(there, Mapping) and isinstance(here, Mapping):
-            found += [f"{name} is {'gone' if name in there else 'new'}" for name in there.keys() ^ here.keys()]
+            lines += [f"{name} is {'gone' if name in there else 'new'}" for name in there.keys() ^ here.keys()]
             for name in there.keys() & here.keys():
-                found += [f"{name}: {line}" for line in changes(there[name], here[name])]
+                lines += [f"{name}: {line}" for line in changes(there[name], here[name])]
         elif key in ("length", "samples"):
-            found.append(f"{here:,} samples, not {there:,}" if there and here else f"{there} -> {here} samples")
+            lines.append(f"{here:,} samples, not {there:,}" if there and here else f"{there} -> {here} samples")
         else:
-            found.append(f"{key} {there} -> {here}")
-    return found
+            lines.append(f"{key} {there} -> {here}")
+    return lines
 
 
 def _of_files(before: Any, now: Any) -> Iterator[str]:

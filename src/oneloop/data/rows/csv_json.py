@@ -1,4 +1,4 @@
-"""Files of text rows (json lines, csv) as memory-mapped arrow, made once and kept by content."""
+"""Files of text rows (JSON Lines, csv) as memory-mapped Arrow, converted once and cached by content."""
 
 import glob
 import json
@@ -15,48 +15,48 @@ from oneloop.basics.progress import Working
 from oneloop.data.rows.cache import alone, checksum_of, key_of
 from oneloop.data.rows.find_files import Found
 
-_MADE = 4  # raised where the same files are made into something else than before
-OBJECTS = "JSON objects"  # ``id`` of a column's type whose texts are objects, as JSON
-_BLOCK = 64 << 20  # bytes of csv that are read at once; a row must fit
+_VERSION = 4  # version of the conversion; increase it if the result for the same files changes
+OBJECTS = "JSON objects"  # ``id`` of the type of a column that holds objects as JSON text
+_BLOCK = 64 << 20  # bytes of csv per read; a row must fit
 _ROWS = 1000
 _STARTED = time.time()
 
 
-def converted(there: Found, part: str, files: Sequence[Path], content: Mapping[str, Any]) -> Any:
-    """Convert files once to a ``datasets.Dataset`` in the cache, by content. Its checksum is verified once per host and
-    start; a damaged table is rebuilt. csv values stay texts: ``007`` stays ``007``, an empty field is an empty text.
+def converted(found: Found, split: str, files: Sequence[Path], content: Mapping[str, Any]) -> Any:
+    """Convert files once to a ``datasets.Dataset`` that is cached by content. Verify its checksum once per host and
+    start; rebuild a damaged table. csv values stay text: ``007`` stays ``007``, an empty field is an empty text.
     Raises ValueError if a file cannot be read."""
     import pyarrow
     from datasets import Dataset
 
     if not (filled := [file for file in files if file.stat().st_size]):
-        raise ValueError(f"{there.root}: {files[0].name} is empty")
-    with alone(f"tables/{key_of(_MADE, there.kind, part, content)}.arrow") as place:
-        own = place.with_suffix(".xxh3")
+        raise ValueError(f"{found.root}: {files[0].name} is empty")
+    with alone(f"tables/{key_of(_VERSION, found.kind, split, content)}.arrow") as path:
+        checksum_file = path.with_suffix(".xxh3")
         for again in (False, True):
-            if place.exists() and not _intact(place, own):
-                place.unlink()
-            if not place.exists():
-                draft = place.with_suffix(f".{os.getpid()}.draft")
-                if there.kind in ("csv", "tsv"):
-                    _write(_csv(filled, tabs=there.kind == "tsv"), draft)
-                elif there.kind == "json":
+            if path.exists() and not _intact(path, checksum_file):
+                path.unlink()
+            if not path.exists():
+                draft = path.with_suffix(f".{os.getpid()}.draft")
+                if found.kind in ("csv", "tsv"):
+                    _write(_csv(filled, tabs=found.kind == "tsv"), draft)
+                elif found.kind == "json":
                     _write(_json(filled), draft)
                 else:
-                    _by_datasets(there, filled, draft)
-                own.write_text(checksum_of(draft))
-                draft.replace(place)
+                    _by_datasets(found, filled, draft)
+                checksum_file.write_text(checksum_of(draft))
+                draft.replace(path)
             try:
-                return Dataset.from_file(str(place))
+                return Dataset.from_file(str(path))
             except (pyarrow.ArrowInvalid, OSError):
                 if again:
                     raise
-                place.unlink()  # it was damaged: it is made anew
+                path.unlink()  # damaged: rebuild it
     raise AssertionError
 
 
 def _intact(table: Path, checksum: Path) -> bool:
-    """Whether the table has its checksum; not read again if another process has verified it since this one started."""
+    """Return whether the table has its checksum; skip the check if another process did it after this one started."""
     if not checksum.is_file():
         return False
     if checksum.stat().st_mtime > _STARTED:
@@ -81,7 +81,7 @@ def _write(batches: Iterator[Any], file: Path) -> None:
 
 
 def _csv(files: Sequence[Path], *, tabs: bool) -> Iterator[Any]:
-    """Rows of text; of tab-separated files quotes are letters, as IANA has it."""
+    """Yield batches of text columns. In tab-separated files quotes have no meaning (IANA text/tab-separated-values)."""
     import pyarrow
     from pyarrow import csv
 
@@ -110,7 +110,7 @@ def _csv(files: Sequence[Path], *, tabs: bool) -> Iterator[Any]:
 
 
 def _is_open(file: Path, last: str) -> bool:
-    """Whether the last value of a csv file is a text whose quote is not closed."""
+    """Return whether the last value of a csv file has an unclosed quote."""
     text = b'"' + last.replace('"', '""').encode()
     with file.open("rb") as stream:
         stream.seek(max(0, file.stat().st_size - len(text) - 2))
@@ -118,7 +118,7 @@ def _is_open(file: Path, last: str) -> bool:
 
 
 def _json(files: Sequence[Path]) -> Iterator[Any]:
-    """Rows of JSON Lines, or of one list. A string stays a string (pyarrow's reader turns dates into timestamps), and
+    """Yield the rows of JSON Lines, or of one JSON list. Strings stay strings (pyarrow would convert dates), and
     objects become JSON text, which keeps their nulls."""
     import pyarrow
     from datasets import Features, Value
@@ -148,8 +148,7 @@ def _json(files: Sequence[Path]) -> Iterator[Any]:
 
 
 def _parsed(files: Sequence[Path]) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
-    """Yield up to a thousand parsed rows of a file at a time. Raises ValueError with the file and line that is not
-    JSON."""
+    """Yield the parsed rows of each file, 1000 at a time. Raises ValueError with file and line of invalid JSON."""
     for file in files:
         rows = list[dict[str, Any]]()
         for number, row in _objects(file):
@@ -186,17 +185,17 @@ def _text(value: Any) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _by_datasets(there: Found, files: Sequence[Path], draft: Path) -> None:
+def _by_datasets(found: Found, files: Sequence[Path], draft: Path) -> None:
     from datasets import load_dataset
 
-    options = {"sample_by": "document"} if there.kind == "text" else {}
-    work = draft.with_suffix(".work")  # of its own: what datasets keeps goes by time and place
+    options = {"sample_by": "document"} if found.kind == "text" else {}
+    work = draft.with_suffix(".work")  # a separate folder: the cache of datasets depends on path and mtime
     try:
         named = [glob.escape(str(file)) for file in files]
-        made = load_dataset(there.kind, data_files=named, split="train", cache_dir=str(work), **options)
+        made = load_dataset(found.kind, data_files=named, split="train", cache_dir=str(work), **options)
         _write(iter(made.data.table.to_batches()), draft)
-    except Exception as error:  # datasets raises whatever its reader raised
-        raise ValueError(_reason(error, there.root)) from error
+    except Exception as error:  # datasets passes on any error of its reader
+        raise ValueError(_reason(error, found.root)) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Files of a data set: which lie at a path, and of which split and class they are."""
+"""The files of a data set: find them at a path, with their split and class."""
 
 import os
 import re
@@ -12,20 +12,20 @@ from oneloop.data.rows.cache import below
 KINDS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "tsv"}
 KINDS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "json") | dict.fromkeys((".txt", ".md", ".rst", ".py"), "text")
 KINDS |= dict.fromkeys((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"), "image")
-"""what the files of a name's ending are"""
+"""kind of file by suffix"""
 KINDS_OF_ROWS = ("parquet", "arrow", "json", "csv", "tsv", "image")
-PARTS = {"train": "train", "training": "train", "test": "test"}
-PARTS |= dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation")
-"""what files, folders and splits are called, and what they are"""
-METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # beside images: what they are
-_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
-_ASIDE = re.compile(r"(readme|licen[sc]e|copying|changelog|dataset_info|state|dataset_dict|metadata)\b.*", re.I)
-"""what lies beside data, and is none"""
+SPLITS = {"train": "train", "training": "train", "test": "test"}
+SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation")
+"""split by the names of files, folders and hub splits"""
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # next to images: their labels and other columns
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+_AUXILIARY = re.compile(r"(readme|licen[sc]e|copying|changelog|dataset_info|state|dataset_dict|metadata)\b.*", re.I)
+"""files next to the data that are not data"""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Files of one kind, by part; all under ``""`` where no part is named."""
+    """Files of one kind, by split; all under ``""`` if no name contains a split."""
 
     root: Path
     kind: str
@@ -33,17 +33,17 @@ class Found:
 
     @property
     def files(self) -> list[Path]:
-        return sorted(file for part in self.parts.values() for file in part)
+        return sorted(file for split in self.parts.values() for file in split)
 
 
 def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: bool = False) -> Found:
-    """Return the files of one of ``kinds`` at a path, by split (``whole``: as one). Links are followed. Raises
-    ValueError for missing, mixed or unreadable files, and if only some belong to a split."""
+    """Return the files of one of ``kinds`` at a path, by split (``whole``: as one set); follow links. Raises ValueError
+    for missing, mixed or unreadable files, and if only some belong to a split."""
     root, wanted = Path(where).expanduser(), set(kinds)
     there = [root] if root.is_file() else sorted(_files(root)) if root.exists() else []
     files = [file for file in there if KINDS.get(file.suffix.lower()) in wanted]
     endings = ", ".join(ending for ending, kind in KINDS.items() if kind in wanted)
-    if packed := [file for file in there if file.suffix in _PACKED and Path(file.stem).suffix in KINDS]:
+    if packed := [file for file in there if file.suffix in _COMPRESSED and Path(file.stem).suffix in KINDS]:
         raise ValueError(f"{packed[0]} is compressed, and is not read; unpack it, or move it away")
     if not files:
         why = "is not a file or folder" if not root.exists() else "holds no data"
@@ -51,13 +51,13 @@ def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: boo
     by_kind: dict[str, list[Path]] = {}
     for file in files:
         by_kind.setdefault(KINDS[file.suffix.lower()], []).append(file)
-    if len(by_kind) > 1:  # of an image folder metadata.csv is a part
-        by_kind = {kind: kept for kind, some in by_kind.items() if (kept := [f for f in some if not _aside(f)])}
+    if len(by_kind) > 1:  # metadata.csv belongs to an image folder
+        by_kind = {kind: kept for kind, some in by_kind.items() if (kept := [f for f in some if not _is_auxiliary(f)])}
     if len(by_kind) > 1:
         some = " and ".join(f"{len(several)} of {kind} ({several[0].name})" for kind, several in by_kind.items())
         raise ValueError(f"{str(where)!r} holds files of several kinds: {some}; keep one kind, or move the others away")
     ((kind, chosen),) = by_kind.items()
-    if kind == "arrow":  # beside what datasets saved lie results of its map and filter
+    if kind == "arrow":  # datasets stores results of map and filter next to its data
         chosen = [file for file in chosen if file == root or not file.name.startswith("cache-")]
     return Found(root, kind, {"": sorted(chosen)} if whole else parted(chosen, root, kind))
 
@@ -84,22 +84,22 @@ def _reject(error: OSError) -> None:
 def parted(files: Iterable[Path], root: Path, kind: str) -> dict[str, list[Path]]:
     """Group files by the split in their names (``train-00001.jsonl``, ``valid/a.txt``); all under ``""`` if none has
     one. Raises ValueError if only some have one, or none is for training."""
-    tell = {"text": _of_text, "image": _of_image}.get(kind, _of_rows)
+    split_of = {"text": _of_text, "image": _of_image}.get(kind, _of_rows)
     described = {folder for folder in {f.parent for f in files} if any((folder / name).is_file() for name in METADATA)}
-    flat = kind == "image" and all(file == root or file.parent.name.lower() in PARTS for file in files)
+    flat = kind == "image" and all(file == root or file.parent.name.lower() in SPLITS for file in files)
     parts: dict[str, list[Path]] = {}
     for file in files:
-        inside = file.parent in described or flat  # of images: no folder of a class
-        part = "" if file == root else tell(file.relative_to(root), inside)
-        parts.setdefault(part, []).append(file)
-    loose = any(file.parent == root for file in parts.get("validation", []))
-    if set(parts) == {""} or (kind == "text" and (_code(files) or ("train" not in parts and not loose))):
+        inside = file.parent in described or flat  # images without a folder per class
+        split = "" if file == root else split_of(file.relative_to(root), inside)
+        parts.setdefault(split, []).append(file)
+    validation_file = any(file.parent == root for file in parts.get("validation", []))
+    if set(parts) == {""} or (kind == "text" and (_code(files) or ("train" not in parts and not validation_file))):
         return {"": sorted(file for several in parts.values() for file in several)}
     if "" in parts or "train" not in parts:
-        strange = below(parts[""][0], root) if "" in parts else "nothing to train on"
+        conflict = below(parts[""][0], root) if "" in parts else "nothing to train on"
         there = ", ".join(sorted(filter(None, parts)))
         advice = "name the training data train.…, or put it into a folder train/, or move the others away"
-        raise ValueError(f"{str(root)!r} has files of {there}, and {strange} next to them; {advice}")
+        raise ValueError(f"{str(root)!r} has files of {there}, and {conflict} next to them; {advice}")
     return parts
 
 
@@ -107,34 +107,34 @@ def _code(files: Iterable[Path]) -> bool:
     return all(file.suffix == ".py" for file in files)
 
 
-def _of_rows(place: Path, inside: bool) -> str:
-    """By a folder at any depth, or a word of the file's name: ``data/train-00000-of-00002``, ``reviews_test``."""
-    words = [*place.parts[:-1], *re.split(r"[-_. ]", place.name)]
-    return next((PARTS[word.lower()] for word in words if word.lower() in PARTS), "")
+def _of_rows(path: Path, inside: bool) -> str:
+    """Return the split by a folder at any depth or a word of the file name (``train-00000-of-00002``)."""
+    words = [*path.parts[:-1], *re.split(r"[-_. ]", path.name)]
+    return next((SPLITS[word.lower()] for word in words if word.lower() in SPLITS), "")
 
 
-def _of_image(place: Path, inside: bool) -> str:
-    """By a folder above that of the class."""
-    folders = place.parts[:-1] if inside else place.parts[:-2]
-    return next((PARTS[folder.lower()] for folder in folders if folder.lower() in PARTS), "")
+def _of_image(path: Path, inside: bool) -> str:
+    """Return the split by a folder above the class folder."""
+    folders = path.parts[:-1] if inside else path.parts[:-2]
+    return next((SPLITS[folder.lower()] for folder in folders if folder.lower() in SPLITS), "")
 
 
-def _of_text(place: Path, inside: bool) -> str:
-    """By the first folder, or how the file's name begins. (A folder of code or of pages may have a test/ or a dev/ too,
-    and a train.py is code.)"""
-    folder = place.parts[0].lower() if len(place.parts) > 1 else ""
-    file = re.split(r"[-_.]", place.name)[0].lower() if len(place.parts) == 1 and place.suffix != ".py" else ""
-    return PARTS.get(folder) or PARTS.get(file, "")
+def _of_text(path: Path, inside: bool) -> str:
+    """Return the split by the first folder or the first word of the file name. Deeper folders are ignored, because code
+    has test/ and dev/ folders, too. train.py is code."""
+    folder = path.parts[0].lower() if len(path.parts) > 1 else ""
+    file = re.split(r"[-_.]", path.name)[0].lower() if len(path.parts) == 1 and path.suffix != ".py" else ""
+    return SPLITS.get(folder) or SPLITS.get(file, "")
 
 
-def _aside(file: Path) -> bool:
-    return bool(_ASIDE.fullmatch(file.name))
+def _is_auxiliary(file: Path) -> bool:
+    return bool(_AUXILIARY.fullmatch(file.name))
 
 
 IMAGE, LABEL, FILE = "image", "label", "file_name"
 
 
-def image_rows(there: Found, part: str) -> Any:
+def image_rows(there: Found, split: str) -> Any:
     """Return the images as a ``datasets.Dataset`` of ``image`` and ``label``, the name of its folder.
 
     If a ``metadata.csv`` (.jsonl, .parquet) is next to them or in a folder above, its columns replace the label: each
@@ -143,7 +143,7 @@ def image_rows(there: Found, part: str) -> Any:
     """
     from datasets import Dataset, Image
 
-    files = there.parts[part]
+    files = there.parts[split]
     described = {folder: _described(file) for folder, file in _metadata_files(there).items()}
     if not described:
         made = Dataset.from_dict({IMAGE: list(map(str, files)), LABEL: [file.parent.name for file in files]})
@@ -153,14 +153,14 @@ def image_rows(there: Found, part: str) -> Any:
 
 
 def metadata_of(there: Found) -> list[Path]:
-    """The files that say more of the images."""
+    """Return the metadata files of the images."""
     return sorted(_metadata_files(there).values())
 
 
 def _metadata_files(there: Found) -> dict[Path, Path]:
     folders = {there.root, *(folder for file in there.files for folder in file.relative_to(there.root).parents)}
-    places = sorted({there.root / folder for folder in folders} if there.root.is_dir() else ())
-    return {folder: folder / name for folder in places for name in METADATA if (folder / name).is_file()}
+    candidates = sorted({there.root / folder for folder in folders} if there.root.is_dir() else ())
+    return {folder: folder / name for folder in candidates for name in METADATA if (folder / name).is_file()}
 
 
 def _described(metadata: Path) -> Mapping[Path, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What ``task.data`` names, opened: one place or a mixture of several, as rows by part."""
+"""Open what ``task.data`` names, one source or a mixture of several, as rows by split."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,19 +17,19 @@ Data = str | list[dict[str, Any]]
 
 @dataclass
 class Source:
-    """One place that rows are from."""
+    """One source of rows: a path or a hub data set."""
 
     where: str
-    columns: Mapping[str, str]  # what the task calls a column, and its name there
+    columns: Mapping[str, str]  # the task's key of each column -> its name in the data
     name: str = ""
     weight: float = 1.0
-    parts: dict[str, Any] = field(default_factory=dict)  # rows by part: train, validation, test
-    notes: list[str] = field(default_factory=list)  # what a person should know of it
+    parts: dict[str, Any] = field(default_factory=dict)  # rows by split: train, validation, test
+    notes: list[str] = field(default_factory=list)  # for the log
 
 
 def named_sources(data: Data, columns: Mapping[str, str]) -> list[Source]:
-    """Return the sources that ``task.data`` names, not opened; ``columns`` are the default column names by key. Raises
-    ValueError for anything else."""
+    """Return the sources that ``task.data`` names, unopened; ``columns`` are the default column names by key. Raises
+    ValueError if ``data`` is invalid."""
     if isinstance(data, str):
         return [Source(data, columns)]
     if not data:
@@ -63,23 +63,23 @@ def opened(
     kinds: Sequence[str] = KINDS_OF_ROWS,
     check: Callable[[Sequence[Source]], None] | None = None,
 ) -> Source:
-    """Open a source: the rows of its columns, by split (``held_out``: share of missing splits). ``check`` may reject
-    the rows before that. ``window`` is in megabytes. Raises ValueError."""
+    """Open a source: the rows of its columns, by split. ``held_out`` is the share of the training rows for each missing
+    split. ``check`` may reject the rows before they are split. ``window`` is in megabytes. Raises ValueError."""
     checked(held_out, window)
-    parts = _named(source, window, kinds)
-    for part, rows in parts.items():
+    splits = _named(source, window, kinds)
+    for split, rows in splits.items():
         if not len(rows):
-            raise ValueError(f"task.data {source.where!r}: the {part or 'whole'} set is empty")
-    source.parts = dict(parts)
+            raise ValueError(f"task.data {source.where!r}: the {split or 'whole'} set is empty")
+    source.parts = dict(splits)
     if check:
         check([source])
-    source.parts = dict(divided(parts, held_out))
+    source.parts = dict(divided(splits, held_out))
     return source
 
 
 def first_columns(source: Source, choices: Sequence[Mapping[str, str]], open_: Callable[[Source], Source]) -> Source:
-    """Open a source (with ``open_``) with the first of several ``choices`` of columns that it has ("": no such column).
-    Raises ValueError with the columns that it has."""
+    """Open a source with ``open_`` and the first of ``choices`` whose columns all exist ("": no such column).
+    Raises ValueError with the columns of the source if none fits."""
     missing = list[str]()
     for columns in choices:
         source.columns = columns
@@ -88,18 +88,18 @@ def first_columns(source: Source, choices: Sequence[Mapping[str, str]], open_: C
         except ValueError as error:
             if not isinstance(error.__cause__, NoColumn):
                 raise
-            there, missing = str(error.__cause__).partition("; ")[2], [*missing, error.__cause__.column]
+            available, missing = str(error.__cause__).partition("; ")[2], [*missing, error.__cause__.column]
     wanted = [[key for key, name in columns.items() if name] for columns in choices]
     fewest = [" and ".join(keys) for keys in wanted if not any(set(other) < set(keys) for other in wanted)]
     keys = " or ".join(f"task.{key}" for key in dict.fromkeys(key for one in wanted for key in one))
     needed = [choices[at][key] for at, keys_ in enumerate(wanted) for key in keys_ if " and ".join(keys_) in fewest]
     lacking = " and ".join(repr(name) for name in dict.fromkeys(missing) if name in needed)
     lacks = f"oneloop needs {' or '.join(fewest)}, and cannot find {lacking}"
-    raise ValueError(f"{source.where}: {there}; {lacks}; name other columns with {keys}")
+    raise ValueError(f"{source.where}: {available}; {lacks}; name other columns with {keys}")
 
 
 def _named(source: Source, window: int, kinds: Sequence[str], *, whole: bool = False) -> Mapping[str, Rows]:
-    """:func:`_rows_of`; what is said of a column names the task's key of it."""
+    """Return :func:`_rows_of`; add the task's key to an error about a missing column."""
     try:
         return _rows_of(source, window, kinds, whole=whole)
     except NoColumn as error:
@@ -108,32 +108,32 @@ def _named(source: Source, window: int, kinds: Sequence[str], *, whole: bool = F
 
 
 def _rows_of(source: Source, window: int, kinds: Sequence[str], *, whole: bool) -> Mapping[str, Rows]:
-    """The rows by part; a test part without a column is left out, and said."""
+    """Return the rows by split; omit a test split that lacks a column, with a note."""
     columns = list(dict.fromkeys(name for name in source.columns.values() if name))
     if source.where.startswith("hf:"):
         return hub(source.where[3:], columns)
     try:
-        there = found(source.where, kinds, whole=whole)
+        files = found(source.where, kinds, whole=whole)
     except ValueError as error:
         raise ValueError(f"task.data: {error}") from error
-    parts: dict[str, Rows] = {}
-    test = there.parts.pop("test", None) if "train" in there.parts else None
-    for several in ({**there.parts}, {"test": test} if test else {}):
-        there = Found(there.root, there.kind, several)
+    splits: dict[str, Rows] = {}
+    test = files.parts.pop("test", None) if "train" in files.parts else None
+    for group in ({**files.parts}, {"test": test} if test else {}):
+        files = Found(files.root, files.kind, group)
         try:
-            parts |= parquets(there, columns, window=window) if there.kind == "parquet" else tables(there, columns)
+            splits |= parquets(files, columns, window=window) if files.kind == "parquet" else tables(files, columns)
         except NoColumn as error:
-            if "test" not in several:
+            if "test" not in group:
                 raise
             source.notes.append(f"{error}: the test part is left out")
-    return parts
+    return splits
 
 
 def whole(source: Source, *, window: int, kinds: Sequence[str] = KINDS_OF_ROWS) -> Source:
-    """Open a source as one set, in file order; of the hub its test split, else its validation split, if it has one.
+    """Open a source as one set, in file order. Of a hub data set, use the test split, else validation, else train.
     Raises ValueError."""
-    parts = _named(source, window, kinds, whole=True)
-    rows = next(parts[name] for name in ("", "test", "validation", "train") if name in parts)
+    splits = _named(source, window, kinds, whole=True)
+    rows = next(splits[name] for name in ("", "test", "validation", "train") if name in splits)
     if not len(rows):
         raise ValueError(f"{source.where!r} is empty")
     source.parts = {"all": rows}
@@ -141,7 +141,7 @@ def whole(source: Source, *, window: int, kinds: Sequence[str] = KINDS_OF_ROWS) 
 
 
 def notes_of(sources: Sequence[Source]) -> list[str]:
-    """What a person should know of them."""
+    """Return the notes of all sources for the log."""
     return [note for source in sources for note in source.notes]
 
 
@@ -154,8 +154,8 @@ def checked(held_out: float, window: int) -> None:
 
 
 def sets_of(sources: Sequence[Source], make: Callable[[Source], Callable[[Row], Any]]) -> dict[str, Any]:
-    """Return the data sets by split: the samples that ``make(source)`` makes of each row, several sources mixed."""
-    return combined(sources, [{part: Mapped(rows, make(s)) for part, rows in s.parts.items()} for s in sources])
+    """Return the data sets by split: ``make(source)`` converts each row to a sample; several sources are mixed."""
+    return combined(sources, [{split: Mapped(rows, make(s)) for split, rows in s.parts.items()} for s in sources])
 
 
 def combined(sources: Sequence[Source], each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -163,8 +163,8 @@ def combined(sources: Sequence[Source], each: Sequence[Mapping[str, Any]]) -> di
     if len(sources) == 1:
         return dict(each[0])
     made = {}
-    for part in ("train", "validation", "test"):
-        having = [(source, sets[part]) for source, sets in zip(sources, each, strict=True) if part in sets]
+    for split in ("train", "validation", "test"):
+        having = [(source, sets[split]) for source, sets in zip(sources, each, strict=True) if split in sets]
         if having:
-            made[part] = Mixture({s.name: dataset for s, dataset in having}, [s.weight for s, _ in having])
+            made[split] = Mixture({s.name: dataset for s, dataset in having}, [s.weight for s, _ in having])
     return made

@@ -1,4 +1,4 @@
-"""Rows of parquet files, read where they lie: nothing is copied, and a few row groups are in memory at a time."""
+"""Rows of Parquet files, read in place; only a few row groups are in memory at a time."""
 
 import os
 from collections import OrderedDict
@@ -17,15 +17,15 @@ from oneloop.data.rows.find_files import Found
 from oneloop.data.rows.rows import Row
 
 _MEGABYTE = 1 << 20
-_SLACK = 1.25  # groups may be in memory for so much of the window: when one ends, the next is there already
-_LOOKED_AT = 16  # groups
-_OPEN_FILES = 16  # that stay open: the index of a file with many groups takes long to read
+_SLACK = 1.25  # cached groups may use this multiple of the window, so that two windows can overlap
+_SAMPLED_GROUPS = 16  # groups that are read to estimate their size in memory
+_OPEN_FILES = 16  # files that stay open: reading the metadata of many groups is slow
 
 
 class Parquet:
-    """Rows of parquet row groups, in the order of :class:`oneloop.data.row_group_order.Windows`.
+    """The rows of Parquet files, in the order of :class:`oneloop.data.row_group_order.Windows`.
 
-    A process holds ``window`` megabytes. ``content`` is the fingerprint. Raises ValueError if a file or column is
+    A process caches ``window`` megabytes. ``content`` is the fingerprint. Raises ValueError if a file or column is
     missing, or a group exceeds the window.
     """
 
@@ -35,38 +35,38 @@ class Parquet:
         groups: list[tuple[int, int, int, int]] = []
         self._types: Mapping[str, Any] = {}
         self._repeats = False
-        """whether texts that repeat are written once in a group, and are larger in memory than its file tells"""
+        """whether a text column is dictionary-encoded, and so larger in memory than its recorded size"""
         for number, file in enumerate(self.files):
             groups += self._groups_of(number, file)
         self._groups = np.array(groups, dtype=np.int64).reshape(-1, 4)  # file, number in it, rows, bytes of each group
-        self._but = False  # whether all rows but those picked are meant
+        self._exclude = False  # whether the rows are all but the picked ones
         self._picked: list[NDArray[np.int64]] | None = None
         self._number(self._groups[:, 2])
         self.reads = 0  # groups that this process has read
-        self._hold_nothing()
-        self._groups[:, 3] = np.ceil(self._groups[:, 3] * self._unpacked())
+        self._clear_cache()
+        self._groups[:, 3] = np.ceil(self._groups[:, 3] * self._memory_ratio())
         self.reads = 0
         for file_number, group, rows, size in self._groups.tolist():
             if size > self.window * _MEGABYTE:
                 raise ValueError(self._too_large(self.files[file_number], group, rows, size))
 
-    def _unpacked(self) -> float:
-        """How much larger groups are in memory than their files tell, of some that are read to see; by quarters of a
-        doubling, since the order depends on it."""
+    def _memory_ratio(self) -> float:
+        """Return the ratio of size in memory to recorded size, from a few groups. It is rounded up to a power of
+        2 ** (1/4), since the order of samples depends on it."""
         if not self._repeats:
             return 1.0
-        some = np.unique(np.linspace(0, len(self._groups) - 1, _LOOKED_AT).astype(np.int64)).tolist()
+        some = np.unique(np.linspace(0, len(self._groups) - 1, _SAMPLED_GROUPS).astype(np.int64)).tolist()
         larger = max(self.read(group)[1] / max(1, self._groups[group, 3]) for group in some)
         return float(2 ** (np.ceil(4 * np.log2(max(1.0, larger))) / 4))
 
-    def _hold_nothing(self) -> None:
+    def _clear_cache(self) -> None:
         self._tables: OrderedDict[int, Any] = OrderedDict()
         self._open: OrderedDict[int, Any] = OrderedDict()
         self._held, self._owner = 0, os.getpid()
 
-    def _be_own(self) -> None:
-        if self._owner != os.getpid():  # a worker process: what the trainer holds is not its own to keep
-            self._hold_nothing()
+    def _drop_inherited(self) -> None:
+        if self._owner != os.getpid():  # a forked worker process: drop the parent's tables and open files
+            self._clear_cache()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tables": OrderedDict(), "_open": OrderedDict(), "_held": 0}
@@ -127,25 +127,25 @@ class Parquet:
         return self._length
 
     def __getitem__(self, index: int) -> Row:
-        group, row = self._place(index)
+        group, row = self._locate(index)
         return {name: column[row].as_py() for name, column in self._table(group).items()}
 
     def values(self, column: str) -> Iterator[Any]:
-        """The column as arrow arrays, in the order of the rows."""
+        """Yield the column as Arrow arrays, in row order."""
         for group in range(len(self._groups)):
             array = self.read(group, [column])[0][column]
             if self._picked is not None:
                 picked = self._picked[group]
-                array = array.take(np.delete(np.arange(len(array)), picked) if self._but else picked)
+                array = array.take(np.delete(np.arange(len(array)), picked) if self._exclude else picked)
             yield array
 
     def near(self, index: int) -> range:
-        """The rows of the same group."""
-        group, _ = self._place(index)
+        """Return the rows of the same row group."""
+        group, _ = self._locate(index)
         last = group + 1 == len(self._firsts)
         return range(int(self._firsts[group]), self._length if last else int(self._firsts[group + 1]))
 
-    def _place(self, index: int) -> tuple[int, int]:
+    def _locate(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self._length:
             raise IndexError(index)
         group = int(np.searchsorted(self._firsts, index, side="right")) - 1
@@ -153,18 +153,18 @@ class Parquet:
         if self._picked is None:
             return group, row
         picked = self._picked[group]
-        if not self._but:
+        if not self._exclude:
             return group, int(picked[row])
         return group, row + int(np.searchsorted(picked - np.arange(len(picked)), row, side="right"))
 
     def where(self, index: int) -> str:
-        group, row = self._place(index)
+        group, row = self._locate(index)
         file, number, _, _ = self._groups[group].tolist()
         earlier = self._groups[(self._groups[:, 0] == file) & (self._groups[:, 1] < number), 2].sum()
         return f"{self.files[file]}, row {int(earlier) + row}"
 
     def _table(self, group: int) -> dict[str, Any]:
-        self._be_own()
+        self._drop_inherited()
         if group in self._tables:
             self._tables.move_to_end(group)
             return self._tables[group][0]  # type: ignore[no-any-return]
@@ -176,10 +176,10 @@ class Parquet:
         return columns
 
     def read(self, group: int, columns: Sequence[str] | None = None) -> tuple[dict[str, Any], int]:
-        """These columns of a group (all that are wanted) as arrow arrays, and their bytes."""
+        """Return columns of a group (default: all requested) as Arrow arrays, and their bytes."""
         import pyarrow
 
-        self._be_own()
+        self._drop_inherited()
         names = list(columns or self.columns)
         file, number, _, _ = self._groups[group].tolist()
         try:
@@ -198,24 +198,24 @@ class Parquet:
         self._open.move_to_end(number)
         return self._open[number]
 
-    def chosen(self, indices: NDArray[np.int64], *, but: bool = False, place: Path | None = None) -> "Parquet":
+    def select(self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None) -> "Parquet":
         made = object.__new__(Parquet)
         made.__dict__.update(self.__dict__)
         bounds = np.searchsorted(indices, [*self._firsts.tolist(), self._length])
         made._picked = [indices[a:b] - f for a, b, f in zip(bounds, bounds[1:], self._firsts, strict=False)]
-        made._but = but
-        made.content = {**self.content, "rows": numbers_key(indices, but=but)}
+        made._exclude = exclude
+        made.content = {**self.content, "rows": numbers_key(indices, exclude=exclude)}
         picked = np.diff(bounds)
-        made._number(self.sizes - picked if but else picked)
+        made._number(self.sizes - picked if exclude else picked)
         made.reads = 0
-        made._hold_nothing()
+        made._clear_cache()
         return made
 
-    # --- what a run asks ---
+    # --- the interface for a run ---
 
     @property
     def open_groups(self) -> int:
-        """Groups that fit into the window together, by their sizes as the files tell them."""
+        """Return how many groups fit into the window, by the largest group."""
         return max(1, self.window * _MEGABYTE // max(1, int(self._groups[:, 3].max())))
 
     def order(self, *, seed: int, batch: int) -> Ordered:
@@ -239,7 +239,7 @@ def _types(schema: Any, columns: Sequence[str], file: Path) -> dict[str, Any]:
     kept = pyarrow.schema([schema.field(column) for column in columns], metadata=schema.metadata)
     try:
         return dict(Features.from_arrow_schema(kept))
-    except Exception as error:  # of types that datasets does not know
+    except Exception as error:  # types that datasets does not support
         kinds = ", ".join(f"{column} is {schema.field(column).type}" for column in columns)
         raise ValueError(f"{file}: {kinds}, which is not read ({error})") from error
 
@@ -249,14 +249,14 @@ def _wanted(path: str, columns: Sequence[str]) -> bool:
 
 
 def _bytes(about: Any) -> int:
-    """What a column of a group takes in memory, by what its file tells."""
+    """Return the bytes of a column of a group in memory, from the file's metadata."""
     width = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "INT96": 8}.get(about.physical_type, 0)
     return max(int(about.total_uncompressed_size), int(width * about.num_values))
 
 
-def parquets(there: Found, columns: Sequence[str], *, window: int) -> dict[str, Parquet]:
+def parquets(found: Found, columns: Sequence[str], *, window: int) -> dict[str, Parquet]:
     """Return the files' rows by split; raises as :class:`Parquet`."""
     return {
-        part: Parquet(files, there.root, columns, window=window, content=content_of(files, there.root) | {"part": part})
-        for part, files in there.parts.items()
+        name: Parquet(files, found.root, columns, window=window, content=content_of(files, found.root) | {"part": name})
+        for name, files in found.parts.items()
     }

@@ -1,4 +1,4 @@
-"""Parquet files in smaller row groups: ``python -m oneloop.data.rows.rewrite FOLDER NEW_FOLDER --rows 1000``."""
+"""Write Parquet files in small row groups: ``python -m oneloop.data.rows.rewrite FOLDER NEW_FOLDER --rows 1000``."""
 
 import argparse
 import sys
@@ -10,8 +10,8 @@ from oneloop.data.rows.find_files import found
 
 
 def rewrite(old: Path, new: Path, *, rows: int) -> int:
-    """Rewrite the parquet files of ``old`` under ``new`` with so many rows per group, a batch at a time; return the
-    number of files. Raises ValueError if there are none, or ``new`` is not empty."""
+    """Rewrite the Parquet files of ``old`` under ``new`` with ``rows`` rows per group, a batch at a time. Return the
+    number of files. Raises ValueError if there are none, or if ``new`` is not empty."""
     from pyarrow import parquet
 
     there = found(old, kinds=["parquet"])
@@ -32,7 +32,7 @@ def rewrite(old: Path, new: Path, *, rows: int) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m oneloop.data.rows.rewrite", description=__doc__)
     parser.add_argument("old", type=Path, help="a folder of parquet files, or a file")
     parser.add_argument("new", type=Path, help="the folder to write to")

@@ -1,4 +1,4 @@
-"""Rows of a data set, samples made of them, and rows held out for validation and test."""
+"""Rows of a data set, the samples made from them, and the validation and test splits."""
 
 import json
 import os
@@ -19,32 +19,32 @@ Row = dict[str, Any]
 
 
 class Rows(Protocol):
-    """Rows of a table, as ``{column: value}``; of images and sounds the bytes or the path, as they are stored."""
+    """Rows of a table, as ``{column: value}``; images and sounds as stored, by bytes or path."""
 
     @property
     def types(self) -> Mapping[str, Any]:
-        """What the columns hold: features of ``datasets`` by name."""
+        """Return the columns' types: features of ``datasets`` by name."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Row: ...
 
     def where(self, index: int) -> str:
-        """The place of a row, for a person: file and row."""
+        """Return file and number of a row for messages."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the rows are, by content: the same wherever and whenever they lie."""
+        """Return a description of the rows by content, independent of path and time."""
 
     def values(self, column: str) -> Iterator[Any]:
-        """A column as arrow arrays, in the order of the rows."""
+        """Yield a column as Arrow arrays, in row order."""
 
-    def chosen(self, indices: NDArray[np.int64], *, but: bool = False, place: Path | None = None) -> "Rows":
-        """Return the rows of ascending ``indices``, or (``but``) all others; ``place`` may store the indices on
-        disk."""
+    def select(self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None) -> "Rows":
+        """Return the rows of ascending ``indices``, or all other rows if ``exclude``. ``index_file`` may store the
+        indices on disk."""
 
 
 class Mapped:
-    """Samples that ``make`` returns for each row, in the rows' own order. A ValueError names the row's file and
+    """The samples that ``make`` returns for each row, in the order of the rows. A ValueError names the row's file and
     number."""
 
     def __init__(self, rows: Any, make: Callable[[Any], Any]) -> None:
@@ -61,61 +61,61 @@ class Mapped:
             raise ValueError(f"{self.where(index)}: {error}") from error
 
     def where(self, index: int) -> str:
-        """The place of the row, for a person."""
+        """Return file and number of a row for messages."""
         return self.rows.where(index) if hasattr(self.rows, "where") else f"row {index}"
 
     def near(self, index: int) -> range:
-        """Rows that are read as cheaply once this one is: all of them, or those of its row group."""
+        """Return the rows that are cheap to read after this one: those of its row group, or all."""
         return self.rows.near(index) if hasattr(self.rows, "near") else range(len(self))
 
     def order(self, *, seed: int, batch: int) -> Ordered:
-        """The rows' own, or a permutation of them."""
+        """Return the order that the rows define, or a permutation."""
         return order_of(self.rows, seed=seed, batch=batch)
 
     @property
     def sources(self) -> dict[str, range]:
-        """The rows' own, where they are of several sets."""
+        """Return the range of each data set if the rows are a mixture."""
         return getattr(self.rows, "sources", {})
 
     def fingerprint(self) -> dict[str, Any] | None:
-        """What the rows are; None where they do not tell."""
+        """Return the fingerprint of the rows; None if they have none."""
         return self.rows.fingerprint() if hasattr(self.rows, "fingerprint") else None
 
     def about(self) -> str | None:
-        """How the rows are read, for a person; None where there is nothing to say."""
+        """Return how the rows are read, for the log; None if there is nothing to report."""
         return self.rows.about() if hasattr(self.rows, "about") else None
 
 
 _DRAWS = 1_000_000
 
 
-def divided(parts: Mapping[str, Rows], share: float) -> dict[str, Rows]:
-    """Return train, validation and test rows: given splits stay, missing ones are held out of the training rows
-    (``share`` for each). Rows of equal content are in the same split. Raises ValueError if there are too few rows."""
-    if "validation" in parts:
-        return dict(parts)
-    rows = parts.get("train", parts.get(""))
+def divided(splits: Mapping[str, Rows], share: float) -> dict[str, Rows]:
+    """Return train, validation and test rows. Existing splits stay; missing ones get ``share`` of the training rows.
+    Rows of equal content are in the same split. Raises ValueError if there are too few rows."""
+    if "validation" in splits:
+        return dict(splits)
+    rows = splits.get("train", splits.get(""))
     assert rows is not None
     if len(rows) < 3:
         raise ValueError(f"{rows.where(0) if len(rows) else 'the data'}: {len(rows)} rows are too few to hold some out")
-    with alone(f"held-out/{key_of(rows.fingerprint(), share)}.npz") as place:
-        validation, test = _drawn(rows, share, place)
-        if "test" in parts:
+    with alone(f"held-out/{key_of(rows.fingerprint(), share)}.npz") as path:
+        validation, test = _draw_splits(rows, share, path)
+        if "test" in splits:
             validation, test = np.sort(np.concatenate([validation, test])), test[:0]
         both = np.sort(np.concatenate([validation, test]))
-        train = rows.chosen(both, but=True, place=place.with_suffix(f".{len(both)}.arrow"))
-    made = {"train": train, "validation": rows.chosen(validation)}
-    made["test"] = parts["test"] if "test" in parts else rows.chosen(test)
+        train = rows.select(both, exclude=True, index_file=path.with_suffix(f".{len(both)}.arrow"))
+    made = {"train": train, "validation": rows.select(validation)}
+    made["test"] = splits["test"] if "test" in splits else rows.select(test)
     return made
 
 
-def _drawn(rows: Rows, share: float, place: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The numbers of the rows for validation and for test, kept in a file."""
+def _draw_splits(rows: Rows, share: float, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the indices of the validation and the test rows; cache them in a file."""
     try:
-        with np.load(place) as kept:
-            return kept["validation"], kept["test"]
+        with np.load(path) as cached:
+            return cached["validation"], cached["test"]
     except (OSError, ValueError, KeyError, BadZipFile):
-        pass  # not there, or damaged: it is made anew
+        pass  # missing or damaged: recomputed below
     names = sorted(rows.types)
     draws = [np.zeros(0, dtype=np.int32)]
     for arrays in tracked(zip(*map(rows.values, names), strict=True), "dividing the rows"):
@@ -124,19 +124,19 @@ def _drawn(rows: Rows, share: float, place: Path) -> tuple[NDArray[np.int64], ND
     drawn = np.concatenate(draws)
     validation = np.flatnonzero(drawn < share * _DRAWS)
     test = np.flatnonzero((drawn >= share * _DRAWS) & (drawn < 2 * share * _DRAWS))
-    if not len(validation) or not len(test):  # few rows: those with the smallest
+    if not len(validation) or not len(test):  # few rows: take the two smallest draws
         smallest = np.unique(drawn)
         if len(smallest) < 3:
             raise ValueError(f"{rows.where(0)}: {len(smallest)} different rows are too few to hold some out")
         validation, test = (np.flatnonzero(drawn == draw) for draw in smallest[:2])
-    draft = place.with_suffix(f".{os.getpid()}.npz")
+    draft = path.with_suffix(f".{os.getpid()}.npz")
     np.savez(draft, validation=validation, test=test)
-    draft.replace(place)
+    draft.replace(path)
     return validation, test
 
 
 def draw(names: Sequence[str], row: Sequence[Any]) -> int:
-    """A number below a million from what a row holds. Of a file its last two names count, of an image its bytes."""
+    """Return a number below a million from a row's content: an image's bytes, or the last two names of its path."""
     state = xxh3_64()
     for name, value in zip(names, row, strict=True):
         if isinstance(value, dict) and set(value) == {"bytes", "path"}:
