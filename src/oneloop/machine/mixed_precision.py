@@ -19,7 +19,7 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # accelerate's names of 
 
 def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str] = ()) -> nn.Module:
     """Move the model to its device, and wrap it in DDP or shard it by FSDP2. Build the optimizer afterwards. The
-    classes ``blocks`` are FSDP2 units if accelerate's config names none. Raise BadInput if the model cannot be sharded."""
+    classes ``blocks`` are FSDP2 units if accelerate's config names none. Raise BadInput if sharding fails."""
     if not accelerator.is_fsdp2:
         # One process with a process group: accelerate would wrap it in DDP, and synchronise in every micro-batch.
         prepared = accelerator.prepare_model(model, evaluation_mode=accelerator.num_processes == 1)
