@@ -27,8 +27,8 @@ _AT_ONCE = 1 << 20  # elements
 
 @torch.no_grad()
 def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return a hash of all tensors as 16 hexadecimal digits (``bits``), and two little-endian bytes of each tensor's hash
-    in the order of the names, in base64 (``bits_of``). Collective; one host sync; an all-reduce if any is sharded.
+    """Return a hash of all tensors as 16 hexadecimal digits (``bits``), and two bytes (little-endian) of each tensor's
+    hash in the order of the names, in base64 (``bits_of``). Collective; one host sync; an all-reduce if any is sharded.
 
     Raises:
         ValueError: a tensor is not sharded by rows over one mesh dimension.
