@@ -20,7 +20,7 @@ from oneloop.launch.environment import computed_by
 from oneloop.launch.processes import Run
 from oneloop.optim.parameter_groups import LR_FACTOR
 from oneloop.recipe.class_paths import CHOICES, resolve, source
-from oneloop.recipe.comparison import same_place
+from oneloop.recipe.comparison import same_data_path
 from oneloop.recipe.schema import Recipe
 from oneloop.tasks.protocol_checks import theirs
 
@@ -98,7 +98,7 @@ def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
                 found.append(f"the {name} set has {here['length']:,} samples; before: {there['length']:,}")
             elif there.get("checksum") != here.get("checksum") and there.get("checksum") and here.get("checksum"):
                 found.append(f"the {name} set has as many samples, but some of {SAMPLES} compared ones differ")
-    if not compared and not found and not same_place(before["recipe"], now["recipe"]):
+    if not compared and not found and not same_data_path(before["recipe"], now["recipe"]):
         before_, now_ = (one["recipe"]["task"]["data"] for one in (before, now))
         found.append(f"task.data: {before_!r} -> {now_!r}, and its content is not known")
     return found + [f"data ({', '.join(names)}): {line}" for line, names in reported.items()]
