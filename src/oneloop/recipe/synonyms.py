@@ -4,10 +4,10 @@ import difflib
 from collections.abc import Iterable
 
 _NAMES = """
-duration: epochs num_epochs num_train_epochs max_epochs n_epochs max_steps num_steps max_train_steps train_steps total_steps
+duration: epochs num_epochs num_train_epochs max_epochs n_epochs max_steps num_steps max_train_steps total_steps
 batch.size: batch_size global_batch_size train_batch_size total_batch_size effective_batch_size bs
 batch.micro: per_device_train_batch_size micro_batch_size device_train_microbatch_size gradient_accumulation_steps
-batch.micro: accumulate_grad_batches grad_accum_steps gradient_accumulation grad_accumulation accumulation_steps auto_find_batch_size
+batch.micro: accumulate_grad_batches grad_accum_steps gradient_accumulation accumulation_steps auto_find_batch_size
 optimizer.lr: lr learning_rate base_lr max_lr peak_lr
 optimizer.name: optim opt optimizer_type optimizer_name
 optimizer.weight_decay: weight_decay wd
@@ -21,7 +21,7 @@ schedule.warmup: warmup warmup_ratio warmup_steps warmup_epochs num_warmup_steps
 schedule.final: min_lr lr_min final_lr eta_min
 ema.half_life: use_ema model_ema ema
 ema.decay: ema_decay model_ema_decay
-eval.every: eval_steps eval_strategy evaluation_strategy eval_interval val_check_interval check_val_every_n_epoch eval_freq
+eval.every: eval_steps eval_strategy evaluation_strategy eval_interval val_check_interval check_val_every_n_epoch
 eval.micro: per_device_eval_batch_size eval_batch_size val_batch_size validation_batch_size
 eval.best: metric_for_best_model eval_metric monitor
 save.every: save_steps save_strategy save_interval checkpoint_every checkpointing_steps every_n_train_steps save_freq
@@ -78,9 +78,9 @@ _OPTIONS = {name: option for option, names in _OF_LAUNCHER.items() for name in n
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean …?" for an unknown key or name: by its synonyms, else by spelling; empty if nothing is near.
+    """Return "; did you mean …?" for an unknown key or name, by its synonyms, else by spelling; else nothing.
 
-    A key may have a group: of ``run.output_dir`` and ``task.seed``, the part after the dot is looked up."""
+    Of a key with a group (``run.output_dir``, ``task.seed``), the part after the dot is looked up."""
     known = list(known)
     last = word.rpartition(".")[2].replace("-", "_").lower()
     if last in known:  # a top-level key inside a group
