@@ -14,7 +14,7 @@ from rich.console import Console
 
 from oneloop.basics.progress import tracked
 from oneloop.cli import main
-from oneloop.measure.clock import Advice
+from oneloop.measure.clock import Advice, diagnosis
 from oneloop.show.run_reader import Follower
 from oneloop.show.terminal import Display
 from oneloop.show.watch import view, watch
@@ -171,15 +171,25 @@ def test_a_run_on_a_terminal_shows_all_that_takes_time(tmp_path):
 
 
 def test_advice_is_given_once_for_each_cause():
-    advice = Advice(after=1, interval=0.0, workers=0, cores=4)
-    slow_data, fine = {"share/data": 0.5, "share/compute": 0.5}, {"share/compute": 0.97}
-    assert advice(lambda: slow_data) == []  # the first steps tell nothing
-    assert advice(lambda: slow_data) == [
-        "50 % of the time the device waits for data: raise machine.workers from 0 to 1"
-    ]
-    assert advice(lambda: {"share/data": 0.6, "share/compute": 0.4}) == []
-    assert advice(lambda: fine)[0].startswith("97 % of the time goes into forward and backward")
-    assert "smaller types" in advice(lambda: {"share/transfer": 0.4})[0]
+    advice = Advice(interval=0.0, workers=0, cores=4)
+    long, data = {"seconds": 31.0}, "50 % of the time the device waits for data"
+    slow_data = {"share/data": 0.5, "share/compute": 0.5}
+    assert advice(lambda: slow_data | {"seconds": 29.0}) == []  # too short a run for a change to pay
+    assert advice(lambda: slow_data | long) == [f"{data}: raise machine.workers from 0 to 1"]
+    assert advice(lambda: {"share/data": 0.6, "share/compute": 0.4} | long) == []
+    assert advice(lambda: {"share/compute": 0.97} | long) == []  # nothing to change
+    assert "smaller types" in advice(lambda: {"share/transfer": 0.4} | long)[0]
+    of_a_cpu = Advice(interval=0.0, workers=0, cores=0)
+    assert of_a_cpu(lambda: slow_data | long) == [f"{data}: make the samples cheaper to load"]
+    assert of_a_cpu.sentence(slow_data | {"seconds": 29.0}) == data
+
+
+def test_no_advice_beyond_the_end_of_the_run():
+    shares = {"share/save": 0.2, "seconds": 60.0}
+    assert diagnosis(shares, workers=0, cores=0, save_every=50, steps=501).endswith(
+        "raise save.every from 50 steps to 500"
+    )
+    assert diagnosis(shares, workers=0, cores=0, save_every=50, steps=500).endswith("training waits for checkpoints")
 
 
 # --- oneloop watch --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from oneloop.basics.launcher import die_with, on_stops
 from oneloop.data.batch_layout import BatchLayout
@@ -106,6 +106,11 @@ def workers_here(requested: int | str, *, device: torch.device, local_ranks: int
     if device.type == "cpu":
         return 0
     return max(1, min(8, len(os.sched_getaffinity(0)) // local_ranks - 1))
+
+
+def in_memory(dataset: Any) -> bool:
+    """Whether a data set is a tensor or a list of samples, so that workers would load nothing faster."""
+    return isinstance(dataset, Tensor | list | tuple | TensorDataset)
 
 
 def loader(

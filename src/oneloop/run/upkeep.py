@@ -9,6 +9,7 @@ from oneloop.basics import exit_codes
 from oneloop.basics.exit_codes import Diverged
 from oneloop.basics.heartbeats import BEATS, ENDING, EVALUATION
 from oneloop.checkpoint.store import Keep, name_of
+from oneloop.data.step_batches import in_memory
 from oneloop.ema import EMA
 from oneloop.evaluate import evaluate_all
 from oneloop.job.build import Job
@@ -39,9 +40,10 @@ class Upkeep:
         self._gradients, self._steps, self._emas = gradients, steps, emas
         self.bad = BadSteps(job.policy, job.recipe.guard.patience)
         every = job.intervals.every
-        about = {"eval_every": every["eval"], "save_every": every["save"]}
+        about = {"eval_every": every["eval"], "save_every": every["save"], "steps": job.steps}
+        cores = run.cores if run.device.type != "cpu" and not in_memory(job.train_set) else 0  # a CPU's cores train
         self._workers = run.workers(job.recipe.machine.workers)
-        self._advice = Advice(after=3, workers=self._workers, cores=run.cores, **about)
+        self._advice = Advice(workers=self._workers, cores=cores, **about)
 
     def over(self) -> bool:
         """Whether the run has reached its last step, or stops early (``stop.patience``)."""
