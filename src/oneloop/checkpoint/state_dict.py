@@ -1,7 +1,7 @@
 """The state of a run as named tensors: their layout in a file, and loading at any world size.
 
 The files have the format of torch.distributed.checkpoint's safetensors storage, and its readers load them. Names are
-of the unwrapped model: ``model.<name>``, ``optimizer.<parameter>.<key>``, ``ema.<average>.<parameter>``. No pickle.
+of the unwrapped model: ``model.<name>``, ``optimizer.<parameter>.<key>``, ``ema.<name>.<parameter>``. No pickle.
 """
 
 import json
