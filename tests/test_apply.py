@@ -117,7 +117,7 @@ def test_a_task_of_ones_own_says_its_outputs(tmp_path):
     run(train, words, folder=tmp_path).ok()
     world = after(tmp_path, "predict", "run", "--to", "said.jsonl", ranks=2, config="ddp")
     world.ok()
-    assert "task.name tiny.Normed of run/recipe.yaml is taken from" in world.output
+    assert "task.name tiny.Normed of run/recipe.yaml is imported from" in world.output
     said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
     assert [row["row"] for row in said] == list(range(len(said))) and set(said[0]) > {"row"}
 

@@ -262,7 +262,7 @@ def leaking(words: list[str]) -> None:
 
     from oneloop.job import preflight, trial_passes
 
-    preflight.undone = trial_passes.undone = lambda *_: contextlib.nullcontext()
+    preflight.restored = trial_passes.restored = lambda *_: contextlib.nullcontext()
     here(words)
 
 

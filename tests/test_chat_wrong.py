@@ -201,11 +201,10 @@ BAD = {
         without_end, ("the tokenizer has no end token, so the model would not learn to stop",)
     ),
     "nothing to train": Bad(
-        rows(*[{"messages": [USER]}] * 3), ("train: none of 3 texts holds a token to be trained: no assistant speaks",)
+        rows(*[{"messages": [USER]}] * 3), ("train: none of 3 texts has a token to train on: no assistant message",)
     ),
     "answers behind the end": Bad(
-        rows(*[{"messages": turns("q" * 200, "yo")}] * 3),
-        ("none of 3 texts holds a token to be trained within 64 tokens",),
+        rows(*[{"messages": turns("q" * 200, "yo")}] * 3), ("none of 3 texts has a token to train on within 64 tokens",)
     ),
     "a model that is none": Bad(
         rows(*CHATS, model="llama"), ("task.model 'llama' is not a folder saved by transformers",)

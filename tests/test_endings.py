@@ -35,7 +35,7 @@ def goes_on(folder: Path, *words: str, config: str = "single", ranks: int = 1) -
 
 # --- deaths -----------------------------------------------------------------------------------------------------------
 
-OS_EXIT = "ended with exit code 5 and without a word: some code called os._exit"
+OS_EXIT = "exited with code 5 and no error message: some code called os._exit"
 DEATHS = [
     ("raise:ValueError", "loss", "ValueError: the fault"),
     ("raise:ValueError", "sample", "of the train set cannot be loaded: ValueError: the fault"),
@@ -43,7 +43,7 @@ DEATHS = [
     ("raise:MemoryError", "loss", "out of memory on cpu"),
     ("exit:3", "loss", "RuntimeError: sys.exit(3) was called"),
     ("os_exit:5", "loss", OS_EXIT),
-    ("kill:SIGKILL", "loss", "was killed by SIGKILL (the kernel does so where memory runs out, and so do schedulers)"),
+    ("kill:SIGKILL", "loss", "was killed by SIGKILL (the kernel does this if memory runs out, and so do schedulers)"),
     ("kill:SIGSEGV", "loss", "was killed by SIGSEGV"),
 ]
 DEFAULT = {("single", 1), ("single", 2), ("ddp", 0), ("fsdp2", 4), ("ddp", 5), ("fsdp2", 6)}
@@ -222,7 +222,7 @@ def test_a_stuck_save_does_not_hold_training(folder, config, ranks):
     words = ["f.yaml", "--machine.patience", "0.1", "--duration", "60", "--save.every", "20"]
     world = run(_with_a_stuck_writer, words, config=config, ranks=ranks, folder=folder, watch=True)
     assert world.codes == [1] * ranks, world.output
-    assert "the save of step 20 has not come to its end in 1 s: its storage does not respond; going on" in world.output
+    assert "the save of step 20 did not finish within 1 s: its storage does not respond; continuing" in world.output
     assert "its storage does not respond" in summary(folder)["exit_reason"]
     logged = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(line["step"] for line in logged if "train/loss" in line) == 60

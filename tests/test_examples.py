@@ -176,7 +176,7 @@ def test_texts_in_tensorboard(tmp_path):
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "gpt"))
     events.Reload()
     texts = {tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
-    assert "what the model writes after the arrow" in texts["fixed/0/text_summary"]
+    assert "generated text after the arrow" in texts["fixed/0/text_summary"]
     assert any(tag.startswith("worst/") for tag in texts)
 
 

@@ -269,7 +269,7 @@ def test_a_best_of_another_folder_is_told_of(folder):
     resume = ["--run.dir", "two", "--run.resume", "one/checkpoints/step-00000010"]
     world = run(train, [*words, *resume], folder=folder)
     world.ok()
-    assert "CANNOT BE USED: it is not there" in world.output
+    assert "CANNOT BE USED: it does not exist" in world.output
     assert json.loads((folder / "two" / "summary.json").read_text())["final"]["weights"] == "last"
 
 

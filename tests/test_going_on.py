@@ -271,7 +271,7 @@ def test_another_steps_name_and_links_are_rejected(tmp_path, whole):
     store = Store(tmp_path / "run" / "checkpoints")
     newest = store.sealed()[-1]
     newest.rename(newest.with_name("step-00000099"))
-    assert problems(store.sealed()[-1]) == ["it is the checkpoint of step 8 under another one's name"]
+    assert problems(store.sealed()[-1]) == ["its manifest belongs to step 8"]
     linked = store.sealed()[0]
     outside = tmp_path / "outside"
     (linked / "state.json").rename(outside)
@@ -521,7 +521,7 @@ def test_only_export_imports_what_a_recipe_names_and_says_so(tmp_path):
         [tool, "export", "run", "--to", "out"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
-    assert f"task.name mine.Mine of run/recipe.yaml is taken from {tmp_path / 'mine.py'}" in ended.stderr
+    assert f"task.name mine.Mine of run/recipe.yaml is imported from {tmp_path / 'mine.py'}" in ended.stderr
     assert (tmp_path / "imported").exists() and (tmp_path / "out" / "model.safetensors").exists()
 
 

@@ -47,7 +47,7 @@ def test_what_is_said():
     assert describe_hang(status(1, silent=9.0)).endswith("it does not respond, last seen at task.py:3 in loss")
     assert describe_hang(status(1, waits=True)).endswith("it waits for other ranks at task.py:3 in loss")
     assert describe_exit(2, -9, stopped_by="SIGTERM").startswith(
-        "rank 2 was killed by SIGKILL, after it was told to stop by SIG"
+        "rank 2 was killed by SIGKILL, after a stop request by SIG"
     )
 
 

@@ -69,6 +69,8 @@ def faults(kind: str, text: str) -> Iterator[str]:
             yield f"{len(sentence.split())} words"
         if BEGINS.match(sentence) or (PARTICIPLE.match(sentence) and kind not in OTHERS):
             yield f"begins with {sentence.split()[0]}"
+    if glued := re.search(r"X(?!final)[a-z]{3,}|\w  \w", text):
+        yield f"no space, or two: {glued[0]!r}"
     for found in DIALECT.finditer(text):
         yield repr(found[0])
 
@@ -84,4 +86,5 @@ def test_the_check_finds_what_it_looks_for():
     assert [*faults("BadInput", "Where the data has no parts")]
     assert [*faults("BadInput", "batch.size 96 is no number; leave it")] == ["'is no'"]
     assert [*faults("ValueError", " ".join(["word"] * 26))] == ["26 words"]
+    assert [*faults("BadInput", "runs/oneXhas no EMA")]
     assert not [*faults("BadInput", "batch.size must be at least 1, got 0")]

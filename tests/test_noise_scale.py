@@ -115,10 +115,7 @@ def test_a_run_logs_it_says_it_and_keeps_it(tmp_path):
     assert said in world.output and said.startswith("noise scale: critical batch about ")
     run(train, [*words, "--run.dir", "b", "--batch.micro", "64"], folder=tmp_path).ok()
     said = json.loads((tmp_path / "b" / "summary.json").read_text())["noise_scale"]
-    assert (
-        said
-        == "noise scale n/a: a step is one micro-batch, so there is nothing to compare; set batch.micro to half of it"
-    )
+    assert said == "noise scale n/a: a step has only one micro-batch; set batch.micro to half of it"
 
 
 class Weightless(Ragged):

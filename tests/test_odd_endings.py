@@ -42,7 +42,7 @@ def until(true, seconds: float = 90.0) -> None:
     [
         ("raise:CancelledError", "CancelledError: the fault"),
         ("raise:KeyboardInterrupt", "KeyboardInterrupt: the fault"),
-        ("raise:Unspeakable", "Unspeakable: (its message cannot be told: ValueError)"),
+        ("raise:Unspeakable", "Unspeakable: (its message cannot be printed: ValueError)"),
     ],
 )
 def test_whatever_is_raised_is_named(folder, fault, says):
@@ -67,7 +67,7 @@ def test_a_thread_that_stays_holds_nobody(folder, told):
 
 def test_an_exit_without_a_word_is_an_error_whatever_its_code(folder):
     world = faulty(folder, "--task.fault", "os_exit:0", "--task.where", "init", "--task.at", "0")
-    assert world.codes == [1] and "ended with exit code 0 and without a word" in world.output
+    assert world.codes == [1] and "exited with code 0 and no error message" in world.output
     assert not (folder / "run").exists()
 
 

@@ -46,7 +46,7 @@ def test_the_template_trains_and_is_found_again_from_another_folder(written, con
     said.ok()
     figures = json.loads(next(line for line in said.output.splitlines() if line.startswith("{")))
     assert figures["eval/loss"] == pytest.approx(ended["eval/loss"], rel=1e-5)
-    assert f"is taken from {written}" in said.output
+    assert f"is imported from {written}" in said.output
     words = ["predict", str(there), "--data", "points.csv", "--to", "said.csv", *own]
     run(apply, words, ranks=ranks, config=config, folder=elsewhere).ok()
     rows = list(csv.DictReader((elsewhere / "said.csv").open()))

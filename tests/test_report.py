@@ -185,7 +185,7 @@ def test_samples_mistakes_and_confusion_are_on_the_page(folder, browser):
     ]
     opened(browser, folder / "gpt" / "report.html")
     text = browser.execute_script("return document.body.innerText")
-    assert "What the model writes, at step 30" in text and "The largest losses, at step 30" in text
+    assert "Generated texts, at step 30" in text and "The largest losses, at step 30" in text
     shaded = browser.execute_script("return [...document.querySelectorAll('.samples pre span[style]')].length")
     assert shaded > 50 and len(browser.find_elements("css selector", ".samples mark")) == 8
 
@@ -216,7 +216,7 @@ def test_two_runs_are_laid_over_one_another(folder, browser, capsys):
         "Accuracy": ("eval/accuracy", "eval/accuracy (ema)", "ema"),
         "Macro f1": ("eval/macro_f1", "eval/macro_f1", "raw"),
         "Samples per second": ("train/samples_per_second", "samples_per_second", None),
-        "Update against weights (about 1e-3 is usual)": ("train/update_ratio", "update_ratio", None),
+        "Update relative to weights (typically about 1e-3)": ("train/update_ratio", "update_ratio", None),
         "Gradient noise scale, in samples": ("train/noise_scale", "noise_scale", None),
         "Share of the device's peak (MFU)": ("speed/mfu", "mfu", None),
         "Peak memory of a process, in GiB": ("memory/peak_gib", "peak_gib", None),
@@ -228,7 +228,7 @@ def test_two_runs_are_laid_over_one_another(folder, browser, capsys):
             assert steps and drawn["x"] == steps and drawn["y"] == pytest.approx(values), (name, title)
         assert f"Where the time goes: {name}" in charts and f"Confusion: rows are the true classes: {name}" in charts
     text = browser.execute_script("return document.body.innerText")
-    assert "optimizer.lr" in text and "0.003" in text and "0.001" in text and "What differs in their recipes" in text
+    assert "optimizer.lr" in text and "0.003" in text and "0.001" in text and "Differences between the recipes" in text
 
 
 @needs_chromium

@@ -67,7 +67,7 @@ def same(place: Path, words: list[str], splits=SPLITS, **more) -> None:
 def test_the_same_bits_on_one_process_and_on_two(tmp_path, capsys):
     same(tmp_path, [*digits(tmp_path), "--duration", "40", *COMMON], SPLITS[:3])
     assert main(["verify", "--same", str(tmp_path / "single-1" / "run"), str(tmp_path / "fsdp2-2" / "run")]) == 0
-    assert "the same bits at 10 log lines, step 4 to 40" in capsys.readouterr().out
+    assert "bit-identical at 10 log lines, step 4 to 40" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def test_a_break_is_found_by_the_hash(tmp_path, broken, ranks, config, capsys):
     said = capsys.readouterr().out
     assert "they part at step " in said and ": model." in said
     assert main(["verify", "--same", places[0], places[0]]) == 0
-    assert "the same bits at 40 log lines, step 1 to 40" in capsys.readouterr().out
+    assert "bit-identical at 40 log lines, step 1 to 40" in capsys.readouterr().out
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -362,4 +362,4 @@ def test_the_commands_of_the_page(tmp_path):
         ["bash", "-e", "-c", commands], cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith("the same bits at 2 log lines, step 20 to 40")
+    assert done.stdout.splitlines()[-1].startswith("bit-identical at 2 log lines, step 20 to 40")

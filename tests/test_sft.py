@@ -37,7 +37,7 @@ def test_the_start_shows_what_is_trained(alone):
     said = (alone / "output").read_text()
     assert "documents packed into" in said and "none sees another" in said
     assert "known from the template's generation marks" in said
-    [line] = [line for line in said.splitlines() if "a sample, what is trained in «»" in line]
+    [line] = [line for line in said.splitlines() if "a sample, with the trained text in «»" in line]
     first = [one["content"] for one in SyntheticChats("train").conversations[0] if one["role"] == "assistant"]
     assert [piece.partition("»")[0] for piece in line.split("«")[2:]] == [f"{said}<|im_end|>" for said in first]
 
@@ -50,7 +50,7 @@ def test_answers_are_kept_as_training_goes_on(alone):
         assert one["prompt"].endswith("<|im_start|>assistant\n")
         assert [text for text, loss in one["tokens"] if loss is not None]
     page = report([alone / "run"])
-    assert page.count("As training went on") == 4 and page.count("What is trained of a sample") == 1
+    assert page.count("As training went on") == 4 and page.count("Trained tokens of a sample") == 1
     assert "step 8: <code>" in page and '<span class="soft">' in page
 
 

@@ -115,7 +115,7 @@ def test_own_texts_and_labels(tmp_path):
     assert set(task.eval_sets()) == {"validation"}
     (tmp_path / "test.jsonl").write_text('{"text": "x", "label": null}')
     task = TextClassification(str(tmp_path))
-    assert task.notes[0].endswith("no row of the test part has a label: it is left out")
+    assert task.notes[0].endswith("no row of the test split has a label, so it is not evaluated")
     assert set(task.eval_sets()) == {"validation"}
 
 

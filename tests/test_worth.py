@@ -16,7 +16,7 @@ import worlds
 from oneloop.basics.exit_codes import BadInput
 from oneloop.cli import main
 from oneloop.plan.short_run import Runner
-from oneloop.plan.techniques import TECHNIQUES, Machine, words
+from oneloop.plan.techniques import TECHNIQUES, Machine, as_arguments
 from oneloop.recipe.parse import read
 from oneloop.tasks.image_classification import ImageClassification
 
@@ -65,7 +65,7 @@ def test_a_run_of_it_from_the_command_line(tmp_path, monkeypatch, capsys):
         assert all(rows[name][kind]["median"] > 0 for kind in ("alone", "on top")), name
     assert results["none"]["median"] > 0 and results["none"]["peak"] > 0 and results["control"]["median"] > 0
     page = (tmp_path / "runs" / "worth-digits" / "worth.html").read_text()
-    assert "What techniques are worth: digits" in page and '"type": "bar"' in page
+    assert "Gain of each technique: digits" in page and '"type": "bar"' in page
 
 
 @pytest.mark.parametrize(
@@ -165,5 +165,5 @@ def test_every_technique_is_keys_of_the_recipe_or_a_reason(device):
         on, off = keys
         assert on.keys() == off.keys() and on != off
         for side in keys:
-            read(["gpt", *words(side)])  # the recipe takes them as they would be typed
+            read(["gpt", *as_arguments(side)])  # the recipe takes them as they would be typed
     assert len(TECHNIQUES) == 12

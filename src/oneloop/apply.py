@@ -29,7 +29,7 @@ _PAGES = {
     A row has its number, the file name of an image, and the task's columns.""",
 }
 _MORE = """
-    Data that differs from what the run was trained with is rejected. Several processes share the work:
+    Data that does not match the training data is rejected. Several processes share the work:
 
       oneloop launch --config_file ddp predict runs/digits --data new/ --to predictions.csv"""
 

@@ -68,7 +68,7 @@ def new(words: Sequence[str]) -> int:
         template = (Path(__file__).parent / "tasks" / "template.py").read_text()
         texts = {file: re.sub(r"\bmy_task(\.py)?\b", lambda found: str(file) if found[1] else file.stem, template)}
     if there := [str(path) for path in texts if path.exists()]:
-        raise BadInput(f"oneloop new: {', '.join(there)}already exists; choose another name, or remove it")
+        raise BadInput(f"oneloop new: {', '.join(there)} already exists; choose another name, or remove it")
     try:
         for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def verify(words: Sequence[str]) -> int:
     """
     options = Options("verify", verify.__doc__)
     options.add_argument("run", type=Path, metavar="RUN")
-    same = "say whether both runs (with batch.grain) are bit-identical, else the first step and tensor that differ"
+    same = "report whether both runs (with batch.grain) are bit-identical, or the first step and tensor that differ"
     options.add_argument("--same", type=Path, metavar="RUN", help=same)
     given = options.parse_args(words)
     if given.same:
@@ -136,7 +136,12 @@ def report(words: Sequence[str]) -> int:
 
     options = Options("report", report.__doc__)
     options.add_argument("runs", type=Path, nargs="+", metavar="RUN")
-    options.add_argument("--to", type=Path, metavar="FILE", help="default: report.html in the run, or here if several")
+    options.add_argument(
+        "--to",
+        type=Path,
+        metavar="FILE",
+        help="default: report.html in the run folder, or in the current folder for several runs",
+    )
     given = options.parse_intermixed_args(words)
     to = given.to or (given.runs[0] / "report.html" if len(given.runs) == 1 else Path("report.html"))
     try:
@@ -180,7 +185,7 @@ def worth(words: Sequence[str]) -> int:
     from oneloop.plan.worth import worth as command
 
     options = Options("worth", worth.__doc__, usage="oneloop worth RECIPE [--key value …] [OPTIONS]")
-    only = "techniques; default: the first eight that are possible here"
+    only = "techniques; default: the first eight that this recipe supports"
     options.add_argument("--only", default="", metavar="NAME,NAME", help=only)
     options.add_argument("--rounds", type=positive(int), default=5, metavar="N", help="default: 5")
     options.add_argument("--seconds", type=positive(float), default=1.0, metavar="S", help="of a run; default: 1")
@@ -202,7 +207,7 @@ def prove(words: Sequence[str], **how: Any) -> int:
 
     options = Options("prove", prove.__doc__, usage="oneloop prove RECIPE [--key value …] --config_file FILE [OPTIONS]")
     options.add_argument("--config_file", required=True, metavar="FILE", help="the layout to compare (ddp, fsdp2, …)")
-    options.add_argument("--processes", type=positive(int), metavar="N", help="default: as the config file says")
+    options.add_argument("--processes", type=positive(int), metavar="N", help="default: the number in the config file")
     options.add_argument("--steps", type=positive(int), default=8, metavar="N", help="default: 8")
     options.add_argument("--json", action="store_true", help="print the result as JSON")
     return command(*options.parse_known_args(words), **how)

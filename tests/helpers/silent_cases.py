@@ -385,7 +385,7 @@ CHANGES = {
             "        return torch.utils.data.TensorDataset(x, x.sin())"
         ),
         [],
-        "the train set has 128 samples, and had 64",
+        "the train set has 128 samples; before: 64",
     ),
     "other data": (
         "    def train_set(self):\n        return torch.utils.data.TensorDataset(self.x, self.x.cos())",

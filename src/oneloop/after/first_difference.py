@@ -30,7 +30,7 @@ class FirstDifference(NamedTuple):
 
 
 def parting(one: Path, other: Path) -> tuple[FirstDifference | None, list[str]]:
-    """Compare weights, averages and optimizer state of two runs at every step that both have logged.
+    """Compare weights, EMA weights and optimizer state of two runs at every step that both have logged.
 
     Return the first difference (None: bit-identical), and lines that describe it. Raise BadInput if a folder has no
     such log, or if no step is in both."""
@@ -43,21 +43,21 @@ def parting(one: Path, other: Path) -> tuple[FirstDifference | None, list[str]]:
     for step in steps:
         left, right = logs[one][step], logs[other][step]
         if left["bits"] != right["bits"]:
-            since = "before it nothing was logged" if before is None else f"at step {before} they were the same bits"
+            since = "before it nothing was logged" if before is None else f"at step {before} they were bit-identical"
             parted = FirstDifference(step, *_tensors(one, other, left, right))
             lines = [f"they part at step {step} ({since}): {parted}"]
             break
         before = step
     recipes = [_recipe(folder) for folder in (one, other)]
     apart = difference(*recipes) if all(recipes) else []
-    changed = [f"set otherwise: {'; '.join(apart)}"] if apart else []
+    changed = [f"different settings: {'; '.join(apart)}"] if apart else []
     if parted:
         return parted, lines + changed
     longest = max(logs, key=lambda folder: max(logs[folder]))
     more = max(logs[longest]) - steps[-1]
-    rest = [f"{longest} goes on for {more} steps, which are compared with nothing"] if more else []
+    rest = [f"{longest} goes on for {more} steps, which the other run does not have"] if more else []
     which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} log lines, step {steps[0]} to {steps[-1]}"
-    return None, [f"the same bits at {which}: weights, averages and optimizer state", *rest, *changed]
+    return None, [f"bit-identical at {which}: weights, EMA weights and optimizer state", *rest, *changed]
 
 
 def _log(folder: Path) -> dict[int, Mapping[str, Any]]:
@@ -95,7 +95,7 @@ def _tensors(one: Path, other: Path, left: Mapping[str, Any], right: Mapping[str
     try:
         hashes = [_hashes(line["bits_of"]) for line in (left, right)]
     except (KeyError, ValueError, TypeError, struct.error):
-        return [], 0, "which tensors is not told"
+        return [], 0, "the logs do not name the tensors"
     number = len(hashes[0])
     if number != len(hashes[1]):
         return [], number, f"one holds {number} tensors, the other {len(hashes[1])}"

@@ -61,7 +61,7 @@ def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:
         raise BadInput(f"{run} holds no run (no recipe.yaml)")
     name = task or _trusted(task_name(file), run)
     if is_main() and (place := source("task", name)):
-        print(printable(f"oneloop {command}: task.name {name} of {file} is taken from {place}"), file=sys.stderr)
+        print(printable(f"oneloop {command}: task.name {name} of {file} is imported from {place}"), file=sys.stderr)
     return read_again(file, task=name)
 
 

@@ -81,5 +81,5 @@ def span(text: str, key: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
-        raise ValueError(f"{key} {text!r}is not a range of steps; write 10-15, counted from 1")
+        raise ValueError(f"{key} {text!r} is not a range of steps; write 10-15, counted from 1")
     return first, last

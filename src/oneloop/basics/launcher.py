@@ -69,7 +69,8 @@ def launcher() -> int | None:
     if parent == 1 and not _is_python(1):
         variables = sorted({"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys())
         print(
-            f"oneloop: what launched this process has gone; without one, unset {', '.join(variables)}", file=sys.stderr
+            f"oneloop: the launcher of this process has exited; to run without one, unset {', '.join(variables)}",
+            file=sys.stderr,
         )
         os._exit(1)
     if "TORCHELASTIC_RUN_ID" not in os.environ and not _is_python(parent):

@@ -161,7 +161,7 @@ class Checkpoints:
         path = self.store.root / name_of(step)
         wrong: list[str] = []
         if self.rank == 0:
-            wrong = (problems(path) or base_problems(path)) if path.is_dir() else ["it is not there"]
+            wrong = (problems(path) or base_problems(path)) if path.is_dir() else ["it does not exist"]
             if wrong:
                 self._say(f"THE BEST CHECKPOINT, {path}, CANNOT BE USED: {'; '.join(wrong[:3])}; {otherwise}")
         return not self._gather(wrong)[0]
@@ -180,7 +180,7 @@ class Checkpoints:
                 if not wrong:
                     chosen = (str(path), None)
                     break
-                bad.append(f"checkpoint {path} is damaged, and passed over: {'; '.join(wrong)}")
+                bad.append(f"checkpoint {path} is damaged and was skipped: {'; '.join(wrong)}")
             if bad and chosen[0] is None:
                 chosen = (None, "; ".join(bad) + "; no good one is left: restore one, or choose another run.dir")
             else:

@@ -89,7 +89,7 @@ def chosen_of(run: Path, asked: str | None, *, weights: str = "raw") -> Path:
         raise BadInput(f"{final} is damaged: {'; '.join(wrong)}; choose a checkpoint with --checkpoint STEP")
     if weights != "raw" and not (final / f"{weights}.safetensors").is_file():
         there = sorted(file.stem for file in final.glob("*.safetensors") if file.stem not in ("model", "adapter_model"))
-        raise BadInput(f"{final}has no EMA {weights!r}; it has {', '.join(there) or 'none'}")
+        raise BadInput(f"{final} has no EMA {weights!r}; it has {', '.join(there) or 'none'}")
     return final
 
 

@@ -177,7 +177,7 @@ class SaveInProgress:
         self.stuck = bool(still)
         real = [problem for problem in errors if problem and problem != _STILL]
         if still and not real:
-            taken = f"the save of step {self._step} has not come to its end in {time.monotonic() - self._began:.0f} s"
+            taken = f"the save of step {self._step} did not finish within {time.monotonic() - self._began:.0f} s"
             if or_go_on:
                 if self._rank == 0:
                     self._say(f"{taken}: its storage does not respond; continuing without a new checkpoint")

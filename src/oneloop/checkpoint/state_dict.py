@@ -37,9 +37,9 @@ def unsavable(model: nn.Module) -> str:
             return f"{name} is {kind}; only parameters and buffers are saved: register it as a buffer"
         if tensor.dtype not in (*_TYPES, torch.complex64):
             known = ", ".join(str(kind).removeprefix("torch.") for kind in _TYPES)
-            return f"{name} has {str(tensor.dtype).removeprefix('torch.')}, and what can be kept is {known}, complex64"
+            return f"{name} has {str(tensor.dtype).removeprefix('torch.')}; a checkpoint supports {known}, complex64"
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-            return f"{name} is an expanded view, whose elements share memory; make it one of its own with .clone()"
+            return f"{name} is an expanded view, whose elements share memory; copy it with .clone()"
     return ""
 
 
@@ -166,7 +166,7 @@ def load_tensors(
     if weights != "raw":
         averaged = {name: f"ema.{weights}.{name.removeprefix('model.')}" for name in targets}
         if not any(name in saved for name in averaged.values()):
-            raise ValueError(f"{folder}has no EMA {weights!r}; it has {', '.join(averages_in(saved)) or 'none'}")
+            raise ValueError(f"{folder} has no EMA {weights!r}; it has {', '.join(averages_in(saved)) or 'none'}")
         targets = {averaged[name] if averaged[name] in saved else name: target for name, target in targets.items()}
     targets |= {name: tensor for name, tensor in (extra or {}).items() if name in saved}
     if optimizer is not None:
@@ -230,5 +230,5 @@ def _empty_entry(saved: Any, parameter: Tensor, key: str, group: Mapping[str, An
 def _same_names(there: set[str], here: set[str], folder: Path) -> None:
     if there != here:
         missing, strange = sorted(here - there)[:3], sorted(there - here)[:3]
-        apart = f"missing there: {missing}, unknown here: {strange}"
+        apart = f"missing in the checkpoint: {missing}; unknown to the model: {strange}"
         raise ValueError(f"{folder} is of another model ({apart}); use the same task.* settings, or another run.dir")

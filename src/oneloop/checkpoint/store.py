@@ -270,7 +270,7 @@ def problems(folder: Path) -> list[str]:
 def _problems(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     wrong = [f"{path.name}: a link, which may lead elsewhere" for path in folder.iterdir() if path.is_symlink()]
     if _NAME.fullmatch(folder.name) and manifest["step"] != step_of(folder):
-        wrong.append(f"it is the checkpoint of step {manifest['step']} under another one's name")
+        wrong.append(f"its manifest belongs to step {manifest['step']}")
     if wrong:
         return wrong
     wrong = changed(folder, manifest["files"])

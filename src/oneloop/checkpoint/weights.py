@@ -111,7 +111,7 @@ def load_weights(
     for pattern in leave_out:
         if not any(matches(pattern, name) for name in own):
             some = ", ".join([*own][:8])
-            raise ValueError(f"init.leave_out {pattern!r}matches no parameter of the model; it has {some}, …")
+            raise ValueError(f"init.leave_out {pattern!r} matches no parameter of the model; it has {some}, …")
     left = [name for name in own if any(matches(pattern, name) for pattern in leave_out)]
     loaded = {name: tensor for name, tensor in loaded.items() if not any(matches(p, name) for p in leave_out)}
     _reject_others(own, loaded, tied_names(model) | set(left), source, file)

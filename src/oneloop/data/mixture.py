@@ -30,7 +30,7 @@ class Mixture:
     def __init__(self, sets: Mapping[str, Any], weights: Sequence[float]) -> None:
         for name, dataset in sets.items():
             if not len(dataset):
-                raise ValueError(f"the set {name!r}of a mixture is empty; remove it")
+                raise ValueError(f"the set {name!r} of a mixture is empty; remove it")
         self.sets, self.weights = dict(sets), list(weights)
         self.cycle = proportions(weights)
         self.bounds = np.cumsum([0, *map(len, self.sets.values())])

@@ -1,4 +1,4 @@
-"""Builds a job from a recipe, and checks it before anything is written."""
+"""Build a job from a recipe and check it, before anything is written."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -31,14 +31,14 @@ from oneloop.tasks.protocol_checks import theirs
 
 @dataclass(frozen=True)
 class Intervals:
-    """Steps between two of each kind: log, eval and save; check and collect where they are wanted."""
+    """Intervals in steps of log, eval and save; of check (replicas) and collect (garbage) only if they are enabled."""
 
     every: Mapping[str, int]
-    total: int  # steps of the run: at the last one all is due
-    forever: int = 0  # steps between two checkpoints that are never deleted (0: none)
+    total: int  # steps of the run; everything is due at the last step
+    forever: int = 0  # steps between checkpoints that are never deleted (0: none)
 
     def due(self, step: int) -> list[str]:
-        """What is due after this step, in the order in which it is done."""
+        """Return the actions that are due after this step, in execution order."""
         return [name for name, every in self.every.items() if is_time(step, every, self.total)]
 
     def is_due(self, name: str, step: int) -> bool:
@@ -50,23 +50,23 @@ class Intervals:
 
 @dataclass(frozen=True)
 class Job:
-    """What one run trains, with all durations in steps."""
+    """Everything that one run trains with; all durations are in steps."""
 
     recipe: Recipe
     task: Task
     train_set: Any
     eval_sets: dict[str, Any]
     built: BuiltModel
-    make_optimizer: Callable[[nn.Module], Optimizer]  # the recipe's optimizer over a prepared model
-    optimizer_share: float  # bytes of the optimizer's state for each byte of the parameters, about
+    make_optimizer: Callable[[nn.Module], Optimizer]  # builds the recipe's optimizer for a prepared model
+    optimizer_share: float  # bytes of optimizer state per byte of parameters, approximately
     emas: list[dict[str, Any]]  # arguments of each EMA, except model and optimizer
     layout: BatchLayout
     order: Ordered
     collate: CollateWithWeight
     intervals: Intervals
     rate: LearningRate
-    upward: bool  # whether a larger eval.best metric is better
-    no_noise_scale: str | None  # why the noise scale cannot be measured
+    upward: bool  # whether a larger value of the eval.best metric is better
+    no_noise_scale: str | None  # why the noise scale cannot be measured; None: it can
 
     @property
     def model(self) -> nn.Module:
@@ -74,17 +74,17 @@ class Job:
 
     @property
     def sets(self) -> dict[str, Any]:
-        """All data sets by name."""
+        """Training and evaluation data sets by name."""
         return {"train": self.train_set, **self.eval_sets}
 
     @property
     def steps(self) -> int:
-        """Of the whole run."""
+        """Number of steps of the whole run."""
         return self.intervals.total
 
     @property
     def unit(self) -> str:
-        """What the weight counts: samples or tokens."""
+        """Unit of the batch weight: samples or tokens."""
         return getattr(self.task, "unit", "samples")
 
     @property
@@ -98,7 +98,7 @@ class Job:
 
     @property
     def noise_scale(self) -> bool:
-        """Whether it is measured."""
+        """Whether the run measures the gradient noise scale."""
         return self.recipe.log.noise_scale and self.no_noise_scale is None
 
     @property
@@ -108,7 +108,7 @@ class Job:
 
 
 def build_job(recipe: Recipe, *, ranks: int, sharded: bool = False, device: str = "cpu", micro: Any = None) -> Job:
-    """Build what the recipe names; ``micro`` is what ``batch.micro auto`` found. Raise ValueError for bad input."""
+    """Build the job; ``micro`` is the result of ``batch.micro auto``. Raise ValueError for bad input."""
     if sharded:
         reject_if_sharded(resolve("optimizer", recipe.optimizer.name))
     micro = recipe.batch.micro if isinstance(recipe.batch.micro, int) else micro
@@ -125,9 +125,9 @@ def build_job(recipe: Recipe, *, ranks: int, sharded: bool = False, device: str 
     scale = Scale(layout.size, len(train_set), tokens)
     total = recipe.duration.steps(scale)
     emas = _emas(recipe, scale, total)
-    upward = _direction(recipe.eval.best, task, eval_sets, [ema["name"] for ema in emas])
+    upward = _larger_is_better(recipe.eval.best, task, eval_sets, [ema["name"] for ema in emas])
     if total < 1:
-        raise ValueError(f"duration {recipe.duration}is shorter than one step; the minimum is 1")
+        raise ValueError(f"duration {recipe.duration} is shorter than one step; the minimum is 1")
     collate = CollateWithWeight(task.collate, task.weight, sample_weight=sample_weight, dtype=torch_dtype(recipe))
     built = build_model(recipe, task, layout, sharded=sharded, device=device)
     optimizer = resolve("optimizer", recipe.optimizer.name)
@@ -137,66 +137,66 @@ def build_job(recipe: Recipe, *, ranks: int, sharded: bool = False, device: str 
         train_set=train_set,
         eval_sets=eval_sets,
         built=built,
-        make_optimizer=partial(_optimizer, recipe, built),
+        make_optimizer=partial(_make_optimizer, recipe, built),
         optimizer_share=try_optimizer(optimizer, recipe.optimizer.name, recipe.optimizer.options),
         emas=emas,
         layout=layout,
         order=order_of(train_set, seed=recipe.seed, batch=layout.size),
         collate=collate,
-        intervals=_rhythm(recipe, scale, total),
-        rate=_rate(recipe, scale, total),
+        intervals=_intervals(recipe, scale, total),
+        rate=_learning_rate(recipe, scale, total),
         upward=upward,
         no_noise_scale=Sensor.why_not(ranks, layout.accumulate, sharded=sharded and not layout.grain),
     )
 
 
-def _optimizer(recipe: Recipe, built: BuiltModel, model: nn.Module) -> Optimizer:
-    chosen = recipe.optimizer
+def _make_optimizer(recipe: Recipe, built: BuiltModel, model: nn.Module) -> Optimizer:
+    config = recipe.optimizer
     try:
         return build(
-            resolve("optimizer", chosen.name),
+            resolve("optimizer", config.name),
             model,
-            lr=chosen.lr,
-            weight_decay=chosen.weight_decay,
-            options=chosen.options,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            options=config.options,
             settings=built.settings,
             elementwise=recipe.batch.grain is not None,
         )
     except Exception as error:
-        raise ValueError(f"optimizer.name {chosen.name} cannot be built: {error}{where(error)}") from error
+        raise ValueError(f"optimizer.name {config.name} cannot be built: {error}{where(error)}") from error
 
 
 def make_task(recipe: Recipe) -> Task:
-    """Make the task that the recipe names. Raise ValueError if that fails, or if it is not a task."""
+    """Create the recipe's task. Raise ValueError if that fails, or if the object is not a task."""
     kind = resolve("task", recipe.task.name)
     try:
         task: Task = kind(**recipe.task.options)
     except (ValueError, ImportError, MemoryError):
-        raise  # told as it is, with its place
+        raise  # these messages are for the user already
     except Exception as error:
         why = f"{type(error).__name__}: {error}{where(error)}"
         raise ValueError(f"task.name {recipe.task.name}: __init__ failed: {why}") from error
     check(task)
     if hasattr(task, "progress"):
         try:
-            task.progress = Progress(lambda: 0, 1, 1)  # until the run knows better
+            task.progress = Progress(lambda: 0, 1, 1)  # until the run sets it
         except (AttributeError, TypeError) as error:
             why = f"its progress cannot be set ({error})"
             raise ValueError(f"task.name {recipe.task.name}: {why}; write progress = None in the class") from error
     return task
 
 
-def _direction(best: str, task: Task, eval_sets: Iterable[str], averages: Iterable[str]) -> bool:
-    """Return whether a larger ``eval.best`` is better. Raise ValueError if no evaluation measures it."""
-    measured, names = sorted(directions(task).items()), [prefix(name) for name in eval_sets if name != "test"]
-    known = {f"{name}/{metric}": upward for name in names for metric, upward in measured}
-    known |= {f"{average}/{metric}": upward for average in averages for metric, upward in known.items()}
+def _larger_is_better(best: str, task: Task, eval_sets: Iterable[str], emas: Iterable[str]) -> bool:
+    """Return whether a larger ``eval.best`` is better. Raise ValueError if no evaluation computes this metric."""
+    metrics, names = sorted(directions(task).items()), [prefix(name) for name in eval_sets if name != "test"]
+    known = {f"{name}/{metric}": upward for name in names for metric, upward in metrics}
+    known |= {f"{ema}/{metric}": upward for ema in emas for metric, upward in known.items()}
     if known and best not in known:
         raise ValueError(f"eval.best {best!r} is not a metric of this task; known: {', '.join(known)}")
     return known.get(best, False)
 
 
-def _rhythm(recipe: Recipe, scale: Scale, total: int) -> Intervals:
+def _intervals(recipe: Recipe, scale: Scale, total: int) -> Intervals:
     def steps(every: Duration, key: str) -> int:
         return every.steps(scale, total=total, key=key)
 
@@ -211,7 +211,7 @@ def _rhythm(recipe: Recipe, scale: Scale, total: int) -> Intervals:
     return Intervals(every, 1 if recipe.debug.dry_run else total, forever)
 
 
-def _rate(recipe: Recipe, scale: Scale, total: int) -> LearningRate:
+def _learning_rate(recipe: Recipe, scale: Scale, total: int) -> LearningRate:
     schedule = recipe.schedule
     return learning_rate(
         resolve("schedule", schedule.name),
@@ -225,7 +225,7 @@ def _rate(recipe: Recipe, scale: Scale, total: int) -> LearningRate:
 
 
 def peak(optimizer: OptimizerConfig, batch: int) -> float:
-    """The peak learning rate at this global batch: linear (Goyal et al. 2017) or sqrt (Malladi et al. 2022) scaling."""
+    """Return the peak learning rate for a batch: linear (Goyal et al. 2017) or sqrt rule (Malladi et al. 2022)."""
     if not optimizer.lr_at_batch:
         return optimizer.lr
     power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[optimizer.lr_rule]
@@ -234,18 +234,18 @@ def peak(optimizer: OptimizerConfig, batch: int) -> float:
 
 def _emas(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:
     ema = recipe.ema
-    kinds: list[dict[str, Any]] = [
+    emas: list[dict[str, Any]] = [
         {"half_life": half_life.samples(scale, total=total, key="ema.half_life"), "name": f"ema-{half_life.text}"}
         for half_life in ema.half_lives
     ]
-    kinds += [{"decay": ema.decay, "name": f"ema-{ema.decay}"}] if ema.decay else []
-    kinds += [{"power": width, "name": f"ema-power-{width}"} for width in ema.power]
+    emas += [{"decay": ema.decay, "name": f"ema-{ema.decay}"}] if ema.decay else []
+    emas += [{"power": width, "name": f"ema-power-{width}"} for width in ema.power]
     for width in ema.power:
         gamma(width)  # rejects a width that is too large
-    if len(kinds) == 1 and not ema.power:
-        kinds[0]["name"] = "ema"
-    names = [kind["name"].replace(" ", "") for kind in kinds]
+    if len(emas) == 1 and not ema.power:
+        emas[0]["name"] = "ema"
+    names = [arguments["name"].replace(" ", "") for arguments in emas]
     if len(set(names)) < len(names):
         raise ValueError(f"ema: two EMAs are the same, of {', '.join(names)}; give each once")
-    common = {"every": ema.every, "ramp": ema.ramp, "device": ema.device}
-    return [{**common, **kind, "name": name} for kind, name in zip(kinds, names, strict=True)]
+    shared = {"every": ema.every, "ramp": ema.ramp, "device": ema.device}
+    return [{**shared, **arguments, "name": name} for arguments, name in zip(emas, names, strict=True)]

@@ -1,4 +1,4 @@
-"""``batch.micro auto``: tries micro-batches of the job itself before the run, on all ranks; remembers the answer."""
+"""``batch.micro auto``: try micro-batch sizes with the real job on all ranks before the run, and cache the result."""
 
 import hashlib
 import json
@@ -24,13 +24,13 @@ from oneloop.machine.torch_settings import float32_products
 from oneloop.optim.clip import clip_, global_norm
 from oneloop.recipe.schema import Recipe
 
-_LAUNCHED = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"]
-_LAUNCHED += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]
+_RANK_VARS = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"]
+_RANK_VARS += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Whole steps of a recipe's job, in a process of its own."""
+    """Full training steps of a recipe's job, run in a separate process."""
 
     recipe: Recipe
 
@@ -39,7 +39,7 @@ class Trial:
         run = start(sync_each_batch=machine.sync_each_batch, deterministic=machine.deterministic)
         float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
         if run.device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(0.95)  # DDP's and NCCL's own buffers need a little too
+            torch.cuda.set_per_process_memory_fraction(0.95)  # leave room for buffers of DDP and NCCL
         micro = max(1, self.recipe.batch.size // run.ranks)
         job = build_job(self.recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=micro)
         model = run.prepare(job.model, blocks=job.built.blocks)
@@ -49,11 +49,11 @@ class Trial:
         largest = by_size(job)
 
         def steps(micro: int) -> None:
-            # Two micro-batches, if there are as many: gradients are held, and added to.
+            # Two micro-batches if possible, so that gradients are kept and accumulated.
             accumulate = min(2, max(1, self.recipe.batch.size // run.ranks // micro))
-            chosen = [(0, largest[place % len(largest)]) for place in range(micro)]
-            keyed = SeededSamples(job.train_set, seed=self.recipe.seed)
-            samples = [keyed[place] for place in chosen]
+            keys = [(0, largest[position % len(largest)]) for position in range(micro)]
+            dataset = SeededSamples(job.train_set, seed=self.recipe.seed)
+            samples = [dataset[key] for key in keys]
             run.accelerator.gradient_accumulation_steps = accumulate
             for _ in range(accumulate):
                 batch, weight = job.collate(samples)
@@ -74,10 +74,10 @@ class Trial:
 
 
 def by_size(job: Job) -> list[int]:
-    """Indices of training samples, the largest first; of equal samples the first few thousand."""
+    """Return indices of training samples, largest first; if all samples have one size, the first 4096."""
     if job.collate.sample_weight is not None:
         return list(range(min(len(job.train_set), 4096)))
-    if (lengths := getattr(job.train_set, "lengths", None)) is not None:  # of texts, which tell it by themselves
+    if (lengths := getattr(job.train_set, "lengths", None)) is not None:  # texts know their lengths
         longest: list[int] = np.argsort(-lengths, kind="stable")[:4096].tolist()
         return longest
     samples = SeededSamples(job.train_set, seed=job.recipe.seed)
@@ -90,29 +90,29 @@ def by_size(job: Job) -> list[int]:
 
 
 def find_micro(recipe: Recipe, run: Run) -> int | None:
-    """Return the micro-batch that a recipe leaves open, or None if it states one. Collective: call on every rank.
+    """Find the micro-batch size for ``auto`` or ``fastest``; return None for a number. Collective: call on every rank.
 
     Raise ValueError if batch.size does not divide over the ranks, or if nothing fits.
     """
-    if (asked := recipe.batch.micro) not in ("auto", "fastest"):
+    if (mode := recipe.batch.micro) not in ("auto", "fastest"):
         return None
     _reject_notebook(recipe)
     share, rest = divmod(recipe.batch.size, run.ranks)
     if rest or not share:
         nearest = max(1, round(recipe.batch.size / run.ranks)) * run.ranks
         raise ValueError(f"batch.size {recipe.batch.size} cannot be split over {run.ranks} ranks; nearest: {nearest}")
-    memory = _Memory(recipe, run)
-    if (known := run.from_main(memory.read())) is not None:
+    cache = _Cache(recipe, run)
+    if (cached := run.from_main(cache.read())) is not None:
         run.display.say(
-            f"batch.micro {asked}: {known} (from an earlier search for this model on this machine: {memory.file})"
+            f"batch.micro {mode}: {cached} (from an earlier search for this model on this machine: {cache.file})"
         )
-        return int(known)
-    environment: dict[str, str | None] = dict.fromkeys(_LAUNCHED) if not run.sharded else {"MASTER_PORT": _port(run)}
+        return int(cached)
+    environment: dict[str, str | None] = dict.fromkeys(_RANK_VARS) if not run.sharded else {"MASTER_PORT": _port(run)}
     if run.device.type == "cuda" and not run.sharded:
         environment["ACCELERATE_TORCH_DEVICE"] = str(run.device)
     environment["ONELOOP_EXIT_FILE"] = None
 
-    with Child(Trial(recipe), environment=environment, wait=partial(_everyone, run)) as child:
+    with Child(Trial(recipe), environment=environment, wait=partial(_on_all_ranks, run)) as child:
 
         def attempt(micro: int) -> Attempt:
             if run.sharded and child.closed:
@@ -126,20 +126,20 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
                 raise RuntimeError(faults[0])
             seconds, peak = run.largest(tried.seconds, tried.peak)
             tried = Attempt(micro, tried.fits, seconds, int(peak))
-            found = "does not fit"
+            result = "does not fit"
             if tried.fits:
-                found = f"fits ({tried.peak / 2**30:.2f} GiB, {1 / tried.seconds:,.0f} samples/s on a process)"
-            run.display.say(f"batch.micro {asked}: {micro} {found}")
+                result = f"fits ({tried.peak / 2**30:.2f} GiB, {1 / tried.seconds:,.0f} samples/s on a process)"
+            run.display.say(f"batch.micro {mode}: {micro} {result}")
             return tried
 
         try:
             sizes = [micro for micro in range(1, share + 1) if share % micro == 0]
-            best = search(sizes, attempt, fastest=asked == "fastest")
+            best = search(sizes, attempt, fastest=mode == "fastest")
         except MemoryError as error:
             advice = "set machine.recompute full, shard the model (fsdp2.yaml), or make it smaller"
-            raise ValueError(f"batch.micro {asked}: {error}; {advice}") from error
+            raise ValueError(f"batch.micro {mode}: {error}; {advice}") from error
     if run.main:
-        memory.write(best.micro)
+        cache.write(best.micro)
     return best.micro
 
 
@@ -149,9 +149,9 @@ def _reject_notebook(recipe: Recipe) -> None:
         raise ValueError(f"{why}; put it into a file (my_task.py:MyTask), or give batch.micro a number")
 
 
-def _everyone(run: Run, answered: bool, failed: bool) -> tuple[bool, bool]:
-    missing, bad = run.largest(float(not answered), float(failed))
-    return not missing, bool(bad)
+def _on_all_ranks(run: Run, answered: bool, failed: bool) -> tuple[bool, bool]:
+    missing, any_failed = run.largest(float(not answered), float(failed))
+    return not missing, bool(any_failed)
 
 
 def _port(run: Run) -> str:
@@ -163,15 +163,15 @@ def _port(run: Run) -> str:
     return str(run.from_main(port))
 
 
-class _Memory:
-    """What was found before, by model and machine, in the user's cache folder."""
+class _Cache:
+    """Results of earlier searches by model and machine, in the user's cache folder."""
 
     def __init__(self, recipe: Recipe, run: Run) -> None:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.file = root / "oneloop" / "batch_size.json"
         resolved = recipe.resolved
-        left_out = ("workers", "check_every", "gc_every")  # they change neither memory nor speed of a step
-        machine = {name: value for name, value in resolved["machine"].items() if name not in left_out}
+        ignored = ("workers", "check_every", "gc_every")  # these keys change neither memory nor speed of a step
+        machine = {name: value for name, value in resolved["machine"].items() if name not in ignored}
         about = {
             "task": resolved["task"],
             "optimizer": resolved["optimizer"]["name"],
@@ -181,14 +181,14 @@ class _Memory:
             "asked": recipe.batch.micro,
             "sharded over": run.ranks if run.sharded else 1,
             "precision": run.accelerator.mixed_precision,
-            "devices": sorted(set(run.gathered(_device(run.device)))),
+            "devices": sorted(set(run.gathered(_describe_device(run.device)))),
             "torch": torch.__version__,
         }
         self.key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
         self.about = about
 
-    def _all(self) -> dict[str, Any]:
-        """What the file holds; nothing where it cannot be read: it is then written anew."""
+    def _entries(self) -> dict[str, Any]:
+        """Return the file's entries; none if it cannot be read, so that it is rewritten."""
         try:
             known = json.loads(self.file.read_text())
         except (OSError, ValueError):
@@ -197,15 +197,15 @@ class _Memory:
 
     def read(self) -> int | None:
         try:
-            return int(self._all()[self.key]["micro"])
+            return int(self._entries()[self.key]["micro"])
         except (ValueError, KeyError, TypeError):
             return None
 
     def write(self, micro: int) -> None:
-        """Not being able to remember is no reason to fail."""
+        """Store the result; ignore errors, because a run does not need the cache."""
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            known = self._all()
+            known = self._entries()
             known[self.key] = {"micro": micro, "found": time.strftime("%Y-%m-%d %H:%M"), **self.about}
             with replacing(self.file, shared=True) as draft:
                 draft.write_text(json.dumps(known, indent=1, default=str))
@@ -213,7 +213,7 @@ class _Memory:
             return
 
 
-def _device(device: torch.device) -> str:
+def _describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
         return f"{about.name}, {about.total_memory} bytes"
@@ -221,8 +221,8 @@ def _device(device: torch.device) -> str:
 
 
 def explained(job: Job, run: Run) -> str:
-    """What to do about a lack of memory, with metrics."""
-    each, number = job.layout.each, sum(p.numel() * p.element_size() for p in job.model.parameters())
+    """Return the message for an out-of-memory error, with advice and sizes in GiB."""
+    each, memory = job.layout.each, sum(p.numel() * p.element_size() for p in job.model.parameters())
     gib = 2.0**30
     advice = []
     if each > 1:
@@ -231,13 +231,13 @@ def explained(job: Job, run: Run) -> str:
     if job.recipe.machine.recompute == "none" and job.built.blocks:
         advice.append("--machine.recompute full (activations are computed again: about a third more time)")
     if not run.sharded:
-        size = f"here about {4 * number / gib:.2f} GiB with AdamW"
+        size = f"on this machine about {4 * memory / gib:.2f} GiB with AdamW"
         advice.append(f"fsdp2.yaml (weights, gradients and optimizer, {size}, are divided among the processes)")
     else:
-        advice.append(f"more processes (each now holds {4 * number / gib:.2f} GiB of weights, gradients and optimizer)")
-    held = ""
+        advice.append(f"more processes (each now holds {4 * memory / gib:.2f} GiB of weights, gradients and optimizer)")
+    usage = ""
     if run.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(run.device)
-        there = torch.cuda.get_device_properties(run.device).total_memory
-        held = f" (peak {peak / gib:.2f} of {there / gib:.2f} GiB)"
-    return f"out of memory on {run.device}{held} with a micro-batch of {each}; " + "; or ".join(advice)
+        total = torch.cuda.get_device_properties(run.device).total_memory
+        usage = f" (peak {peak / gib:.2f} of {total / gib:.2f} GiB)"
+    return f"out of memory on {run.device}{usage} with a micro-batch of {each}; " + "; or ".join(advice)

@@ -1,4 +1,4 @@
-"""The model of a run: built from its seed, loaded where it starts from other weights, laid out for its machine."""
+"""The model of a run: build it from the seed, load initial weights, and adapt it to the machine."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -27,48 +27,48 @@ from oneloop.recipe.schema import Recipe
 from oneloop.tasks.protocol import Task
 from oneloop.tasks.protocol_checks import named, theirs
 
-_MUCH = 1e9  # bytes of a host's memory
+_NOTABLE = 1e9  # bytes of host memory for which a note is worthwhile
 
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model that is not yet wrapped, and what became of it."""
+    """A model before DDP or FSDP2 wraps it, with notes for the log and settings for the optimizer."""
 
     model: nn.Module
     blocks: list[str]  # class names of its blocks
-    notes: list[str]  # how it runs, for a person to read at the start
-    structure: str  # its repr, as the task made it
-    settings: Mapping[str, Mapping[str, Any]]  # of single parameters, for the optimizer
-    number: int  # of its parameters
+    notes: list[str]  # lines for the start-up log
+    structure: str  # its repr() as the task returned it
+    settings: Mapping[str, Mapping[str, Any]]  # optimizer settings of single parameters
+    number: int  # of parameters
 
 
 def torch_dtype(recipe: Recipe) -> torch.dtype:
-    """Type of the weights."""
+    """Return the dtype of the weights."""
     return {"float32": torch.float32, "float64": torch.float64}[recipe.machine.dtype]
 
 
 def build_model(recipe: Recipe, task: Task, layout: BatchLayout, *, sharded: bool, device: str) -> BuiltModel:
-    """Build the task's model as the recipe says. Raise ValueError if its weights, layout or exactness do not fit."""
-    model, notes = _made(recipe, task, sharded=sharded)
+    """Build the task's model by the recipe. Raise ValueError if weights, layout or batch.grain do not fit it."""
+    model, notes = _make_model(recipe, task, sharded=sharded)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{named(task)}.model returned a {type(model).__name__}; a torch.nn.Module is needed")
     _reject_unfit(model, task, sharded=sharded)
     origin: BaseModel | None = getattr(task, "origin", None)
-    structure = re.sub(r" at 0x[0-9a-f]+", "", repr(model))  # of functions it may name
+    structure = re.sub(r" at 0x[0-9a-f]+", "", repr(model))  # addresses of functions
     in_dtype(model, torch_dtype(recipe))
     if recipe.init.source:
         init = recipe.init
-        left = load_weights(model, recipe.init.source, init.weights, leave_out=init.leave_out, origin=origin)
-        notes += [f"init.leave_out: {len(left)} tensors begin as the task makes them"] if left else []
-    parts = blocks(model, recipe.machine.blocks)
-    settings, lines = _parameters(model, recipe, parts, origin, sharded=sharded)
-    names = class_names(parts)
-    notes += lines + _lay_out(model, recipe, names, sharded=sharded, device=device)
+        left_out = load_weights(model, recipe.init.source, init.weights, leave_out=init.leave_out, origin=origin)
+        notes += [f"init.leave_out: {len(left_out)} tensors begin as the task makes them"] if left_out else []
+    modules = blocks(model, recipe.machine.blocks)
+    settings, setting_notes = _parameters(model, recipe, modules, origin, sharded=sharded)
+    names = class_names(modules)
+    notes += setting_notes + _adapt_to_machine(model, recipe, names, sharded=sharded, device=device)
     _reject_inexact(recipe, model, layout)
     return BuiltModel(model, names, notes, structure, settings, sum(map(count, model.parameters())))
 
 
-def _made(recipe: Recipe, task: Task, *, sharded: bool) -> tuple[Any, list[str]]:
+def _make_model(recipe: Recipe, task: Task, *, sharded: bool) -> tuple[Any, list[str]]:
 
     def make() -> Any:
         torch.manual_seed(key(recipe.seed))
@@ -77,26 +77,26 @@ def _made(recipe: Recipe, task: Task, *, sharded: bool) -> tuple[Any, list[str]]
     before, processes = anonymous_memory(), local_processes()
     model = in_turn(make) if recipe.machine.in_turn else make()
     size = anonymous_memory() - before
-    if recipe.machine.in_turn or not sharded or size * processes < _MUCH:
+    if recipe.machine.in_turn or not sharded or size * processes < _NOTABLE:
         return model, []
     each = f"{processes} processes of this host made {size / 1e9:.1f} GB of weights each before they are sharded"
     return model, [f"{each}; --machine.in_turn true has one copy at a time in memory"]
 
 
 def _parameters(
-    model: nn.Module, recipe: Recipe, parts: Sequence[nn.Module], origin: BaseModel | None, *, sharded: bool
+    model: nn.Module, recipe: Recipe, modules: Sequence[nn.Module], origin: BaseModel | None, *, sharded: bool
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return the settings of single parameters, and lines about them for the log; freeze parameters in place.
+    """Freeze parameters in place; return the settings of single parameters, and lines for the log.
 
-    Raise ValueError if a pattern matches none, two disagree, or nothing is left to train."""
+    Raise ValueError if a pattern matches no parameter, two patterns conflict, or no parameter is trainable."""
     optimizer = recipe.optimizer
-    settings, taken = chosen(model, {pattern: rule.settings for pattern, rule in optimizer.groups.items()})
-    freeze(model, [name for name, own in settings.items() if own.get("freeze")])
+    settings, matched = chosen(model, {pattern: rule.settings for pattern, rule in optimizer.groups.items()})
+    freeze(model, [name for name, setting in settings.items() if setting.get("freeze")])
     sizes = {name: count(parameter) for name, parameter in model.named_parameters()}
     notes = []
-    for pattern, names in taken.items():
-        what = ", ".join(f"{key} {value}" for key, value in optimizer.groups[pattern].settings.items())
-        notes.append(f"{pattern}: {sum(sizes[name] for name in names):,} parameters in {len(names)} tensors: {what}")
+    for pattern, names in matched.items():
+        pairs = ", ".join(f"{key} {value}" for key, value in optimizer.groups[pattern].settings.items())
+        notes.append(f"{pattern}: {sum(sizes[name] for name in names):,} parameters in {len(names)} tensors: {pairs}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("optimizer.groups freezes all parameters of the model; keep some of them trainable")
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -105,20 +105,20 @@ def _parameters(
     if frozen:
         size = sum(parameter.numel() * parameter.element_size() for parameter in frozen) / 1e6
         share = f"{sum(map(count, frozen)):,} of {sum(sizes.values()):,} parameters"
-        where = "in base/ once" if origin is None else f"named in base/ ({origin.place})"
-        notes.append(f"frozen: {share}: {where} ({size:,.1f} MB), without optimizer state or average")
+        location = "in base/ once" if origin is None else f"named in base/ ({origin.place})"
+        notes.append(f"frozen: {share}: {location} ({size:,.1f} MB), without optimizer state or EMA weights")
     if optimizer.layer_decay != 1:
-        factors = layer_decay(model, parts, optimizer.layer_decay)
+        factors = layer_decay(model, modules, optimizer.layer_decay)
         for name, factor in factors.items():
-            own = settings.setdefault(name, {})
-            own[LR_FACTOR] = own.get(LR_FACTOR, 1.0) * factor
-        least = min(factors.values())
-        notes.append(f"layer-wise decay over {len(parts)} blocks: learning-rate factors from {least:.3g} to 1")
+            setting = settings.setdefault(name, {})
+            setting[LR_FACTOR] = setting.get(LR_FACTOR, 1.0) * factor
+        smallest = min(factors.values())
+        notes.append(f"layer-wise decay over {len(modules)} blocks: learning-rate factors from {smallest:.3g} to 1")
     return settings, notes
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Turns float32 parameters and buffers into ``dtype``, in place; all others stay as they are."""
+    """Convert float32 parameters and buffers to ``dtype``, in place; other dtypes stay as they are."""
     if dtype is not torch.float32:
         model._apply(lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor)
 
@@ -150,7 +150,7 @@ def _reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
 
 
 def _unshardable(parameter: nn.Parameter) -> str:
-    """Why FSDP2 cannot shard a parameter, or would train it in another way; empty if it can."""
+    """Return why FSDP2 cannot shard a parameter, or would train it differently; empty if it can."""
     if not parameter.numel():
         return "has no elements, which FSDP2 cannot reduce; leave it out"
     if not parameter.ndim:
@@ -162,13 +162,13 @@ def _unshardable(parameter: nn.Parameter) -> str:
     return ""
 
 
-def _lay_out(model: nn.Module, recipe: Recipe, names: list[str], *, sharded: bool, device: str) -> list[str]:
+def _adapt_to_machine(model: nn.Module, recipe: Recipe, names: list[str], *, sharded: bool, device: str) -> list[str]:
     machine, notes = recipe.machine, []
     kind, share = parsed(machine.recompute)
     if machine.offload and device == "cpu":
         raise ValueError("machine.offload requires a GPU; on a CPU, activations are in host memory already")
-    wanted = False if recipe.batch.grain else machine.channels_last  # auto would be another one under FSDP2
-    if channels_last(model, wanted, device=device, sharded=sharded):
+    layout_setting = False if recipe.batch.grain else machine.channels_last  # auto would differ under FSDP2
+    if channels_last(model, layout_setting, device=device, sharded=sharded):
         notes.append("convolutions run channels last")
     if count := recompute(model, machine.recompute, names=machine.blocks, offload=machine.offload):
         notes.append(f"recompute {machine.recompute}: {count} blocks of {', '.join(names)}")
@@ -183,8 +183,8 @@ def _lay_out(model: nn.Module, recipe: Recipe, names: list[str], *, sharded: boo
         sharded=sharded,
         budget=share if kind == "budget" else None,
     ):
-        what = "blocks" if machine.compile == "regional" else "model"
-        notes.append(f"compile {machine.compile}: {count} {what}; the first step waits for it")
+        unit = "blocks" if machine.compile == "regional" else "model"
+        notes.append(f"compile {machine.compile}: {count} {unit}; the first step waits for it")
     return notes
 
 

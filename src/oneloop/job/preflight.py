@@ -1,7 +1,7 @@
-"""Before anything is written, a few real samples go through task and model as in a run: what is wrong is told now.
+"""Preflight check: run a few real samples through task and model before anything is written, and report errors early.
 
-What operations a step is made of, whether it draws random numbers, and which parameters it leaves out is seen on the
-way. Nothing is changed by it: buffers, gradients and random states are put back.
+It also measures the FLOPs of a sample, and finds random draws and unused parameters. Afterwards it restores buffers,
+gradients and random states.
 """
 
 import math
@@ -21,7 +21,7 @@ from oneloop.checkpoint.weights import bare
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.evaluate import evaluating
 from oneloop.job.build import Job
-from oneloop.job.trial_passes import Pass, Samples, Wrapped, batch_of, drawn_since, one_pass, random_states, undone
+from oneloop.job.trial_passes import Pass, Samples, Wrapped, has_drawn, make_batch, one_pass, random_states, restored
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics, has_dropout
 from oneloop.machine.layout_checks import Checks, changed, content, other_units
@@ -29,27 +29,27 @@ from oneloop.measure.meter import OWN_FIGURES
 from oneloop.show.graph import Drawing
 from oneloop.tasks.protocol_checks import Contract, theirs
 
-SAMPLED = 4  # samples at most; each is loaded twice
+SAMPLED = 4  # maximum number of samples; each is loaded twice
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was seen."""
+    """Result of the preflight check."""
 
     flops: float = 0.0  # floating-point operations of training on one sample
-    additive: bool = True  # whether a batch's loss is the sum of its samples'
-    draws: bool = False  # whether model or loss draw random numbers in training
+    additive: bool = True  # whether the loss of a batch is the sum of its samples' losses
+    draws: bool = False  # whether collate, model or loss draw random numbers in training
     metrics: tuple[str, ...] = ()  # names of 0-dim outputs of the loss in training
     unused: list[str] = field(default_factory=list)  # trained parameters that the loss does not use
-    moved: str = ""  # the first buffer or parameter that a forward in training changes
+    moved: str = ""  # first buffer or parameter that a forward in training mode changes
     stateful: bool = False
-    """whether the same samples with the same seeds gave another loss: something keeps a generator or a counter"""
-    linear: bool = True  # whether the gradient of a batch is the sum of its parts'
-    graph: Any = None  # the model as TensorBoard draws it, on rank 0
+    """whether the same samples and seeds gave a different loss: some object keeps its own generator or counter"""
+    linear: bool = True  # whether the gradient of a batch is the sum of the gradients of its halves
+    graph: Any = None  # the model graph for TensorBoard, on rank 0
 
 
 def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
-    """Try the task on the first samples of the run, the same on all ranks. Raise BadInput for what the task does wrong.
+    """Run the task on the first samples of the run, the same on all ranks. Raise BadInput if the task is wrong.
 
     Collective: call on every rank."""
     model, contract = bare(model), Contract(job.task)
@@ -57,120 +57,117 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
         model = Wrapped(model)
     number = min(SAMPLED, job.layout.each, len(job.train_set))
     epochs, indices = job.order.at(np.arange(number))
-    keyed = SeededSamples(job.train_set, seed=job.recipe.seed)
+    dataset = SeededSamples(job.train_set, seed=job.recipe.seed)
 
     def load() -> list[tuple[int, Any]]:
-        places = zip(epochs.tolist(), indices.tolist(), strict=True)
-        return theirs(job.task, "train_set()", lambda: [keyed[place] for place in places])  # type: ignore[no-any-return]
+        positions = zip(epochs.tolist(), indices.tolist(), strict=True)
+        return theirs(job.task, "train_set()", lambda: [dataset[position] for position in positions])  # type: ignore[no-any-return]
 
     samples = load()
     try:
-        with undone(model, run.device), _kept(contract), _uncompiled():
-            graph = _evaluated(contract, job, run, model, samples)
-            return _trained(contract, job, run, model, samples, load(), graph)
+        with restored(model, run.device), _task_state_restored(contract), _without_compile():
+            graph = _check_eval(contract, job, run, model, samples)
+            return _check_training(contract, job, run, model, samples, load(), graph)
     except BadInput as error:
         if run.sharded and isinstance(error.__cause__, RuntimeError):
             raise BadInput(f"{error}; if it runs with ddp.yaml, FSDP2 does not support this model") from error
         raise
 
 
-def _evaluated(contract: Contract, job: Job, run: Run, model: nn.Module, samples: Samples) -> Any:
-    """In eval mode: one sample, the same twice, and a held-out one with the metrics. Returns the graph."""
+def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, samples: Samples) -> Any:
+    """Check in eval mode: one sample, the same sample twice, and evaluation samples with metrics. Return the graph."""
     first = samples[0]
     tolerance = _tolerance(job, run, model)
     with evaluating(model):
-        one, weight = batch_of(contract, job, run, [first])
-        two, twice = batch_of(contract, job, run, [first, first])
+        one, weight = make_batch(contract, job, run, [first])
+        two, twice = make_batch(contract, job, run, [first, first])
         if contract.additive and not contract.draws:
             contract.doubles("weight", weight, twice, 1e-6)
         before = random_states(run.device)
-        drawn = run.main and "tensorboard" in job.recipe.track
+        draw_graph = run.main and "tensorboard" in job.recipe.track
         inner = model.module if isinstance(model, Wrapped) else model
-        with Drawing(inner, one) if drawn else nullcontext() as drawing:
+        with Drawing(inner, one) if draw_graph else nullcontext() as graph_drawing:
             once = float(contract.loss(model, one)[0])
         both = float(contract.loss(model, two)[0])
-        contract.draws = contract.draws or drawn_since(before, run.device)
+        contract.draws = contract.draws or has_drawn(before, run.device)
         if contract.additive and not contract.draws and not contract.is_double(once, both, tolerance):
-            again = float(
-                contract.loss(model, one)[0]
-            )  # another one by more than rounding: from a generator of its own
+            again = float(contract.loss(model, one)[0])  # a repeat that differs comes from a private generator
             contract.draws = abs(again - once) > tolerance * abs(once)
             if not contract.draws:
                 contract.doubles("loss", once, both, tolerance)
         for dataset in job.eval_sets.values():
-            held_out = SeededSamples(dataset, seed=job.recipe.seed)
-            places = [(0, index) for index in range(min(SAMPLED, job.layout.each, len(dataset)))]
-            held = theirs(job.task, "eval_sets()", lambda: [held_out[place] for place in places])  # noqa: B023
-            other = Contract(job.task)  # whose keys may be others
-            batch, _ = batch_of(other, job, run, held, trained=False)
-            other.measured(batch, other.loss(model, batch)[1], run.device)
+            evaluation_set = SeededSamples(dataset, seed=job.recipe.seed)
+            positions = [(0, index) for index in range(min(SAMPLED, job.layout.each, len(dataset)))]
+            evaluated = theirs(job.task, "eval_sets()", lambda: [evaluation_set[position] for position in positions])  # noqa: B023
+            evaluation_contract = Contract(job.task)  # whose batches may have other keys
+            batch, _ = make_batch(evaluation_contract, job, run, evaluated, trained=False)
+            evaluation_contract.measured(batch, evaluation_contract.loss(model, batch)[1], run.device)
             break
-    return drawing.graph if drawing is not None else None
+    return graph_drawing.graph if graph_drawing is not None else None
 
 
-def _trained(
+def _check_training(
     contract: Contract, job: Job, run: Run, model: nn.Module, samples: Samples, reloaded: Samples, graph: Any
 ) -> Preflight:
-    """In training: forward and backward over a batch, its halves, and the batch again, from the same seeds."""
+    """Check in training mode: forward and backward of a batch, its halves and the batch again, with the same seeds."""
     half, tolerance = len(samples) // 2, _tolerance(job, run, model)
-    whole = not contract.additive or not half or has_batch_statistics(model) or has_dropout(model)
+    no_halves = not contract.additive or not half or has_batch_statistics(model) or has_dropout(model)
     checks = Checks(model, parameters=run.ranks > 1 or job.exact, report=(moved := list[str]()).append, state=content)
-    tried = partial(one_pass, contract, job, run, model, checks)
+    run_pass = partial(one_pass, contract, job, run, model, checks)
     try:
-        first = tried(samples)
-        parts = [] if whole else [tried(samples[:half]), tried(samples[half:])]
-        last = tried(reloaded)
-        fault = other_units([one.units for one in (first, *parts, last)])
-        if len(set(first.units)) > 1 and not has_batch_statistics(
-            model
-        ):  # which of FSDP2's units run may depend on the sample
-            fault = fault or other_units([tried([one], backward=False).units for one in samples])
+        first = run_pass(samples)
+        halves = [] if no_halves else [run_pass(samples[:half]), run_pass(samples[half:])]
+        last = run_pass(reloaded)
+        unit_error = other_units([one.units for one in (first, *halves, last)])
+        # Which FSDP2 units run may depend on the sample.
+        if len(set(first.units)) > 1 and not has_batch_statistics(model):
+            unit_error = unit_error or other_units([run_pass([one], backward=False).units for one in samples])
     except Inexact as error:
         raise BadInput(str(error)) from None
     finally:
         checks.units.closing.close()
     stateful = not _near(first.loss, last.loss, 1e-3 * tolerance)
-    _reject(job, run, last, moved, fault, (first.loss, last.loss) if stateful else None)
-    draws, linear = contract.draws or any(one.draws for one in (first, *parts, last)), True
-    if parts and not draws and not stateful:
-        contract.adds_up(first.loss, [one.loss for one in parts], tolerance)
+    _reject(job, run, last, moved, unit_error, (first.loss, last.loss) if stateful else None)
+    draws, linear = contract.draws or any(one.draws for one in (first, *halves, last)), True
+    if halves and not draws and not stateful:
+        contract.adds_up(first.loss, [one.loss for one in halves], tolerance)
         linear = all(
-            _near(total, sum(one.gradients.get(name, (0.0, 0.0))[0] for one in parts), 10 * tolerance, size)
+            _near(total, sum(one.gradients.get(name, (0.0, 0.0))[0] for one in halves), 10 * tolerance, size)
             for name, (total, size) in last.gradients.items()
         )
-    found: dict[str, Any] = {"additive": contract.additive, "draws": draws, "stateful": stateful, "linear": linear}
-    found |= {"metrics": _figures(contract, last.outputs), "unused": last.unused, "moved": moved[0] if moved else ""}
-    return Preflight(flops=last.flops / len(samples), graph=graph, **found)
+    result: dict[str, Any] = {"additive": contract.additive, "draws": draws, "stateful": stateful, "linear": linear}
+    result |= {"metrics": _metrics(contract, last.outputs), "unused": last.unused, "moved": moved[0] if moved else ""}
+    return Preflight(flops=last.flops / len(samples), graph=graph, **result)
 
 
 def _near(a: float, b: float, tolerance: float, size: float | None = None) -> bool:
-    """Whether two numbers are equal up to this tolerance, relative to ``size`` (else the first). NaN says nothing."""
+    """Whether a and b are equal up to ``tolerance``, relative to ``size`` (default: a). True if one is not finite."""
     return not math.isfinite(a + b) or abs(a - b) <= tolerance * (abs(a) if size is None else size)
 
 
-def _reject(job: Job, run: Run, seen: Pass, moved: list[str], units: str, losses: tuple[float, float] | None) -> None:
-    """Reject a model that would train other weights on another parallel layout: by the buffers that its forward moved,
-    what is wrong with FSDP2's units, and two losses of the same samples with the same seeds, if they differ."""
+def _reject(job: Job, run: Run, last: Pass, moved: list[str], units: str, losses: tuple[float, float] | None) -> None:
+    """Raise BadInput for a model whose training would depend on the parallel layout. ``moved``: buffers that a forward
+    changed; ``units``: an FSDP2 error; ``losses``: two different losses of the same samples and seeds."""
     if units:
         raise BadInput(units)
     if job.exact and moved:
         raise BadInput(f"batch.grain requires the same buffers on every process, but {changed(moved[0])}")
     if job.exact and losses:
-        got = f"got {losses[0]:.9g} and {losses[1]:.9g}"
+        values = f"got {losses[0]:.9g} and {losses[1]:.9g}"
         why = "the data set, the model or the loss keeps its own generator or counter"
-        needs = "batch.grain requires that the same samples with the same seeds give the same loss"
-        raise BadInput(f"{needs}; {got}: {why}. Use torch's global generator, or remove batch.grain")
-    if seen.sparse:
-        raise BadInput(f"the gradient of {seen.sparse[0]} is sparse, which is not supported; set sparse=False")
-    unused = seen.unused
+        requirement = "batch.grain requires that the same samples with the same seeds give the same loss"
+        raise BadInput(f"{requirement}; {values}: {why}. Use torch's global generator, or remove batch.grain")
+    if last.sparse:
+        raise BadInput(f"the gradient of {last.sparse[0]} is sparse, which is not supported; set sparse=False")
+    unused = last.unused
     if unused and run.ranks > 1 and not run.sharded and not job.recipe.machine.find_unused_parameters:
         names = f"{', '.join(unused[:3])}{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}"
-        ways = "freeze them (requires_grad_(False) in model()), or set --machine.find_unused_parameters true"
-        raise BadInput(f"{names} took no part in the loss, and DDP would wait for their gradients; {ways}")
+        advice = "freeze them (requires_grad_(False) in model()), or set --machine.find_unused_parameters true"
+        raise BadInput(f"{names} took no part in the loss, and DDP would wait for their gradients; {advice}")
 
 
-def _figures(contract: Contract, outputs: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the 0-dim outputs, which are logged; the loss itself is in any case."""
+def _metrics(contract: Contract, outputs: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names of the 0-dim outputs, which are logged as metrics, without ``loss``."""
     names = [name for name, value in outputs.items() if torch.is_tensor(value) and not value.ndim and name != "loss"]
     for name in names:
         if f"train/{name}" in OWN_FIGURES:
@@ -179,7 +176,7 @@ def _figures(contract: Contract, outputs: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _tolerance(job: Job, run: Run, model: nn.Module) -> float:
-    """How far sums may part by rounding, relative."""
+    """Return the relative tolerance for rounding of sums."""
     narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
     if narrow or run.accelerator.mixed_precision != "no" or job.recipe.machine.matmul != "highest":
         return 3e-2
@@ -187,8 +184,8 @@ def _tolerance(job: Job, run: Run, model: nn.Module) -> float:
 
 
 @contextmanager
-def _kept(contract: Contract) -> Iterator[None]:
-    """Puts back the state that a task has of its own."""
+def _task_state_restored(contract: Contract) -> Iterator[None]:
+    """Restore the state of a task that has state_dict()."""
     if not hasattr(contract.task, "state_dict"):
         yield
         return
@@ -199,6 +196,6 @@ def _kept(contract: Contract) -> Iterator[None]:
         raise contract.wrong("load_state_dict", "did not restore what state_dict() returned", "set all of it")
 
 
-def _uncompiled() -> Any:
-    """Compiled parts run as they were written: what is tried here has other shapes than a run."""
+def _without_compile() -> Any:
+    """Run compiled modules eagerly: the samples here have other shapes than those of the run."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

@@ -1,4 +1,4 @@
-"""One forward and backward over a few samples before a run; nothing of it is left behind."""
+"""One forward and backward over a few samples before a run; gradients, buffers and random states are restored."""
 
 import random
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from oneloop.machine.layout_checks import Checks
 from oneloop.measure.flops import Operations
 from oneloop.tasks.protocol_checks import Contract, theirs
 
-Samples = list[tuple[int, Any]]  # with their indices
+Samples = list[tuple[int, Any]]  # (index, sample)
 
 
 class Wrapped(nn.Module):
-    """A model as it is under DDP: to be called, and nothing else; without its communication."""
+    """A model as DDP presents it, without communication: it can only be called."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -40,54 +40,54 @@ class Wrapped(nn.Module):
             raise AttributeError(f"{why}: call model(...), and do what you need in its forward") from None
 
 
-def batch_of(contract: Contract, job: Job, run: Run, samples: Samples, *, trained: bool = True) -> tuple[Any, float]:
-    """These samples on the device, and what they weigh."""
+def make_batch(contract: Contract, job: Job, run: Run, samples: Samples, *, trained: bool = True) -> tuple[Any, float]:
+    """Collate samples; return the batch on the device and its weight."""
     before = random_states(run.device)
     collated = contract.collated([sample for _, sample in samples])
-    contract.draws = contract.draws or drawn_since(before, run.device)
+    contract.draws = contract.draws or has_drawn(before, run.device)
     batch = job.collate.completed(collated, [index for index, _ in samples])
     weight = contract.weight(batch, samples=len(samples), trained=trained)
     return next(transferred(iter([batch]), run.device)), weight
 
 
 class Pass(NamedTuple):
-    """What one forward and backward gave."""
+    """Result of one forward and backward."""
 
     loss: float
     outputs: dict[str, Any]
     draws: bool
     flops: float
-    units: list[str]  # of FSDP2, that ran
+    units: list[str]  # FSDP2 units that ran
     unused: list[str]
     sparse: list[str]  # parameters whose gradient is sparse
     gradients: dict[str, tuple[float, float]]
-    """of this rank's share of each parameter's: its sum, and the sum of its absolute values"""
+    """sum and sum of absolute values of each parameter's gradient, over this rank's shard"""
 
 
 def one_pass(
     contract: Contract, job: Job, run: Run, model: nn.Module, checks: Checks, samples: Samples, *, backward: bool = True
 ) -> Pass:
-    """Forward and backward over these samples, from the same seeds each time."""
-    with undone(model, run.device), Operations(modules=run.sharded) as counted:
+    """Run forward and backward over samples, with the same seeds each time."""
+    with restored(model, run.device), Operations(modules=run.sharded) as operations:
         reseed(run.device, job.recipe.seed, 0, others=True)
-        batch, _ = batch_of(contract, job, run, samples)
+        batch, _ = make_batch(contract, job, run, samples)
         before = random_states(run.device)
         checks.begin()
         loss, outputs = contract.loss(model, batch)
-        draws = drawn_since(before, run.device)
-        counted.backward = True
-        found = theirs(job.task, "loss", lambda: _gradients(loss, model)) if backward else {}
+        draws = has_drawn(before, run.device)
+        operations.backward = True
+        raw = theirs(job.task, "loss", lambda: _gradients(loss, model)) if backward else {}
         checks.end()
-        gradients = {name: local(gradient) for name, gradient in found.items() if gradient is not None}
+        gradients = {name: local(gradient) for name, gradient in raw.items() if gradient is not None}
         sparse = [name for name, gradient in gradients.items() if gradient.is_sparse]
         sums = {name: _sums(gradient) for name, gradient in gradients.items()}
     units, checks.units.calls = checks.units.calls, []
-    unused = [name for name in found if name not in gradients]
-    return Pass(float(loss.detach()), outputs, draws, counted.total, units, unused, sparse, sums)
+    unused = [name for name in raw if name not in gradients]
+    return Pass(float(loss.detach()), outputs, draws, operations.total, units, unused, sparse, sums)
 
 
 def _gradients(loss: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Of the trained parameters; under DDP without its hooks, which would take this backward for one of its own."""
+    """Return the gradients of trained parameters; bypass DDP's hooks, which would count this backward as a step's."""
 
     def named() -> Iterator[tuple[str, nn.Parameter]]:
         return ((bare_name(name), p) for name, p in model.named_parameters() if p.requires_grad)
@@ -95,36 +95,36 @@ def _gradients(loss: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor |
     if isinstance(model, Wrapped):
         names, parameters = zip(*named(), strict=True)
         try:
-            found = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
-            return dict(zip(names, found, strict=True))
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
+            return dict(zip(names, gradients, strict=True))
         except RuntimeError as error:
             if "heckpoint" not in str(error):  # reentrant checkpointing allows nothing but backward()
                 raise
     loss.backward()
-    return {name: parameter.grad for name, parameter in named()}  # those of FSDP2 are sharded again only now
+    return {name: parameter.grad for name, parameter in named()}  # FSDP2 has resharded the gradients by now
 
 
 def _sums(gradient: torch.Tensor) -> tuple[float, float]:
-    mine = as_real((gradient.coalesce().values() if gradient.is_sparse else gradient).detach())
-    wide = torch.float32 if mine.device.type == "mps" else torch.float64
-    return float(mine.sum(dtype=wide)), float(torch.linalg.vector_norm(mine, 1, dtype=wide))
+    values = as_real((gradient.coalesce().values() if gradient.is_sparse else gradient).detach())
+    wide = torch.float32 if values.device.type == "mps" else torch.float64
+    return float(values.sum(dtype=wide)), float(torch.linalg.vector_norm(values, 1, dtype=wide))
 
 
 def random_states(device: torch.device) -> list[Any]:
-    """Of torch's, Python's and numpy's generators."""
+    """Return the states of the generators of torch, Python and numpy (and of the CUDA device)."""
     states: list[Any] = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()]  # type: ignore[index,union-attr]
     return states + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
 
 
-def drawn_since(before: list[Any], device: torch.device) -> bool:
-    """Whether random numbers were drawn since these states."""
+def has_drawn(before: list[Any], device: torch.device) -> bool:
+    """Whether random numbers were drawn since the states ``before``."""
     pairs = zip(before, random_states(device), strict=True)
     return not all(torch.equal(x, y) if torch.is_tensor(x) else x == y for x, y in pairs)
 
 
 @contextmanager
-def undone(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Afterwards all is as it was before."""
+def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore gradients (None), buffers and random states on exit."""
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -139,7 +139,7 @@ def undone(model: nn.Module, device: torch.device) -> Iterator[None]:
             parameter.grad = None
         with torch.no_grad():
             for module, name, buffer, before in buffers:
-                module._buffers[name] = buffer.copy_(before)  # a forward may have put another one there
+                module._buffers[name] = buffer.copy_(before)  # a forward may have replaced the tensor
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         np.random.set_state(numpy_state)

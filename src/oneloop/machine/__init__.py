@@ -1,1 +1,1 @@
-"""How a run is computed: speed and memory, and nothing of what is learned."""
+"""How a run is computed: speed and memory; nothing here changes what is trained."""

@@ -32,12 +32,12 @@ def blocks(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
 
 
 def class_names(modules: Sequence[nn.Module]) -> list[str]:
-    """The class names of these blocks, each once."""
+    """Return the class names of these blocks, without duplicates, sorted."""
     return sorted({_class_name(module) for module in modules})
 
 
 def _class_name(module: nn.Module) -> str:
-    return type(module).__name__.removeprefix("FSDP")  # fully_shard gives a module a class of its own
+    return type(module).__name__.removeprefix("FSDP")  # fully_shard replaces the class of a module by a subclass
 
 
 def _repeated(model: nn.Module) -> set[str]:
@@ -55,12 +55,12 @@ _DROPOUT = (nn.modules.dropout._DropoutNd,)
 
 
 def has_batch_statistics(model: nn.Module) -> bool:
-    """Whether the model has BatchNorm that is not frozen in eval mode."""
+    """Return whether the model has BatchNorm layers that are not in eval mode."""
     return any(isinstance(module, _BATCH_STATISTICS) and module.training for module in model.modules())
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether the model draws random numbers in training: a dropout layer, or an attention dropout in its config."""
+    """Return whether the model has dropout: a dropout layer, or a rate of attention dropout in its config."""
     config = getattr(model, "config", None)
     rates = [getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")]
     return any(isinstance(m, _DROPOUT) and m.p > 0 for m in model.modules()) or any(rate for rate in rates if rate)

@@ -1,10 +1,10 @@
-"""torch.compile from outside: block by block, or the whole model; names in the state dict stay as they are.
+"""torch.compile without changes to the model: each block, or the whole model. State-dict names stay the same.
 
 >>> compile_(model, "regional")         # before accelerator.prepare, after recompute
 
-``forward`` itself is compiled, not the module: hooks of FSDP2 and DDP stay outside, and no ``_orig_mod.`` appears. Each
-part is one graph; what breaks a graph is an error, so that nothing falls back to slow code in silence. A part that
-meets a second shape (samples of several lengths) is compiled once more, for any shape.
+``forward`` is compiled, not the module: hooks of FSDP2 and DDP stay outside, and no ``_orig_mod.`` prefix appears. Each
+compiled module is one graph. A graph break is an error, so that no code silently runs uncompiled. If inputs of a second
+shape arrive (samples of several lengths), the module is compiled once more, for dynamic shapes.
 """
 
 from collections.abc import Sequence
@@ -26,22 +26,22 @@ def compile_(
     budget: float | None = None,
     backend: str = "inductor",
 ) -> int:
-    """Compiles ``model`` in place; it happens at the first call.
+    """Compile ``model`` in place; the compilation itself happens at the first call.
 
     Args:
-        model: not yet wrapped or sharded; recompute was applied.
-        scope: ``none``, ``regional`` (each block: all have one shape, so one compilation serves all) or ``whole``.
-        mode: torch.compile's: default, reduce-overhead (CUDA graphs), max-autotune, max-autotune-no-cudagraphs.
+        model: not yet wrapped or sharded; activation checkpointing (``recompute``) is already applied.
+        scope: ``none``, ``regional`` (each block; blocks of one shape share one compilation) or ``whole``.
+        mode: of torch.compile: default, reduce-overhead (CUDA graphs), max-autotune, max-autotune-no-cudagraphs.
         names: class names of the blocks; see :func:`oneloop.machine.blocks.blocks`.
-        sharded: FSDP2 will shard the model.
-        budget: share of the activations to keep, chosen by the compiler (``recompute budget:SHARE``).
-        backend: torch.compile's.
+        sharded: whether FSDP2 will shard the model.
+        budget: share of the activations that the compiler keeps (``recompute budget:SHARE``).
+        backend: of torch.compile.
 
     Returns:
-        How many parts were compiled.
+        Number of compiled modules.
 
     Raises:
-        ValueError: no blocks, or a whole model that FSDP2 cuts into blocks.
+        ValueError: the model has no blocks, or ``whole`` is set and FSDP2 would shard the model block by block.
     """
     if scope == "none":
         if budget is not None:
@@ -57,9 +57,9 @@ def compile_(
         torch._functorch.config.activation_memory_budget = budget
     if mode in ("reduce-overhead", "max-autotune"):  # CUDA graphs reuse their memory from one forward to the next
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
-    parts = layers if scope == "regional" else [model]
-    for part in parts:
-        part.forward = torch.compile(
-            part.forward, mode=mode if backend == "inductor" else None, backend=backend, fullgraph=True
+    compiled = layers if scope == "regional" else [model]
+    for module in compiled:
+        module.forward = torch.compile(
+            module.forward, mode=mode if backend == "inductor" else None, backend=backend, fullgraph=True
         )  # type: ignore[method-assign]
-    return len(parts)
+    return len(compiled)

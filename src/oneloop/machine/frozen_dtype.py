@@ -1,4 +1,4 @@
-"""The types in which frozen parameters are held."""
+"""The dtypes of frozen parameters."""
 
 import os
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ _STORED = {torch.uint8: 1, torch.bfloat16: 2, torch.float16: 2, torch.float32: 4
 
 
 def hold_frozen(model: nn.Module, dtype: str | None, *, sharded: bool, stored: str = "auto") -> list[str]:
-    """Convert frozen parameters in place to the dtypes in which a run holds them; return lines for the log.
+    """Convert frozen parameters in place to their dtypes for the run; return lines for the log.
 
     ``dtype`` is for matrices, not norms and biases (None: unchanged). ``stored`` is the storage dtype of 4-bit
     matrices; auto: uint8, or the compute dtype if ``sharded`` by FSDP2. Raises ValueError if nothing is frozen, compute
@@ -22,7 +22,7 @@ def hold_frozen(model: nn.Module, dtype: str | None, *, sharded: bool, stored: s
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if dtype is not None:
-        _hold_matrices(frozen, dtype, precision)
+        _convert_matrices(frozen, dtype, precision)
     if precision == "no" and any(p.dtype is torch.float16 and not _in_four_bits(p) for p in frozen):
         why = "a frozen model in float16 without mixed precision: small gradients would underflow"
         raise ValueError(f"{why}; set --mixed_precision fp16 or bf16, or --machine.base_dtype float32")
@@ -37,7 +37,7 @@ def hold_frozen(model: nn.Module, dtype: str | None, *, sharded: bool, stored: s
     return []
 
 
-def _hold_matrices(frozen: Iterable[nn.Parameter], dtype: str, precision: str) -> None:
+def _convert_matrices(frozen: Iterable[nn.Parameter], dtype: str, precision: str) -> None:
     frozen = list(frozen)
     if not frozen:
         raise ValueError(
@@ -55,7 +55,7 @@ def _hold_matrices(frozen: Iterable[nn.Parameter], dtype: str, precision: str) -
 
 
 def rounded(model: nn.Module, dtype: str | None) -> None:
-    """Gives frozen matrices the values that they have in this type, in place, and leaves them in their own."""
+    """Round frozen float32 matrices to ``dtype`` in place, and keep them stored in float32 (None: unchanged)."""
     for parameter in model.parameters():
         held = dtype is not None and not parameter.requires_grad and parameter.ndim >= 2
         if held and parameter.dtype is torch.float32 and not _in_four_bits(parameter):  # as hold_frozen does
@@ -63,7 +63,7 @@ def rounded(model: nn.Module, dtype: str | None) -> None:
 
 
 def count(parameter: Any) -> int:
-    """Numbers that a parameter holds; of one in 4 bits those that it stands for."""
+    """Return the number of elements of a parameter; of a 4-bit parameter, of the tensor that it encodes."""
     state = getattr(parameter, "quant_state", None)
     return int(parameter.numel() if state is None else state.shape.numel())
 
@@ -73,17 +73,17 @@ def _in_four_bits(weight: Any) -> bool:
 
 
 def _store(packed: Iterable[Any], stored: str, precision: str, *, sharded: bool) -> None:
-    """Has another type hold the bytes of matrices in 4 bits: FSDP2 shards floating types alone, and casts all but that
-    of its products, which must not happen to them."""
-    products = HALF.get(precision, torch.float32)
-    wanted = (products if sharded else torch.uint8) if stored == "auto" else getattr(torch, stored)
-    if sharded and (wanted is torch.uint8 or (precision in HALF and wanted is not products)):
-        name = str(products).removeprefix("torch.")
+    """Store 4-bit weights in another dtype. FSDP2 shards only floating-point tensors, and casts those that differ from
+    its compute dtype, which would corrupt the packed bytes."""
+    compute = HALF.get(precision, torch.float32)
+    wanted = (compute if sharded else torch.uint8) if stored == "auto" else getattr(torch, stored)
+    if sharded and (wanted is torch.uint8 or (precision in HALF and wanted is not compute)):
+        name = str(compute).removeprefix("torch.")
         why = "FSDP2 would not shard it" if wanted is torch.uint8 else "FSDP2 would cast its bytes"
         raise ValueError(f"machine.quant_storage {stored} with compute dtype {name}: {why}; set {name} or remove it")
     for module in packed:
         if sharded and precision in HALF:
-            module.compute_dtype = products
+            module.compute_dtype = compute
         weight = module.weight
         rows, rest = divmod(weight.data.numel() * weight.data.element_size(), _STORED[wanted])
         if rest:

@@ -1,7 +1,7 @@
-"""One process of a host after another makes its model, so that one copy at a time is in memory.
+"""The processes of a host build the model one after another, so that only one copy at a time is in memory.
 
-The first keeps its weights in a file, which is mapped by all: what is then sharded is read from it. A weight that comes
-out otherwise on another process stays that process's own, so that nothing is changed by it.
+The first process writes its weights to a file, which all processes map; FSDP2 then shards the mapped weights. If a
+weight differs on another process, that process keeps its own weight, so that the file changes no model.
 """
 
 import os
@@ -19,17 +19,15 @@ _ALIGNED = 64  # bytes
 
 
 def local_processes() -> int:
-    """Processes of the run on this host."""
+    """Return the number of processes of the run on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def in_turn(make: Callable[[], nn.Module]) -> nn.Module:
-    """What ``make`` returns, with its parameters in a mapped file. Every process of a host must get here.
+    """Return the model of ``make``, with its parameters in a mapped file. Call it on every process of a host.
 
-    The file lies in the folder for temporary files (``TMPDIR``), and is gone when the last one has mapped it.
-
-    Raises:
-        OSError: there is no room for it.
+    The file is stored in the temporary folder (``TMPDIR``), and is deleted once the last process has mapped it. Raise
+    OSError if the disk is full.
     """
     if local_processes() == 1:
         return make()
@@ -48,22 +46,22 @@ def in_turn(make: Callable[[], nn.Module]) -> nn.Module:
 
 @torch.no_grad()
 def _map(model: nn.Module, file: Path) -> None:
-    """Puts the parameters into the file, or takes from it those that it holds already."""
-    places, size = [], 0
+    """Write the parameters to the file if it is missing; else map those that are equal in the file."""
+    offsets, size = [], 0
     for parameter in model.parameters():
-        places.append((size, parameter))
+        offsets.append((size, parameter))
         size += -(-parameter.numel() * parameter.element_size() // _ALIGNED) * _ALIGNED
     if not file.exists():
         with file.with_suffix(".draft").open("wb") as stream:
-            for start, parameter in places:
+            for start, parameter in offsets:
                 stream.seek(start)
                 stream.write(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
             stream.truncate(size)
         file.with_suffix(".draft").rename(file)
     elif file.stat().st_size != size:
         return
-    held = torch.from_numpy(np.memmap(file, mode="c"))  # copied where it is written to
-    for start, parameter in places:
+    held = torch.from_numpy(np.memmap(file, mode="c"))  # copy on write
+    for start, parameter in offsets:
         length = parameter.numel() * parameter.element_size()
         mapped = held[start : start + length].view(parameter.dtype).view(parameter.shape)
         if parameter.is_contiguous() and torch.equal(mapped.view(-1).view(torch.uint8), _bytes(parameter)):

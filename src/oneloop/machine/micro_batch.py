@@ -1,4 +1,4 @@
-"""The micro-batch that fits, found before the run by real steps in a child process that may run out of memory.
+"""Find the largest micro-batch that fits, by real steps in a child process, which may run out of memory.
 
 >>> def steps():                                     # in the child: builds the model once
 ...     model = ...
@@ -6,7 +6,7 @@
 >>> with Child(steps) as child:
 ...     found = search([1, 2, 4, 8, 16], child.attempt)
 
-The global batch, and with it what is learned, is not touched: only how many samples go through the model at once.
+This changes only how many samples go through the model at once; the global batch, and so the training, is the same.
 """
 
 import multiprocessing
@@ -25,35 +25,35 @@ from oneloop.basics.launcher import die_with
 from oneloop.basics.memory import peak_memory
 
 Steps = Callable[[int], object]
-"""makes whole training steps with this micro-batch"""
+"""runs complete training steps with a micro-batch of this size"""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What became of one micro-batch."""
+    """Result of trying one micro-batch size."""
 
     micro: int
     fits: bool
     seconds: float = 0.0
-    """per sample, where it fits"""
+    """per sample, if it fits"""
     peak: int = 0
-    """bytes of device memory (of host memory without a device)"""
+    """peak memory in bytes, of the device or else of the host"""
 
 
 def search(candidates: Sequence[int], attempt: Callable[[int], Attempt], *, fastest: bool = False) -> Attempt:
-    """The largest candidate that fits; or, of those that fit, the one that takes the least time per sample.
+    """Return the largest candidate that fits into memory; if ``fastest``, the one with the least time per sample.
 
     Args:
-        candidates: micro-batches.
-        attempt: tries one.
-        fastest: as above.
+        candidates: micro-batch sizes.
+        attempt: tries one size.
+        fastest: whether to compare times; tries all sizes below the largest that fits.
 
     Raises:
         MemoryError: not even the smallest fits.
     """
     ordered = sorted(candidates)
     fitting = [tried for tried in [attempt(ordered[-1])] if tried.fits]
-    low, high = -1, len(ordered) - 1  # low: the largest that is known to fit, high: the smallest that is known not to
+    low, high = -1, len(ordered) - 1  # indices: the largest known to fit, the smallest known not to fit
     while not (fitting and fitting[-1].micro == ordered[-1]) and high - low > 1:
         middle = (low + high) // 2
         tried = attempt(ordered[middle])
@@ -73,7 +73,7 @@ def search(candidates: Sequence[int], attempt: Callable[[int], Attempt], *, fast
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is a lack of memory, of a device or of the host."""
+    """Return whether the error means that the device or the host ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError)
         and any(words in str(error) for words in ("out of memory", "can't allocate memory", "ALLOC_FAILED"))
@@ -81,13 +81,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Child:
-    """A process that makes steps; a new one after each that ran out of memory.
+    """A child process that runs trial steps; after it ran out of memory, the next attempt starts a new one.
 
     Args:
-        make: in the child, builds what is needed and returns the steps; must be importable there.
+        make: called in the child, where it must be importable; builds the model and returns the steps.
         environment: variables to set in the child first; None removes one.
-        wait: called while an answer is awaited, with whether this process has one and whether it is a failure; returns
-            whether all processes that try together have one, and whether any failed. (For one: what it was given.)
+        wait: called repeatedly with two flags: whether this process has an answer, and whether the attempt failed.
+            Returns whether all processes have an answer, and whether any failed. (One process: the same flags.)
     """
 
     def __init__(
@@ -113,17 +113,17 @@ class Child:
         return self._process is None
 
     def attempt(self, micro: int) -> Attempt:
-        """Makes steps with this micro-batch.
+        """Run steps with this micro-batch size.
 
         Raises:
-            RuntimeError: the steps failed for another reason than a lack of memory.
+            RuntimeError: the steps failed for a reason other than memory.
         """
         if self._process is None:
             context = multiprocessing.get_context("spawn")
-            self._pipe, theirs = context.Pipe()
-            self._process = context.Process(target=_serve, args=(theirs, self._make, self.environment, os.getpid()))
+            self._pipe, child_end = context.Pipe()
+            self._process = context.Process(target=_serve, args=(child_end, self._make, self.environment, os.getpid()))
             self._process.start()
-            theirs.close()
+            child_end.close()
         self._pipe.send(micro)
         answer: dict[str, Any] | None = None
         while True:
@@ -144,11 +144,11 @@ class Child:
             return dict(self._pipe.recv())
         except (EOFError, ConnectionResetError):
             self._process.join()
-            killed = self._process.exitcode == -9  # the system's own way to say that memory is out
+            killed = self._process.exitcode == -9  # SIGKILL: the kernel's out-of-memory killer
             return {"fits": False, "error": None if killed else f"its process ended with {self._process.exitcode}"}
 
     def close(self) -> None:
-        """Ends the process."""
+        """Kill the process, if there is one."""
         if self._process is not None:
             self._process.kill()
             self._process.join()
@@ -166,7 +166,7 @@ def _serve(pipe: Connection, make: Callable[[], Steps], environment: dict[str, s
         micro = pipe.recv()
         try:
             steps = steps or make()
-            steps(micro)  # optimizer state exists from here on
+            steps(micro)  # the first step allocates the optimizer state
             times = []
             for _ in range(3):
                 began = time.perf_counter()

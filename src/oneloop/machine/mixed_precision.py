@@ -1,4 +1,4 @@
-"""The model under its strategy, as accelerate was set up: whole on one device, DDP, or sharded by FSDP2."""
+"""Prepare the model as accelerate is configured: on one device, under DDP, or sharded by FSDP2."""
 
 import os
 from collections.abc import Sequence
@@ -18,21 +18,21 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # accelerate's names of 
 
 
 def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str] = ()) -> nn.Module:
-    """Move the model to its device, and wrap it for DDP or shard it for FSDP2; build the optimizer afterwards. FSDP2
-    gathers the classes ``blocks`` at once if accelerate's config names none."""
+    """Move the model to its device, and wrap it in DDP or shard it by FSDP2. Build the optimizer afterwards. The
+    classes ``blocks`` are FSDP2 units if accelerate's config names none. Raise BadInput if sharding fails."""
     if not accelerator.is_fsdp2:
-        # One process with a process group: accelerate would add DDP, and never skip its synchronisation.
+        # One process with a process group: accelerate would wrap it in DDP, and synchronise in every micro-batch.
         prepared = accelerator.prepare_model(model, evaluation_mode=accelerator.num_processes == 1)
         if isinstance(prepared, nn.parallel.DistributedDataParallel):
-            prepared.broadcast_buffers = has_batch_statistics(model)  # else a broadcast per forward for nothing
+            prepared.broadcast_buffers = has_batch_statistics(model)  # else every forward broadcasts needlessly
         return prepared  # type: ignore[no-any-return]
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    # accelerate wants an optimizer beside the model, and would rebind its parameters by address; the real one is
-    # built on the sharded parameters instead.
+    # accelerate requires an optimizer here, and would replace its parameters by address. So it gets a dummy; the real
+    # optimizer is built on the sharded parameters.
     plugin = accelerator.state.fsdp_plugin
     asked = plugin.transformer_cls_names_to_wrap or list(blocks)
-    plugin.transformer_cls_names_to_wrap = _around_no_embedding(model, asked) or None
+    plugin.transformer_cls_names_to_wrap = _without_embedding(model, asked) or None
     try:
         prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     except (ValueError, NotImplementedError, RuntimeError) as error:  # an unknown layer class, a container
@@ -47,29 +47,29 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
 
 
 def _autocast(model: nn.Module, accelerator: Accelerator) -> None:
-    """Has the model's forward run under autocast, and return float32: what accelerate does without FSDP2, which else
-    casts by a policy of its own, and so gives other bits."""
+    """Run the model's forward under autocast with float32 outputs, as accelerate does without FSDP2. FSDP2's own policy
+    would cast at other places, so that results would not be bit-identical."""
     context = get_mixed_precision_context_manager(accelerator.native_amp, accelerator.autocast_handler)
     own: Any = getattr(model.forward, "__func__", None)
-    if own is None:  # somebody has put another one there
+    if own is None:  # a plain function replaced the method
         model.forward = convert_outputs_to_fp32(context(model.forward))
     else:
         model.forward = MethodType(convert_outputs_to_fp32(context(own)), model)
 
 
-def _around_no_embedding(model: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """Those that do not hold the input embedding, which accelerate shards by itself, and could not a second time."""
+def _without_embedding(model: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """Return the classes that do not contain the input embedding: accelerate shards it separately, and only once."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    around = {
+    outer = {
         type(module).__name__
         for module in model.modules()
         if module is not embedding and any(inner is embedding for inner in module.modules())
     }
-    return [name for name in blocks if name not in around]
+    return [name for name in blocks if name not in outer]
 
 
 def sharded_precision(precision: str) -> Any:
-    """FSDP2's policy: compute in half precision; reduce, and so accumulate, gradients in float32."""
+    """Return FSDP2's policy: compute in half precision, reduce and accumulate gradients in float32. None: no policy."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if precision not in HALF:

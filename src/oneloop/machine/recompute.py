@@ -1,9 +1,9 @@
-"""Gradient checkpointing, from outside, for any model: activations are computed again instead of kept.
+"""Activation (gradient) checkpointing for any model, without changes to its code.
 
->>> recompute(model, "full")            # before accelerator.prepare; state-dict names stay as they are
+>>> recompute(model, "full")            # before accelerator.prepare; state-dict names stay the same
 
-What comes out is the same to the bit, dropout included: the random state of the first time is put back.
-(Chen et al. 2016; selective: Korthikanti et al. 2022, as torch.utils.checkpoint does it.)
+Results are bit-identical, dropout included: the random state of the forward is restored for the recomputation.
+(Chen et al. 2016; selective: Korthikanti et al. 2022, as in torch.utils.checkpoint.)
 """
 
 import inspect
@@ -20,24 +20,24 @@ from oneloop.machine.blocks import blocks
 _ATTENTION = "flash_attention efficient_attention flash_attention_for_cpu cudnn_attention attention_math"
 _KEPT = ["mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm"]
 _KEPT += [f"_scaled_dot_product_{kind}" for kind in (*_ATTENTION.split(), "fused_attention_overrideable")]
-"""aten's products and attentions: few, and costly to compute again"""
+"""aten's matrix products, convolutions and attention: few operations, and expensive to recompute"""
 
 
 def recompute(model: nn.Module, mode: str = "full", *, names: Sequence[str] = (), offload: bool = False) -> int:
-    """Makes blocks of ``model`` recompute, in place.
+    """Apply activation checkpointing to blocks of ``model``, in place.
 
     Args:
         model: not yet wrapped, sharded or compiled.
-        mode: ``none``; ``full``: of each block only its input is kept; ``every:K``: so for each K-th block;
-            ``selective``: the results of matrix products and attention are kept too, the rest is recomputed.
+        mode: ``none``; ``full``: keep only each block's input; ``every:K``: the same for each K-th block;
+            ``selective``: also keep the results of matrix products and attention.
         names: class names of the blocks; see :func:`oneloop.machine.blocks.blocks`.
-        offload: the inputs wait in pinned host memory; not for ``selective``.
+        offload: keep the inputs in pinned host memory; not for ``selective``.
 
     Returns:
-        How many blocks recompute.
+        Number of blocks that recompute.
 
     Raises:
-        ValueError: no such mode, no blocks, or nothing that could be offloaded.
+        ValueError: the mode is unknown, the model has no (or too few) blocks, or offload does not fit the mode.
     """
     kind, share = parsed(mode)
     if kind in ("none", "budget"):
@@ -61,19 +61,15 @@ def recompute(model: nn.Module, mode: str = "full", *, names: Sequence[str] = ()
 
 
 def parsed(mode: str) -> tuple[str, float]:
-    """("full", 0), ("every", K), ("budget", share) …
-
-    Raises:
-        ValueError: no such mode.
-    """
+    """Parse a mode as ("full", 0), ("every", K), ("budget", share) … Raise ValueError if it is unknown."""
     kind, colon, text = mode.partition(":")
     try:
         share = float(text) if colon else 0.0
     except ValueError:
         share = -1.0
-    good = dict.fromkeys(("none", "full", "selective"), not colon)
-    good |= {"every": bool(colon) and share >= 1 and share.is_integer(), "budget": bool(colon) and 0 <= share <= 1}
-    if not good.get(kind, False):
+    valid = dict.fromkeys(("none", "full", "selective"), not colon)
+    valid |= {"every": bool(colon) and share >= 1 and share.is_integer(), "budget": bool(colon) and 0 <= share <= 1}
+    if not valid.get(kind, False):
         modes = "none, full, every:K (a whole number), selective, and budget:SHARE (0 to 1)"
         raise ValueError(f"recompute {mode!r} is unknown; known: {modes}")
     return kind, share
@@ -87,7 +83,7 @@ def _kept_operations() -> list[Any]:
 def _recomputing(forward: Callable[..., Any], contexts: Any, *, offload: bool) -> Callable[..., Any]:
     options: dict[str, Any] = {"context_fn": contexts} if contexts else {}
     if contexts and "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
-        options["respect_saved_tensors_hooks"] = True  # torch 2.15: so that what is kept can be counted, and offloaded
+        options["respect_saved_tensors_hooks"] = True  # torch 2.15: hooks can count and offload kept tensors
 
     @wraps(forward)
     def inner(*args: Any, **kwargs: Any) -> Any:
@@ -95,38 +91,38 @@ def _recomputing(forward: Callable[..., Any], contexts: Any, *, offload: bool) -
             return forward(*args, **kwargs)
         if not offload:
             return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
-        waiting = [_Waiting(value) if torch.is_tensor(value) else value for value in args]
-        result = checkpoint(_with_inputs, forward, waiting, use_reentrant=False, **kwargs)
-        for value in waiting:
-            if isinstance(value, _Waiting):
-                value.leave()
+        inputs = [_Offloaded(value) if torch.is_tensor(value) else value for value in args]
+        result = checkpoint(_forward_on_device, forward, inputs, use_reentrant=False, **kwargs)
+        for value in inputs:
+            if isinstance(value, _Offloaded):
+                value.offload()
         return result
 
     return inner
 
 
-def _with_inputs(forward: Callable[..., Any], waiting: list[Any], **kwargs: Any) -> Any:
-    return forward(*(value.here() if isinstance(value, _Waiting) else value for value in waiting), **kwargs)
+def _forward_on_device(forward: Callable[..., Any], inputs: list[Any], **kwargs: Any) -> Any:
+    return forward(*(value.on_device() if isinstance(value, _Offloaded) else value for value in inputs), **kwargs)
 
 
-class _Waiting:
-    """A block's input: itself in the forward, afterwards a copy in host memory, and for the backward again a tensor."""
+class _Offloaded:
+    """A block's input: the tensor itself in the forward, then a copy in host memory until the backward."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor: Tensor | None = tensor
         self._copy: Tensor | None = None
-        self._device, self._wants = tensor.device, tensor.requires_grad
+        self._device, self._requires_grad = tensor.device, tensor.requires_grad
 
-    def here(self) -> Tensor:
+    def on_device(self) -> Tensor:
         if self._tensor is not None:
             return self._tensor
         assert self._copy is not None
-        return self._copy.to(self._device, non_blocking=True).requires_grad_(self._wants)
+        return self._copy.to(self._device, non_blocking=True).requires_grad_(self._requires_grad)
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         assert self._tensor is not None
         pinned = self._device.type == "cuda"
         self._copy = torch.empty(self._tensor.shape, dtype=self._tensor.dtype, pin_memory=pinned)
-        # On the computing stream: the copy is in order with what fills and what reuses this memory.
+        # On the compute stream, so that the copy is ordered with the kernels that write this memory.
         self._copy.copy_(self._tensor.detach(), non_blocking=pinned)
         self._tensor = None

@@ -1,14 +1,14 @@
-"""How the gradients of a step come together: as they come, or in one fixed tree over the leaves of the batch.
+"""How the gradients of a step are summed: as torch adds them, or in one fixed tree over the micro-batches.
 
->>> reduction = Tree(model, parameters, ranks=2, rank=0, accumulate=4)
->>> for batch in group:                                   # a leaf each
-...     with accelerator.accumulate(model), reduction:    # after the last one .grad is their sum
+>>> reduction = Tree(model, parameters, ranks=2, accumulate=4)
+>>> for batch in group:                                   # one leaf each
+...     with accelerator.accumulate(model), reduction:    # after the last one, .grad is their sum
 ...         accelerator.backward(loss(batch) * reduction.factor / weight)
 
-A leaf is a micro-batch of the same samples however a batch is split. On a process a binary counter adds them; between
-processes an all-to-all gives each its piece of all leaves, which it adds in the same tree. Which leaf stands where:
-whole gradients are exchanged once a step, so that a process has neighbouring leaves; FSDP2 reduces at every
-micro-batch, so that neighbours stand on neighbouring processes.
+A leaf is a micro-batch that holds the same samples under every parallel layout. On one process a binary counter adds
+the leaves. Between processes, an all-to-all gives each process its piece of all gradients, which it adds in the same
+tree. With one exchange per step (DDP), a process holds neighbouring leaves. FSDP2 reduces in every micro-batch, so
+neighbouring leaves are on neighbouring processes.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,26 +28,26 @@ from oneloop.machine.layout_checks import Checks, unreduced
 
 
 class Reduction:
-    """Gradients as autograd, DDP and FSDP2 add them; a context around forward and backward of each micro-batch.
+    """Gradient sums of autograd, DDP and FSDP2; a context around forward and backward of each micro-batch.
 
-    DDP and FSDP2 add the ranks' gradients instead of taking their mean. So autograd sees the same loss under every
-    parallel layout, which matters if a backward is not linear (a hook that clamps gradients).
+    DDP and FSDP2 are set to sum over ranks instead of averaging. So autograd sees the same loss under every parallel
+    layout, which matters if a backward is not linear (for example, a hook that clamps gradients).
 
     Args:
         model: as prepared: on one process, under DDP, or sharded by FSDP2.
-        accumulate: micro-batches of a step on each process.
-        checks: of each micro-batch.
+        accumulate: micro-batches per step on each process.
+        checks: checks of each micro-batch.
     """
 
     def __init__(self, model: nn.Module, *, accumulate: int, checks: Checks | None = None) -> None:
         self.factor = accumulate
-        """of the loss: undoes accelerate's mean over the micro-batches"""
+        """factor of the loss, which undoes accelerate's mean over the micro-batches"""
         self._accumulate, self._leaves = accumulate, 0
         self._checks = checks or Checks(nn.Module())
         self._names = [bare_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._replicated = isinstance(model, DistributedDataParallel)
         if isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(self, lambda own, bucket: own._exchange(bucket))  # it reads annotations
+            model.register_comm_hook(self, lambda own, bucket: own._exchange(bucket))  # torch reads annotations
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -69,24 +69,24 @@ class Reduction:
             self._checks.drop_unused()
 
     def _take(self, *, last: bool) -> None:
-        """Take in the gradients of one micro-batch."""
+        """Process the gradients of one micro-batch."""
 
     def _exchange(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """DDP's hook: add a bucket over the ranks."""
+        """Sum a bucket over the ranks (DDP communication hook)."""
         summed = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
         return cast("torch.futures.Future[Tensor]", summed.then(lambda done: done.value()[0]))
 
 
 class Tree(Reduction):
-    """Gradients in one fixed binary tree over the leaves of a step: the same bits for any number of processes.
+    """Gradient sums in one fixed binary tree over the leaves of a step: bit-identical on any number of processes.
 
     Args:
         model: as prepared: on one process, under DDP, or sharded by FSDP2 over one dimension.
-        parameters: those that are trained.
-        ranks: processes, a power of two.
-        accumulate: leaves of each, a power of two.
-        checks: of each leaf.
-        see: is shown a leaf's gradients under FSDP2, before they are summed.
+        parameters: trained parameters.
+        ranks: number of processes, a power of two.
+        accumulate: leaves per process, a power of two.
+        checks: checks of each leaf.
+        see: under FSDP2, called with the gradients of a leaf before they are summed.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class Tree(Reduction):
         see: Callable[[Tensor], None] = lambda _: None,
     ) -> None:
         super().__init__(model, accumulate=accumulate, checks=checks)
-        self._parameters, self._place = parameters, {id(p): place for place, p in enumerate(parameters)}
+        self._parameters, self._index = parameters, {id(p): index for index, p in enumerate(parameters)}
         self._ranks = ranks
-        self._sums: list[tuple[int, list[Tensor | None]]] = []  # of 2^level leaves each, the largest first
-        self._under_way: list[tuple[Any, Tensor, Tensor, torch.futures.Future[Tensor]]] = []
+        self._sums: list[tuple[int, list[Tensor | None]]] = []  # (level, sums of 2^level leaves), the largest first
+        self._in_flight: list[tuple[Any, Tensor, Tensor, torch.futures.Future[Tensor]]] = []
         self._searching = bool(getattr(model, "find_unused_parameters", False))
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -111,14 +111,14 @@ class Tree(Reduction):
 
     @torch.no_grad()
     def _take(self, *, last: bool) -> None:
-        """Take the gradients of one leaf away; after the step's last one, ``.grad`` are the sums of all."""
+        """Move the gradients of one leaf into the tree; after the last leaf, ``.grad`` holds the sums of all leaves."""
         if last:
-            if not self._replicated:  # else done, bucket by bucket
+            if not self._replicated:  # under DDP the hook did it, bucket by bucket
                 sums = self._add_up([parameter.grad for parameter in self._parameters], self._parameters)
                 for parameter, gradient in zip(self._parameters, sums, strict=True):
                     parameter.grad = gradient
             self._sums = []
-            # Minus zero becomes zero: a gradient that is missing in one leaf and zero in another has no one sign.
+            # -0.0 becomes 0.0: the sign would depend on whether a leaf has a zero gradient or none.
             if found := [local(p.grad) for p in self._parameters if p.grad is not None]:
                 torch._foreach_add_(found, 0.0)
             return
@@ -129,46 +129,46 @@ class Tree(Reduction):
             mine, level = _added(self._sums.pop()[1], mine), level + 1
         self._sums.append((level, mine))
         if self._searching and self._leaves == self._accumulate - 1:
-            for place, parameter in enumerate(self._parameters):
-                if any(sums[place] is not None for _, sums in self._sums):  # DDP has seen it used in this step
+            for index, parameter in enumerate(self._parameters):
+                if any(sums[index] is not None for _, sums in self._sums):  # DDP must treat it as used
                     parameter.grad = torch.zeros_like(parameter)
 
     def _add_up(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Adds to the last leaf's gradients of these parameters, in place, what stands before it in the tree."""
-        places = [self._place[id(parameter)] for parameter in parameters]
+        """Add the earlier sums of the tree to the last leaf's gradients of these parameters, in place."""
+        indices = [self._index[id(parameter)] for parameter in parameters]
         for _, earlier in reversed(self._sums):
-            gradients = _added(gradients, [earlier[place] for place in places])
+            gradients = _added(gradients, [earlier[index] for index in indices])
         return gradients
 
     def _exchange(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """DDP's hook, bucket by bucket while the last leaf's backward goes on: each rank gets its piece of all ranks'
-        sums, adds them in the tree, and all gather the pieces. What a ring moves."""
+        """Sum a bucket over the ranks in the tree, while the last leaf's backward runs (DDP communication hook).
+        Each rank adds its piece of all ranks' sums; then all gather the pieces (the bytes of a ring all-reduce)."""
         with torch.no_grad():
             buffer, mine = bucket.buffer(), bucket.parameters()
-            views = [  # of the bucket, which holds gradients in the parameters' own strides
+            views = [  # views of the bucket, in the parameters' strides
                 buffer.as_strided(p.size(), p.stride(), g.storage_offset()) if dense(p) else g
                 for p, g in zip(mine, bucket.gradients(), strict=True)
             ]
             self._add_up(views, mine)
             pieces = torch.nn.functional.pad(buffer, (0, -buffer.numel() % self._ranks))
-            theirs = torch.empty_like(pieces)
-            work = dist.all_to_all_single(theirs, pieces, async_op=True)
+            received = torch.empty_like(pieces)
+            work = dist.all_to_all_single(received, pieces, async_op=True)
             future: torch.futures.Future[Tensor] = torch.futures.Future(
                 devices=[] if buffer.device.type == "cpu" else [buffer.device]
             )
-            self._under_way.append((work, theirs, buffer, future))
-            while len(self._under_way) > (0 if bucket.is_last() else 1):  # in one order on all ranks
-                self._gather(*self._under_way.pop(0))
+            self._in_flight.append((work, received, buffer, future))
+            while len(self._in_flight) > (0 if bucket.is_last() else 1):  # in the same order on all ranks
+                self._gather(*self._in_flight.pop(0))
         return future
 
-    def _gather(self, work: Any, theirs: Tensor, buffer: Tensor, future: torch.futures.Future[Tensor]) -> None:
+    def _gather(self, work: Any, received: Tensor, buffer: Tensor, future: torch.futures.Future[Tensor]) -> None:
         work.wait()
-        dist.all_gather_into_tensor(theirs, tree_sum(theirs.view(self._ranks, -1)))
-        future.set_result(buffer.copy_(theirs[: buffer.numel()]))
+        dist.all_gather_into_tensor(received, tree_sum(received.view(self._ranks, -1)))
+        future.set_result(buffer.copy_(received[: buffer.numel()]))
 
 
 def _added(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The sums, in the memory of the first. Where one of two has no gradient, it is zero."""
+    """Return the element-wise sums, in the memory of the first argument; a missing gradient counts as zero."""
     both = [(a, b) for a, b in zip(some, others, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([local(a) for a, _ in both], [local(b) for _, b in both])
@@ -176,7 +176,7 @@ def _added(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> li
 
 
 class _Scatter(DefaultReduceScatter):
-    """FSDP2's reduce-scatter, in the tree over the ranks."""
+    """FSDP2's reduce-scatter, summed in the tree over the ranks."""
 
     def __init__(self, see: Callable[[Tensor], None]) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class _Scatter(DefaultReduceScatter):
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         self._see(input_tensor)
-        theirs = torch.empty_like(input_tensor)
-        dist.all_to_all_single(theirs, input_tensor, group=group)
-        output_tensor.copy_(tree_sum(theirs.view(group.size(), -1)))
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        output_tensor.copy_(tree_sum(received.view(group.size(), -1)))
         return None

@@ -1,6 +1,6 @@
-"""Whether the ranks that should hold the same numbers do: broken memory and lost updates show here first.
+"""Check that replicas hold equal values: faulty memory and lost updates show up here first.
 
->>> check_replicas(model, optimizer, step=100)           # every rank must get here; raises where they differ
+>>> check_replicas(model, optimizer, step=100)           # collective; raises if they differ
 """
 
 from collections import Counter
@@ -17,11 +17,11 @@ from oneloop.basics.tensors import as_real, local, optimizer_tensors
 
 
 class ReplicasDiffer(RuntimeError):
-    """Two ranks hold different values of what should be the same."""
+    """Two replicas hold different values of the same tensor."""
 
 
 def replica_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that hold the same parameters as this one; None where there is no other."""
+    """Return the process group of the ranks that hold the same parameters as this rank; None if there is no other."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     parameter = next(iter(model.parameters()))
@@ -33,13 +33,10 @@ def replica_group(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int) -> None:
-    """Compares hashes of parameters and optimizer state over the replicas; one all-gather, one host sync.
+    """Compare hashes of parameters and optimizer state between replicas. Collective; one all-gather and one host sync.
 
-    A hash is ``torch.hash_tensor``'s: every element's bits, so that one flipped bit always shows. Pure FSDP2 and one
-    process have no replicas, and nothing is compared.
-
-    Raises:
-        ReplicasDiffer: on all ranks, naming rank and tensor.
+    ``torch.hash_tensor`` covers the bits of every element, so one flipped bit always changes it. Pure FSDP2 and one
+    process have no replicas: nothing is compared. Raise ReplicasDiffer on all ranks, with the rank and the tensor.
     """
     group = replica_group(model)
     if group is None:
@@ -53,9 +50,9 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int) -> None
     ranks = dist.get_process_group_ranks(group)
     hashes_by_rank = dict(zip(ranks, torch.stack(gathered).tolist(), strict=True))  # host sync
     differing: list[tuple[str, list[int]]] = []
-    for place, name in enumerate(named):
-        hashes = {rank: values[place] for rank, values in hashes_by_rank.items()}
-        usual = Counter(hashes.values()).most_common(1)[0][0]  # of two, rank 0's
+    for index, name in enumerate(named):
+        hashes = {rank: values[index] for rank, values in hashes_by_rank.items()}
+        usual = Counter(hashes.values()).most_common(1)[0][0]  # in a tie, the lowest rank's
         if odd := [rank for rank, value in hashes.items() if value != usual]:
             differing.append((name, odd))
     everywhere: list[Any] = [None] * dist.get_world_size()

@@ -12,19 +12,19 @@ _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
 def channels_last(model: nn.Module, wanted: bool | Literal["auto"], *, device: str, sharded: bool = False) -> bool:
-    """Stores the weights of 2-d convolutions channels last, in place; activations follow. ``auto``: on CUDA.
+    """Convert 2-d convolutions to the channels-last memory format, in place; ``auto``: on CUDA, without FSDP2.
 
     Args:
         model: not yet wrapped.
-        wanted: as above.
-        device: type of the device it will run on.
-        sharded: FSDP2 will shard it, which it does for contiguous weights only: ``auto`` then leaves them alone.
+        wanted: the value of machine.channels_last.
+        device: type of the device that the model will run on.
+        sharded: whether FSDP2 will shard the model, which requires contiguous weights.
 
     Returns:
-        Whether it was done.
+        Whether the model was converted.
 
     Raises:
-        ValueError: wanted for a model without such a convolution, or under FSDP2.
+        ValueError: ``wanted`` is True, and the model has no 2-d convolution, or FSDP2 will shard it.
     """
     has = any(isinstance(module, _CONVOLUTIONS) for module in model.modules())
     if wanted is True and not has:
@@ -38,12 +38,10 @@ def channels_last(model: nn.Module, wanted: bool | Literal["auto"], *, device: s
 
 
 def float32_products(precision: Literal["highest", "high", "medium"], *, benchmark: bool = False) -> None:
-    """How float32 products and convolutions are computed: IEEE (``highest``) or TF32. torch's default for convolutions
-    is TF32, which rounds to 1e-3.
+    """Set the precision of float32 products and convolutions: IEEE (``highest``) or TF32, which rounds to 1e-3.
 
-    Args:
-        precision: as above.
-        benchmark: cuDNN tries its algorithms for every shape, and takes the quickest.
+    torch's own default for convolutions is TF32. ``benchmark``: cuDNN times its algorithms for every shape, and uses
+    the fastest.
     """
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.benchmark = benchmark
@@ -51,16 +49,16 @@ def float32_products(precision: Literal["highest", "high", "medium"], *, benchma
 
 
 def release_cache() -> None:
-    """Gives the device's cached memory back; pays before work of other shapes (evaluation), never in the loop."""
+    """Release the device's cached memory. Useful before work with other shapes (evaluation); too slow for the loop."""
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
 
 
 @contextmanager
 def scheduled_garbage(on: bool = True) -> Iterator[Callable[[], object]]:
-    """In here nothing is collected but by calling what is yielded; afterwards all is as before.
+    """Disable automatic garbage collection in this context, and yield a function that collects.
 
-    What exists at the start (modules, the model) is set aside for good: it is never looked through again.
+    Objects that exist at the start (modules, the model) are frozen, so that no collection visits them.
     """
     before = gc.isenabled()
     if on:

@@ -1,1 +1,1 @@
-"""Metrics of a run: what it does and where its time goes, at no cost between two log steps."""
+"""Metrics of a run, for example where its time goes; there is no host sync between two log steps."""

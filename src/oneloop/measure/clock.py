@@ -1,4 +1,4 @@
-"""Where the time of the steps goes, and what to change about it."""
+"""Measure where the time of the steps goes, and recommend settings."""
 
 import math
 import time
@@ -14,15 +14,15 @@ Item = TypeVar("Item")
 
 PHASES = ("data", "transfer", "compute", "update", "evaluate", "save", "other")
 """waiting for data; waiting for its copy to the device; forward and backward (with the reduction of gradients); norm,
-clipping, optimizer and averages; evaluation; the copy that a checkpoint waits for; the rest"""
+clipping, optimizer and EMA weights; evaluation; the copy before a checkpoint; the rest"""
 
 _ON_DEVICE = ("data", "transfer", "compute", "update")
 _STEP = "step"
-_MANY = 8192  # marks that are kept before they are summed
+_MANY = 8192  # marks to keep before they are summed
 
 
 class Clock:
-    """Times phases between two reads; on a GPU it keeps the marks of the last 8 steps."""
+    """Times the phases between two reads; on a GPU, by the events of the last 8 steps."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -32,16 +32,16 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        """Begins anew, from now on."""
+        """Drop all marks; measure from now on."""
         self._spent: dict[str, float] = defaultdict(float)
         self._steps: list[float] = []
         self._marks: list[tuple[str, float]] = []
-        """not yet summed: at every step there is time for no more than to write them down"""
+        """(phase, time) not yet summed, which keeps the cost per step low"""
         self._events.clear()
         self._last = self._began = self._since = perf_counter()
 
     def mark(self, phase: str) -> None:
-        """The time since the last mark was spent on ``phase``. Host only; about a microsecond (a GPU: three)."""
+        """Attribute the time since the last mark to ``phase``. No host sync; costs about 1 us (with a GPU, 3 us)."""
         self._marks.append((phase, perf_counter()))
         if self._on_device:
             event = torch.Event(self._device, enable_timing=True)
@@ -51,13 +51,13 @@ class Clock:
             self._events[-1].append((phase, event))
 
     def over(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:
-        """The items; the time in which each is awaited is spent on ``phase``."""
+        """Yield the items; attribute the time spent waiting for each item to ``phase``."""
         for item in items:
             self.mark(phase)
             yield item
 
     def step(self, phase: str) -> None:
-        """A step is done, and its last part was spent on ``phase``."""
+        """End a step; attribute the time since the last mark to ``phase``."""
         self.mark(phase)
         self._marks.append((_STEP, 0.0))
         if len(self._marks) > _MANY:
@@ -76,10 +76,10 @@ class Clock:
         self._marks = []
 
     def read(self) -> dict[str, float]:
-        """Since the last read: shares of the time, which sum to 1; median and interquartile range of a step's seconds;
-        ``seconds`` in all, without evaluation and saving.
+        """Return metrics since the last read, and restart. On a GPU, call it after a device sync.
 
-        On a GPU: to be called after a wait for the device.
+        These are shares of the time, which sum to 1, the median and interquartile range of the seconds per step, and
+        the total ``seconds`` without evaluation and saving.
         """
         self._sum()
         spent = dict(self._spent)
@@ -97,12 +97,12 @@ class Clock:
         return metrics
 
     def overall(self) -> dict[str, float]:
-        """Shares of the time of all reads together."""
+        """Return the shares of the time over all reads so far."""
         whole = sum(self._total.values()) or 1.0
         return {f"share/{phase}": self._total.get(phase, 0.0) / whole for phase in PHASES}
 
     def _of_device(self, seconds: float) -> dict[str, float]:
-        """The host's seconds of these phases, divided as the device spent them."""
+        """Divide the host's seconds for the device phases in proportion to the device's own times."""
         spent: dict[str, float] = defaultdict(float)
         for marks in self._events:
             for (_, before), (phase, event) in pairwise(marks):
@@ -113,28 +113,28 @@ class Clock:
 
 
 def _quartiles(values: list[float]) -> tuple[float, float, float]:
-    """The first, the second and the third, between the nearest two values (as numpy.quantile has them)."""
+    """Return the three quartiles with linear interpolation, as numpy.quantile does."""
     ordered = sorted(values)
 
     def at(share: float) -> float:
-        place = share * (len(ordered) - 1)
-        below = int(place)
+        position = share * (len(ordered) - 1)
+        below = int(position)
         above = min(below + 1, len(ordered) - 1)
-        return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+        return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
     return at(0.25), at(0.5), at(0.75)
 
 
-SIGNIFICANT = 0.15  # share of the time from which something is worth a sentence
+SIGNIFICANT = 0.15  # smallest share of the time that is reported
 
 
 def diagnosis(
     shares: Mapping[str, float], *, workers: int, cores: int, eval_every: int = 0, save_every: int = 0
 ) -> str:
-    """Return the largest part of the time that a setting could spare, and which; or that the model's own work fills it.
+    """Return a sentence about the largest avoidable share of the time, and the setting that reduces it.
 
-    ``shares`` come from :meth:`oneloop.measure.clock.Clock.read`. ``workers`` and ``cores`` are those for this process.
-    ``eval_every`` and ``save_every`` are in steps (0: at the end only).
+    ``shares`` come from :meth:`oneloop.measure.clock.Clock.read`. ``workers`` and ``cores`` are counts per process.
+    ``eval_every`` and ``save_every`` are in steps (0: only at the end).
     """
     if not any(shares.values()):
         return ""  # nothing was measured yet
@@ -144,7 +144,7 @@ def diagnosis(
     largest = max(data, transfer, update, evaluate, save)
     if largest < SIGNIFICANT:
         compute = shares.get("share/compute", 0.0)
-        as_it_should = ", as it should" if compute > 0.5 else "; no other part of a step stands out"
+        as_it_should = ", as it should" if compute > 0.5 else "; no other part of a step takes long"
         return f"{100 * compute:.0f} % of the time goes into forward and backward{as_it_should}"
     percent = f"{100 * largest:.0f} % of the time"
     if largest == data:
@@ -163,15 +163,15 @@ def diagnosis(
 
 
 class Advice:
-    """Repeat :func:`diagnosis` only if it names another part of the time, at most once in ``interval`` seconds.
+    """Repeats :func:`diagnosis` only if it names another phase, at most once per ``interval`` seconds.
 
-    The first ``after`` calls are left out: the first steps are slower than the rest.
+    The first ``after`` calls return nothing, since the first steps are slower than the rest.
     """
 
     def __init__(self, *, after: int = 0, interval: float = 1.0, **about: Any) -> None:
         self._after, self._interval, self._about = after, interval, about
-        self._looked = float("-inf")
-        self._said = ""
+        self._last_call = float("-inf")
+        self._last_kind = ""
 
     def sentence(self, shares: Mapping[str, float]) -> str:
         return diagnosis(shares, **self._about)
@@ -179,20 +179,20 @@ class Advice:
     def __call__(self, shares: Callable[[], Mapping[str, float]]) -> list[str]:
         self._after -= 1
         now = time.monotonic()
-        if self._after >= 0 or now - self._looked < self._interval:
+        if self._after >= 0 or now - self._last_call < self._interval:
             return []
-        self._looked = now
+        self._last_call = now
         sentence = self.sentence(shares())
         kind = sentence.partition("%")[2].partition(":")[0]
-        if kind == self._said:
+        if kind == self._last_kind:
             return []
-        self._said = kind
+        self._last_kind = kind
         return [sentence]
 
 
 def _more_workers(share: float, workers: int, cores: int) -> str:
-    """What to do about waiting for data for this share of the time: so many more workers, or cheaper samples."""
-    times = 1.0 / (1.0 - min(share, 0.95))  # as much loading would fill the time without a wait
+    """Return advice for this share of time spent waiting for data: more workers, or cheaper samples."""
+    times = 1.0 / (1.0 - min(share, 0.95))  # factor of the load rate that removes the wait
     needed = math.ceil(workers * times) + 1 if workers else max(1, math.ceil(share * times))
     if workers < needed <= cores:
         return f"raise machine.workers from {workers} to {needed}"

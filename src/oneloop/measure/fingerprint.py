@@ -1,10 +1,10 @@
-"""Hashes of tensors that depend on every element and its place, and not on how the tensors are sharded.
+"""Hashes of tensors that depend on every element and its position, and not on the sharding.
 
-A hash is the sum, modulo 2^64, of each element's bits times an odd number made of its place (multilinear hashing:
-Lemire & Kaser 2014): one element that changed always shows, and parts are summed in any order. Computed where the
-tensors are.
+A hash is the sum, modulo 2^64, of each element's bits times an odd number that depends on its index (multilinear
+hashing: Lemire & Kaser 2014). One changed element always changes the hash, and shards are summed in any order. Hashes
+are computed on the tensors' device.
 
->>> read = fingerprint({"weight": weight})               # every rank must get here
+>>> read = fingerprint({"weight": weight})               # collective
 >>> read["bits"]
 '04c2…'
 """
@@ -27,21 +27,21 @@ _AT_ONCE = 1 << 20  # elements
 
 @torch.no_grad()
 def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """One hash of all, as 16 hexadecimal digits (``bits``), and two bytes of each tensor's own, in the order of the
-    names, in base64 (``bits_of``; little-endian). One small all-reduce where something is sharded; one host sync.
+    """Return a hash of all tensors as 16 hexadecimal digits (``bits``), and two bytes (little-endian) of each tensor's
+    hash in the order of the names, in base64 (``bits_of``). Collective; one host sync; an all-reduce if any is sharded.
 
     Raises:
-        ValueError: a tensor is sharded otherwise than by rows over one dimension of ranks.
+        ValueError: a tensor is not sharded by rows over one mesh dimension.
     """
     if not tensors:
         return {"bits": f"{0:016x}", "bits_of": ""}
-    parts = [tensors[name] for name in sorted(tensors)]
-    device = parts[0].device
-    hashes = torch.stack([_hash(part).to(device) for part in parts])
-    if sharded := [part for part in parts if isinstance(part, DTensor)]:
+    ordered = [tensors[name] for name in sorted(tensors)]
+    device = ordered[0].device
+    hashes = torch.stack([_hash(tensor).to(device) for tensor in ordered])
+    if sharded := [tensor for tensor in ordered if isinstance(tensor, DTensor)]:
         group = sharded[0].device_mesh.get_group()
-        whole = torch.tensor([not isinstance(part, DTensor) for part in parts], device=device)
-        hashes[whole] *= int(dist.get_rank(group) == 0)  # which every rank has
+        whole = torch.tensor([not isinstance(tensor, DTensor) for tensor in ordered], device=device)
+        hashes[whole] *= int(dist.get_rank(group) == 0)  # count replicated tensors once
         dist.all_reduce(hashes, group=group)
     values: list[int] = hashes.tolist()  # host sync
     short = b"".join(struct.pack("<H", key(value) & 0xFFFF) for value in values)

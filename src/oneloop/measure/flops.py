@@ -1,4 +1,4 @@
-"""Floating-point operations of a step, what the device can do, and how busy it is."""
+"""Floating-point operations of a step, peak of the device, and device utilisation."""
 
 import math
 import time
@@ -30,13 +30,14 @@ PEAKS: dict[str, dict[torch.dtype, float]] = {
     "MI300X": {torch.bfloat16: 1307e12, torch.float16: 1307e12, torch.float32: 163e12},
     "MI250X": {torch.bfloat16: 383e12, torch.float16: 383e12, torch.float32: 47.9e12},
 }
-"""dense products per second, from the makers' data sheets, without sparsity; float32 without TF32"""
+"""dense FLOP/s from the vendors' data sheets, without sparsity; float32 without TF32"""
 
 
 class Operations(FlopCounterMode):
-    """Counts the floating-point operations of what runs inside it; a multiplication and an addition are two.
+    """Counts the floating-point operations in its context; a multiply-add counts as two.
 
-    torch's counter, but for what recompute does in the backward: it runs with gradients enabled, and is not counted.
+    Unlike torch's counter, it does not count activation checkpointing's recomputation, which runs in the backward with
+    gradients enabled.
     """
 
     def __init__(self, *, modules: bool = False) -> None:
@@ -44,9 +45,9 @@ class Operations(FlopCounterMode):
         tracker: Any = nullcontext()
         tracker.parents = {"Global"}
         if not modules:
-            self.mod_tracker = tracker  # torch's own has hooks that break a model that differentiates in its forward
+            self.mod_tracker = tracker  # torch's hooks break a model that differentiates in its forward
         self.backward = False
-        """whether the forward is over; to be set by who calls it"""
+        """whether the forward is over; set by the caller"""
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         if self.backward and torch.is_grad_enabled():
@@ -61,11 +62,11 @@ class Operations(FlopCounterMode):
 def training_flops(
     model: nn.Module, loss: Callable[[nn.Module, Any], tuple[Tensor, Any]], batch: Mapping[str, Any]
 ) -> float:
-    """Floating-point operations of one forward and backward over ``batch``; gradients are left behind.
+    """Return the floating-point operations of one forward and backward of ``batch``; it leaves gradients in ``.grad``.
 
     Args:
         model: in training mode.
-        loss: of the model on a batch, as a task's.
+        loss: a task's ``loss(model, batch)``.
         batch: one batch, on the model's device.
     """
     counted = Operations()
@@ -77,9 +78,9 @@ def training_flops(
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Products and additions per second that the device can make at most, and how that is known.
+    """Return the peak FLOP/s of the device, and the source of that number.
 
-    From :data:`PEAKS` where the device is in it; else measured by square products, which a model can hardly beat.
+    The source is :data:`PEAKS` if it has the device; else the peak is measured with square matrix products.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -90,7 +91,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, *, side: int | None = None) -> float:
-    """Floating-point operations per second of the best of some square products of ``side``, within about 0.05 s."""
+    """Measure the FLOP/s of the fastest of several (``side``, ``side``) matrix products; takes about 0.05 s."""
     side = side or (512 if device.type == "cpu" else 8192)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     best, until = float("inf"), time.perf_counter() + 0.05
@@ -111,7 +112,7 @@ def _wait(device: torch.device) -> None:
 
 
 def utilisation(device: torch.device) -> float:
-    """Share of the driver's last sampling period (at most a second) in which a kernel ran; NaN where unknown."""
+    """Return the share of the driver's last sampling period (up to 1 s) in which a kernel ran; NaN if unknown."""
     handle = _handle(device)
     if handle is None:
         return math.nan
@@ -119,13 +120,13 @@ def utilisation(device: torch.device) -> float:
 
     try:
         return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
-    except pynvml.NVMLError:  # a slice of a device (MIG) does not say
+    except pynvml.NVMLError:  # not available for a MIG slice
         return math.nan
 
 
 @cache
 def _handle(device: torch.device) -> Any:
-    """NVML's name for the device; None where there is none. By its UUID: CUDA_VISIBLE_DEVICES changes the numbers."""
+    """Return NVML's handle, or None. Found by UUID, because CUDA_VISIBLE_DEVICES changes the device indices."""
     if device.type != "cuda" or torch.version.hip:
         return None
     try:
@@ -133,5 +134,5 @@ def _handle(device: torch.device) -> Any:
 
         pynvml.nvmlInit()
         return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-    except Exception:  # no NVML here: nothing to show, and nothing to stop for
+    except Exception:  # no NVML: the metric is left out
         return None

@@ -1,4 +1,4 @@
-"""Metrics of the training steps, summed on the device and read at a log line."""
+"""Metrics of the training steps, summed on the device and read at log steps."""
 
 import math
 import statistics
@@ -17,22 +17,22 @@ from oneloop.measure.update_ratio import ExactUpdateRatio, UpdateRatio
 
 
 class Sums:
-    """The summed loss, and the sums of named metrics (0-dim outputs), each times the weight of its micro-batch.
+    """Sums over one step of the loss and of named metrics (0-dim outputs), weighted by the micro-batch.
 
-    ``apart`` keeps the sums of each micro-batch, to be added in an order that no split changes.
+    ``apart`` keeps one row per micro-batch, so that the order of the sum is the same under every parallel layout.
     """
 
     def __init__(self, names: Sequence[str] = (), *, apart: bool = False) -> None:
         self._names, self._apart = names, apart
         self.loss: Any = 0.0
-        """0-dim; apart (micro-batches,)"""
+        """0-dim; with ``apart``, shape (micro-batches,)"""
         self.metrics: Tensor | None = None
-        """one value for each name; apart (micro-batches, names)"""
+        """shape (names,); with ``apart``, (micro-batches, names)"""
 
     def add(self, loss: Tensor, outputs: Mapping[str, Tensor], weight: float) -> None:
-        """Takes in one micro-batch; no host sync, and no work for the device beyond the sums.
+        """Add one micro-batch; no host sync, and no device work except the sums.
 
-        The mean of a metric that is missing in one of them is NaN.
+        If a metric is missing in any micro-batch, its mean is NaN.
         """
         if self._apart:
             self.loss = _with(self.loss, loss.detach())
@@ -54,22 +54,22 @@ def _with(rows: Any, row: Tensor) -> Tensor:
 
 _OWN = ("loss", "grad_norm", "lr", "epoch", "samples_per_second", "update_ratio", "noise_scale")
 OWN_FIGURES = frozenset(f"train/{name}" for name in _OWN)
-"""metrics of training that every run has"""
+"""training metrics of every run"""
 
 
 class Meter:
-    """What happened since the last :meth:`read`: loss, throughput, gradient norm, update, memory, and where time went.
+    """Metrics since the last :meth:`read`: loss, throughput, gradient norm, update ratio, memory and time shares.
 
     Args:
         accelerator: its ranks share the metrics.
-        parameters: whose update is measured against their size.
-        flops: floating-point operations of training on one sample (0: not known).
-        peak: those per second that one device can make (0: not known).
-        tokens: the weight counts tokens.
-        metrics: names of more that :meth:`step` is given; their weighted means are train/NAME.
-        leaf: which of a step's leaves it is that a rank takes as its n-th: what is told is then the same bits for every
-            split.
-        leaves: of a step on each rank.
+        parameters: parameters whose update ratio is measured.
+        flops: floating-point operations of training on one sample (0: unknown).
+        peak: peak FLOP/s of one device (0: unknown).
+        tokens: whether the weight counts tokens.
+        metrics: names of the metrics that :meth:`step` gets; their weighted means are logged as train/NAME.
+        leaf: with batch.grain, maps (rank, n) to the index of the rank's n-th leaf in the step; makes metrics
+            bit-identical under every parallel layout.
+        leaves: leaves per step on each rank.
     """
 
     def __init__(
@@ -90,31 +90,31 @@ class Meter:
         self.clock = Clock(device)
         self._wide = torch.float32 if device.type == "mps" else torch.float64
         self._losses: list[Tensor] = []
-        self._chunks: list[Tensor] = []  # of very many losses a thousand at a time are put together
-        self._loss = 0.0  # this rank's sum up to the last save, where that was after the last read
+        self._chunks: list[Tensor] = []  # each holds 1024 earlier losses in one tensor
+        self._loss = 0.0  # this rank's loss from the last read to the last save
         self._norm = torch.zeros((), device=device)
         self._names = tuple(metrics)
         self._leaf, self._leaves = leaf, leaves
-        shape = (len(self._names),) if leaf is None else (leaves, 1 + len(self._names))  # of a leaf its loss too
+        shape = (len(self._names),) if leaf is None else (leaves, 1 + len(self._names))  # leaves include the loss
         self._metrics = torch.zeros(shape, dtype=self._wide, device=device)
         self._weight = 0.0
-        self._timed_weight, self._timed_samples = 0.0, 0  # since the clock began: a resume brings no time with it
+        self._timed_weight, self._timed_samples = 0.0, 0  # since the clock started: a checkpoint holds no times
         self._update = UpdateRatio(parameters) if leaf is None else ExactUpdateRatio(parameters)
 
     def before_update(self, measured: bool = True) -> None:
-        """Weights are about to be updated; whether that is to be measured."""
+        """Call before an update of the weights; if ``measured``, measure its update ratio."""
         if measured:
             self._update.before()
 
     def step(self, *, loss: Tensor, weight: float, samples: int, norm: Tensor, metrics: Tensor | None = None) -> None:
-        """Takes in one step; no host sync, and no work for the device where there are no more metrics.
+        """Add one step; no host sync, and no device work without named metrics.
 
         Args:
-            loss: this rank's summed loss, 0-dim; is kept as it is. With leaves theirs, (leaves,); so the metrics.
-            weight: of the global batch.
-            samples: of the global batch.
+            loss: this rank's summed loss, 0-dim, kept without a copy; with leaves, shape (leaves,).
+            weight: total weight of the global batch.
+            samples: samples of the global batch.
             norm: global gradient norm before clipping.
-            metrics: this rank's sums of the named ones, each micro-batch's times its weight.
+            metrics: this rank's weighted sums, shape (names,); with leaves, (leaves, names).
         """
         if self._leaf is not None:
             self._metrics += torch.cat([loss[:, None], *(() if metrics is None else [metrics])], dim=1)
@@ -131,7 +131,7 @@ class Meter:
         self._norm = norm
 
     def read(self) -> dict[str, float]:
-        """The metrics since the last read; one all-gather and one host sync. Every rank must get here."""
+        """Return the metrics since the last read; one all-gather and one host sync. Collective: call on every rank."""
         update = self._update.values(self._norm)
         values = [self._norm, *update, *self._metrics.flatten()]
         losses, others = self._gathered(values, [float(peak_memory()), utilisation(self._norm.device)])
@@ -157,16 +157,16 @@ class Meter:
         return metrics
 
     def _totals(self, losses: Sequence[float], metrics: Sequence[Sequence[float]]) -> list[float]:
-        """The loss of all ranks and the other metrics, by the losses and metrics of each."""
+        """Sum the loss and the other metrics over the ranks."""
         if self._leaf is None:
-            return [sum(losses), *(sum(parts) for parts in metrics)]
+            return [sum(losses), *(sum(values) for values in metrics)]
         own = 1 + len(self._names)
         return [rounded_sum(value for row in metrics[name::own] for value in row) for name in range(own)]
 
     def _gathered(self, values: list[Tensor], host: list[float]) -> tuple[list[float], list[list[float]]]:
-        """Every rank's summed loss, and its other metrics: 0-dim tensors, and what the host knows.
+        """Gather each rank's summed loss, and its other metrics: 0-dim tensors ``values`` and numbers ``host``.
 
-        The losses are added one by one, on the host: so their sum does not depend on where a save came between.
+        The host adds the losses one by one, so that their sum does not depend on when the run saved.
         """
         single = torch.stack([*self._losses, *values])
         mine = torch.cat([*self._chunks, single]) if self._chunks else single
@@ -180,7 +180,7 @@ class Meter:
         return ([_in_order([row[0], *row[first:last]]) for row in rows], [[*row[last:], *row[1:first]] for row in rows])
 
     def state_dict(self) -> dict[str, Any]:
-        """What was summed since the last read, each rank's loss by itself. Host sync; every rank must get here."""
+        """Return the sums since the last read, per rank. Collective; one host sync."""
         losses, others = self._gathered([self._norm, *self._metrics.flatten()], [])
         if self._leaf is not None:
             own = 1 + len(self._names)
@@ -195,7 +195,7 @@ class Meter:
         return {**state, "figures": [row[1:] for row in others]} if self._names else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on with those sums: to the bit where the number of ranks is the same, else rank 0 takes all."""
+        """Restore the sums, bit-identically on the same number of ranks; otherwise rank 0 gets the totals."""
         if self._leaf is not None:
             self._load_leaves(state)
             return
@@ -206,7 +206,7 @@ class Meter:
         )
         self._weight, self._timed_weight, self._timed_samples = state["weight"] if losses else 0.0, 0.0, 0
         rows = torch.tensor(state.get("figures", []), dtype=self._wide, device=self._metrics.device)
-        if len(rows) and rows.shape[1] == len(self._names):  # of the same metrics
+        if len(rows) and rows.shape[1] == len(self._names):  # the same number of metrics
             self._metrics = rows[rank] if len(rows) == self._accelerator.num_processes else rows.sum(0) * (rank == 0)
         else:
             self._metrics = torch.zeros_like(self._metrics)
@@ -215,7 +215,10 @@ class Meter:
     def _load_leaves(self, state: dict[str, Any]) -> None:
         rows = torch.tensor(state.get("leaves", []), dtype=self._wide, device=self._metrics.device)
         ranks, rank = self._accelerator.num_processes, self._accelerator.process_index
-        same = rows.ndim == 2 and rows.shape == (ranks * self._leaves, self._metrics.shape[1])  # else it begins anew
+        same = rows.ndim == 2 and rows.shape == (
+            ranks * self._leaves,
+            self._metrics.shape[1],
+        )  # otherwise start from zero
         assert self._leaf is not None
         mine = [self._leaf(rank, leaf) for leaf in range(self._leaves)]
         self._metrics = rows[mine] if same else torch.zeros_like(self._metrics)

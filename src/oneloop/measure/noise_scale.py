@@ -1,6 +1,6 @@
-"""The gradient noise scale: how large a batch is still worth its samples (McCandlish et al. 2018, appendix A).
+"""The gradient noise scale: the largest useful batch size (McCandlish et al. 2018, appendix A).
 
-A sensor, which knows about ranks and micro-batches, and an estimator of plain numbers:
+The sensor knows about ranks and micro-batches; the estimator works on plain numbers:
 
 >>> sensor, noise = Sensor(accelerator, model), NoiseScale()
 >>> with sensor.measuring():                           # one whole step
@@ -9,8 +9,9 @@ A sensor, which knows about ranks and micro-batches, and an estimator of plain n
 >>> noise.add(*sensor.read(global_weight, samples), norm=float(global_norm(parameters)))
 >>> noise.value                                        # samples
 
-The gradient of a part with weight w is G + noise of variance tr(S) / w. So the squared norms of the parts and of their
-mean, the step's gradient, give |G|^2 and tr(S); B_simple = tr(S) / |G|^2.
+A part is a share of the step, for example a micro-batch. The gradient of a part with weight w is G plus noise of
+variance tr(S) / w. So |G|^2 and tr(S) follow from the squared norms of the parts' gradients and of the step's gradient,
+which is their mean. B_simple = tr(S) / |G|^2.
 """
 
 import math
@@ -30,16 +31,16 @@ from oneloop.basics.exact_sums import digit_rows, rounded_sum, square_sum
 
 
 class Sensor:
-    """Squared norms of the gradients of a step's parts, taken before they are summed. Adds nothing to other steps.
+    """Measures squared gradient norms of a step's parts before they are summed; costs nothing in other steps.
 
-    A part is a micro-batch of one rank; under FSDP2, which sums a rank's micro-batches first, a rank's share, unless it
-    is ``exact``.
+    A part is a micro-batch of one rank. Under FSDP2, which first sums a rank's micro-batches, it is the rank's share of
+    the step, unless ``exact``.
 
     Args:
-        accelerator: its ranks share the step; its scaler's loss scale is undone.
+        accelerator: its ranks share the step; the loss scale of its scaler is undone.
         model: as prepared.
-        exact: gradients are summed over the ranks, each micro-batch's by itself, by one who calls :meth:`see` under
-            FSDP2; what is found is then the same bits for every split.
+        exact: results are bit-identical under every parallel layout. Gradients of each micro-batch are summed over the
+            ranks separately; under FSDP2 the caller passes them to :meth:`see`.
         summed: gradients are summed over the ranks, not averaged as DDP and FSDP2 do by default.
     """
 
@@ -51,7 +52,7 @@ class Sensor:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._sharded if not exact else ():
-            module.set_custom_reduce_scatter(_Watched(self))
+            module.set_custom_reduce_scatter(_MeasuredReduceScatter(self))
         self._on = False
         self._norms: list[Tensor] = []
         self._parts: list[tuple[Tensor, float]] = []
@@ -59,20 +60,20 @@ class Sensor:
 
     @staticmethod
     def why_not(ranks: int, accumulate: int, *, sharded: bool) -> str | None:
-        """Why a split cannot show the noise scale; None where it can. (Of an exact one: ``sharded`` says nothing.)"""
+        """Return why a layout cannot measure the noise scale, or None. With batch.grain, pass ``sharded=False``."""
         if ranks * (1 if sharded else accumulate) > 1:
             return None
-        return "a step is one micro-batch, so there is nothing to compare; set batch.micro to half of it"
+        return "a step has only one micro-batch; set batch.micro to half of it"
 
     @contextmanager
     def measuring(self, on: bool = True) -> Iterator[None]:
-        """In here the gradients of one step are watched."""
+        """Measure the gradients of one step in this context."""
         self._norms, self._parts, self._weight = [], [], 0.0
         self._on = on
         if on and self._accelerator.scaler is not None:
             self._scale = self._accelerator.scaler.get_scale()  # host sync
         handles = []
-        if on and not self._sharded:  # before DDP's buckets, and before they are added up
+        if on and not self._sharded:  # before accumulation and DDP's buckets
             handles = [parameter.register_hook(partial(self.see)) for parameter in self._parameters]
         try:
             yield
@@ -82,7 +83,7 @@ class Sensor:
                 handle.remove()
 
     def see(self, gradient: Tensor) -> None:
-        """Takes in one gradient of a part."""
+        """Add one gradient tensor of the current part."""
         if self._on:
             if self._exact:
                 self._norms.append(digit_rows([gradient]))
@@ -91,11 +92,7 @@ class Sensor:
                 self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=wide))
 
     def micro_batch(self, weight: float) -> None:
-        """One micro-batch's backward is done.
-
-        Args:
-            weight: how much it counts, on this rank.
-        """
+        """Record that a micro-batch's backward is done; ``weight`` is its weight on this rank."""
         self._weight += weight
         if self._norms:
             if self._weight > 0:
@@ -104,17 +101,17 @@ class Sensor:
             self._norms, self._weight = [], 0.0
 
     def read(self, weight: float, samples: int) -> tuple[float, float, float]:
-        """What the parts of the last watched step say. One all-reduce and one host sync; every rank must get here.
+        """Return the statistics of the last measured step. Collective; one all-reduce and one host sync.
 
         Args:
-            weight: of the step, over all ranks: what its summed loss was divided by.
-            samples: of the step, over all ranks.
+            weight: total weight of the step, by which its summed loss was divided.
+            samples: samples of the step over all ranks.
 
         Returns:
-            Mean squared norm of the parts' own mean gradients, mean of 1 / samples of a part, 1 / samples of the step.
-            NaN where no part weighed anything, which :meth:`NoiseScale.add` leaves out; a rank may have no such part.
+            Mean squared norm of the parts' mean gradients, mean of 1 / samples of a part, 1 / samples of the step. NaN
+            if all parts have weight 0; :meth:`NoiseScale.add` ignores NaN.
         """
-        # A part's gradient was scaled so that the ranks' mean is the step's: undone, and divided by its own weight.
+        # Parts' gradients are divided by the step's weight, and scaled: undo both, and divide by the part's weight.
         squares = [square.double().cpu() for square, _ in self._parts]
         undone = [(weight / (self._means * own * self._scale)) ** 2 for _, own in self._parts]
         if self._exact:
@@ -131,12 +128,12 @@ class Sensor:
             )
             square, inverse, count = self._accelerator.reduce(sums, "sum").tolist()
         self._parts = []
-        each = weight / samples  # what a sample weighs
+        each = weight / samples  # mean weight of a sample
         count = count or math.nan
         return square / count, inverse / count * each, 1.0 / samples
 
     def _exactly(self, squares: list[float], undone: list[float]) -> tuple[float, float, float]:
-        """The sums over the parts of all ranks, each rounded once."""
+        """Sum over the parts of all ranks; each sum is rounded once."""
         mine = torch.tensor(
             [
                 (square * factor, 1.0 / own)
@@ -151,8 +148,8 @@ class Sensor:
         return rounded_sum(row[0] for row in found), rounded_sum(row[1] for row in found), len(found)
 
 
-class _Watched(DefaultReduceScatter):
-    """FSDP2's reduce-scatter, which lets the sensor see what goes in."""
+class _MeasuredReduceScatter(DefaultReduceScatter):
+    """FSDP2's reduce-scatter, which passes its input to the sensor."""
 
     def __init__(self, sensor: Sensor) -> None:
         super().__init__()
@@ -164,17 +161,16 @@ class _Watched(DefaultReduceScatter):
 
 
 class NoiseScale:
-    """The estimator: means of |G|^2 and tr(S) over the last measurements, and their ratio.
+    """Estimator of the noise scale: the ratio of the means of tr(S) and |G|^2 over the last ``window`` measurements.
 
-    Args:
-        window: measurements that are averaged; single ones are far too noisy.
+    Single measurements are far too noisy.
     """
 
     def __init__(self, window: int = 64) -> None:
         self._measured: deque[tuple[float, float]] = deque(maxlen=window)
 
     def add(self, small_square: float, small_inverse: float, big_inverse: float, *, norm: float) -> None:
-        """Takes in one step.
+        """Add the measurement of one step.
 
         Args:
             small_square: mean squared gradient norm of the parts.
@@ -189,12 +185,12 @@ class NoiseScale:
 
     @property
     def value(self) -> float | None:
-        """B_simple in samples; None before the first measurement, or where the noise hides the gradient altogether."""
+        """B_simple in samples; None before the first measurement, or if the noise is too large for an estimate."""
         noise, signal = (sum(values) for values in zip(*self._measured, strict=True)) if self._measured else (0.0, 0.0)
         return noise / signal if noise > 0 and signal > 0 else None
 
     def metrics(self) -> dict[str, float]:
-        """For the log; empty where there is none."""
+        """Return the metric for the log; empty if there is no estimate."""
         return {} if self.value is None else {"train/noise_scale": self.value}
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,7 +202,7 @@ class NoiseScale:
 
 
 def meaning(value: float | None, batch: int, why_not: str | None = None) -> str:
-    """The noise scale in a sentence, for a run with this global batch."""
+    """Return a sentence about the noise scale, for a run with this global batch size."""
     if why_not is not None:
         return f"noise scale n/a: {why_not}"
     if value is None:

@@ -1,4 +1,4 @@
-"""A trace of some steps, and what holds the device's memory.
+"""A profiler trace of some steps, and a snapshot of the device's memory.
 
 >>> with Profiling(folder, device, profile="10-15") as profiling:
 ...     for step in range(1, 100):
@@ -6,7 +6,7 @@
 ...         ...
 
 ``folder/trace.json.gz`` opens in https://ui.perfetto.dev or chrome://tracing, ``memory.pickle`` in
-https://pytorch.org/memory_viz; ``operators.txt`` is for reading.
+https://pytorch.org/memory_viz; ``operators.txt`` is a table.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,15 +25,15 @@ _SENDING = ("nccl", "gloo:", "c10d::", "record_param_comms")
 
 
 class Profiling:
-    """Profiles the steps of a span, on this process.
+    """Profiles a range of steps on this process.
 
     Args:
-        folder: to write to; made when there is something to write.
-        device: what is profiled beside the host.
+        folder: output folder, created when there is something to write.
+        device: device to profile in addition to the host.
         profile: steps of the trace, ``10-15`` or ``10``, counted from 1.
-        memory: steps of the memory snapshot; needs a GPU, and says the peak without one.
-        say: how a person is told what was written.
-        log: takes the share of exposed communication, as a metric.
+        memory: steps of the memory snapshot; without a GPU, only the peak is printed.
+        say: prints a message for the user.
+        log: gets the share of exposed communication, as a metric.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Profiling:
         self._stop_memory()
 
     def step(self, number: int) -> None:
-        """The step of this number begins."""
+        """Start or stop recording before the step of this number."""
         if self._trace and self._profiler is None and self._trace[0] <= number <= self._trace[1]:
             kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
             self._profiler = profile(activities=kinds, record_shapes=True, profile_memory=True)
@@ -105,29 +105,29 @@ class Profiling:
 
 
 def memory_snapshot(file: Path) -> Path:
-    """Writes what holds the GPU's memory now, with its history where that was recorded."""
+    """Write a snapshot of the GPU's memory, with the history of allocations if it was recorded; return ``file``."""
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(file))
     return file
 
 
 def exposed(events: Iterable[Any]) -> tuple[float, float]:
-    """Microseconds of communication during which nothing is computed, and of the whole; of a profiler's events.
+    """Return the microseconds of communication without computation, and of the whole span, from profiler events.
 
-    On a GPU its kernels are looked at; without one, the threads of the host: gloo works on threads of its own.
+    On a GPU this compares kernels; without one, host threads, since gloo runs on separate threads.
     """
-    several = list(events)
-    kernels = [event for event in several if str(event.device_type).endswith("CUDA")]
-    looked = kernels or several
-    sending = [(e.time_range.start, e.time_range.end) for e in looked if _sends(e.name)]
+    found = list(events)
+    kernels = [event for event in found if str(event.device_type).endswith("CUDA")]
+    compared = kernels or found
+    sending = [(e.time_range.start, e.time_range.end) for e in compared if _sends(e.name)]
     computing = [
         (e.time_range.start, e.time_range.end)
-        for e in looked
+        for e in compared
         if not _sends(e.name) and (kernels or (e.name.startswith("aten::") and not e.cpu_children))
     ]
-    if not looked:
+    if not compared:
         return 0.0, 0.0
-    whole = max(e.time_range.end for e in looked) - min(e.time_range.start for e in looked)
+    whole = max(e.time_range.end for e in compared) - min(e.time_range.start for e in compared)
     return covered(chain(sending, computing)) - covered(computing), float(whole)
 
 
@@ -136,7 +136,7 @@ def _sends(name: str) -> bool:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of these spans."""
+    """Return the length of the union of these spans."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted(spans):
         total += max(0.0, stop - max(start, end))

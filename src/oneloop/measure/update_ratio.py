@@ -1,4 +1,4 @@
-"""How large an update is against the weights: |change| / |weights|; about 1e-3 is usual."""
+"""The update ratio |change of the weights| / |weights|; about 1e-3 is common."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,15 +11,15 @@ from oneloop.basics.exact_sums import NOTHING, digit_rows, square_ratio
 from oneloop.basics.tensors import as_real, first_element, local
 
 _SAMPLED = 1 << 13
-"""weights at most whose update is measured; of larger models a sample, which tells the ratio to about 1 %"""
-_RUN = 64  # weights that lie side by side are taken together: memory is read by lines
+"""most weights to measure; of larger models a sample, which gives the ratio to about 1 %"""
+_RUN = 64  # adjacent weights that are sampled together: memory is read in cache lines
 
 
 class UpdateRatio:
-    """How large an update is against the weights.
+    """The ratio of the norms of update and weights.
 
-    Of models with more than some thousand weights a fixed sample is taken, the same share of each parameter where that
-    is possible: each weight of the sample stands for as many of its parameter.
+    For models with more than some thousand weights it is estimated from a fixed sample, if possible the same share of
+    each parameter. Each sampled weight counts for the weights of its parameter that it represents.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -36,15 +36,15 @@ class UpdateRatio:
         self._begun = False
 
     def before(self) -> None:
-        """Remembers the weights."""
+        """Store the current weights. Call it before the update."""
         for sample in self._samples:
             sample.take(1)
         self._begun = True
 
     def values(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared norms of the change since :meth:`before` and of the weights then, 0-dim, for :meth:`ratio`.
+        """Return the squared norms of the change since :meth:`before` and of the weights then, 0-dim.
 
-        Both are 0 where :meth:`before` was not called, and on a rank that holds no weights.
+        Both are 0 if :meth:`before` was not called, and on a rank that holds no weights.
         """
         each = [sample.squares() for sample in self._samples] if self._begun else []
         self._begun = False
@@ -53,21 +53,21 @@ class UpdateRatio:
 
     @staticmethod
     def ratio(ranks: Sequence[Sequence[float]]) -> float | None:
-        """The ratio, by what all ranks told; None where nothing was measured."""
+        """Return the ratio from the :meth:`values` of all ranks; None if nothing was measured."""
         moved, size = (sum(values) for values in zip(*ranks, strict=True))
         return (moved / size) ** 0.5 if size else None
 
 
 class ExactUpdateRatio:
-    """The same, to the same bits however the weights are sharded.
+    """The same ratio, bit-identical for every sharding.
 
-    Of models with more than some thousand weights a fixed sample is taken, by their places in the whole model.
+    For models with more than some thousand weights it is estimated from a fixed sample of indices in the whole model.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         trained = list(parameters)
         stride = max(1, sum(parameter.numel() for parameter in trained) // _SAMPLED)
-        self._chosen: list[tuple[Tensor, Tensor]] = []  # this rank's part of a parameter, and the places in it
+        self._chosen: list[tuple[Tensor, Tensor]] = []  # this rank's shard of a parameter, and sampled indices in it
         offset = 0
         for parameter in trained:
             mine = as_real(local(parameter.detach()))
@@ -75,47 +75,47 @@ class ExactUpdateRatio:
             offset += parameter.numel()
             begin = -(-(first // _RUN) // stride) * stride
             runs = torch.arange(begin, max(begin, -(-(first + mine.numel()) // _RUN)), stride)
-            places = (runs[:, None] * _RUN + torch.arange(_RUN)).view(-1) - first
-            places = places[(places >= 0) & (places < mine.numel())]
-            if len(places):
-                self._chosen.append((mine, places.to(mine.device)))
+            indices = (runs[:, None] * _RUN + torch.arange(_RUN)).view(-1) - first
+            indices = indices[(indices >= 0) & (indices < mine.numel())]
+            if len(indices):
+                self._chosen.append((mine, indices.to(mine.device)))
         self._before: Tensor | None = None
 
-    def _taken(self) -> Tensor:
-        return torch.cat([mine.reshape(-1).index_select(0, places) for mine, places in self._chosen])
+    def _sampled(self) -> Tensor:
+        return torch.cat([mine.reshape(-1).index_select(0, indices) for mine, indices in self._chosen])
 
     def before(self) -> None:
-        """Remembers the weights."""
-        self._before = self._taken() if self._chosen else None
+        """Store the current weights. Call it before the update."""
+        self._before = self._sampled() if self._chosen else None
 
     def values(self, like: Tensor) -> tuple[Tensor, ...]:
-        """Digits of the squared norms of the change since :meth:`before` and of the weights then, for :meth:`ratio`."""
+        """Return digits of the squared norms of the change since :meth:`before` and of the weights then."""
         if self._before is None:
             return tuple(like.new_tensor([NOTHING, 0.0, 0.0, 0.0] * 2, dtype=torch.float64))
-        parts, self._before = (self._taken() - self._before, self._before), None
-        return tuple(torch.cat([digit_rows([part])[0] for part in parts]))
+        both, self._before = (self._sampled() - self._before, self._before), None
+        return tuple(torch.cat([digit_rows([tensor])[0] for tensor in both]))
 
     @staticmethod
     def ratio(ranks: Sequence[Sequence[float]]) -> float | None:
-        """The ratio, by what all ranks told; None where nothing was measured."""
+        """Return the ratio from the :meth:`values` of all ranks; None if nothing was measured."""
         half = len(ranks[0]) // 2
         found = square_ratio([values[:half] for values in ranks], [values[half:] for values in ranks])
         return found**0.5 if found == found else None
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The same elements with the dimensions in the order of memory, as channels-last weights are not."""
+    """Permute the dimensions into memory order, which makes channels-last weights contiguous."""
     return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
 
 
 class _Sample:
-    """Runs of one width, out of several parameters, and for how many weights each element stands."""
+    """Sampled runs of one width from several parameters, with the number of weights that each element represents."""
 
     def __init__(self, runs: list[Tensor], counts: list[Tensor]) -> None:
         dtype = reduce(torch.promote_types, (run.dtype for run in runs), torch.float32)
         self._runs, self._counts = runs, torch.cat(counts).to(dtype)
         self._pair = self._counts.new_empty(2, self._counts.numel())
-        self._rows = [row.view(-1, runs[0].shape[1]) for row in self._pair]  # the weights afterwards, and those before
+        self._rows = [row.view(-1, runs[0].shape[1]) for row in self._pair]  # the weights after and before the update
 
     def take(self, row: int) -> None:
         torch.cat(self._runs, out=self._rows[row])

@@ -1,1 +1,1 @@
-"""How gradients become updates: optimizers by name, the learning rate, clipping, and what is done about bad steps."""
+"""How gradients become updates: optimizers by name, the learning rate, clipping, and bad steps."""

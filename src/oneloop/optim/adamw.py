@@ -1,4 +1,4 @@
-"""Fused AdamW that keeps the lists of its tensors from step to step: the same kernel, state and bits as torch's."""
+"""Fused AdamW that keeps its tensor lists between steps: bit-identical to torch's, with the same kernel and state."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,28 +15,28 @@ _KEPT = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(frozen=True)
 class _Lists:
-    """What one group's kernel works on: each rank's own part of the parameters and of their state."""
+    """Arguments of the fused kernel for one parameter group: this rank's shards of parameters and state."""
 
-    parameters: list[Tensor]  # of the group, as they were given
+    parameters: list[Tensor]  # the group's parameters, unsharded or DTensors
     mine: list[Tensor]
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
     steps: list[Tensor]
     state: list[tuple[Tensor, ...]]
-    """of each parameter what its state held: where others stand there, the lists are old"""
+    """the state tensors of each parameter; if a parameter's state holds other tensors, the lists are stale"""
 
 
 class AdamW(torch.optim.AdamW):
     """torch's AdamW (Loshchilov & Hutter 2019), fused.
 
-    torch gathers its state, sorts it by device and type and keeps a profiler's record at every step, which for a
-    small model takes longer than the update. Here that is done once. What is unusual (a parameter without a gradient,
-    hooks, a closure, tensors of several types) goes torch's own way. ``found_inf``, a 0-dim tensor set before
-    :meth:`step`, makes the step change nothing where it is 1.
+    In every step, torch gathers the state, sorts it by device and dtype and adds a profiler record. For a small model
+    this takes longer than the update, so this class does it once. It calls torch's own step in unusual cases: a
+    parameter without a gradient, hooks, a closure, mixed dtypes. If ``found_inf``, a 0-dim tensor set before
+    :meth:`step`, is 1, the step changes nothing.
     """
 
     elementwise = False
-    """whether each element's update is to depend on nothing else: not fused, the same bits for all shardings"""
+    """whether to update element by element, not fused: bit-identical for every sharding"""
 
     def __init__(self, params: Any, **options: Any) -> None:
         self._lists: list[_Lists] | None = None
@@ -51,16 +51,16 @@ class AdamW(torch.optim.AdamW):
         super().load_state_dict(state_dict)
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        """One update of all parameters."""
+        """Update all parameters once."""
         if self.elementwise:
-            return self._each_by_itself()
+            return self._step_elementwise()
         if closure is not None or self._hooks() or getattr(self, "grad_scale", None) is not None:
-            return self._torchs_way(closure)
+            return self._torch_step(closure)
         if self._lists is None or not self._current(self._lists):
             self._lists = self._gathered()
         gradients = [[parameter.grad for parameter in lists.parameters] for lists in self._lists or ()]
         if self._lists is None or any(gradient is None for several in gradients for gradient in several):
-            return self._torchs_way(None)
+            return self._torch_step(None)
         found_inf = getattr(self, "found_inf", None)
         one = 1 if found_inf is None else 1 - found_inf
         for lists, several, group in zip(self._lists, gradients, self.param_groups, strict=True):
@@ -84,13 +84,13 @@ class AdamW(torch.optim.AdamW):
             )
         return None
 
-    step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it, for hooks and a profiler's record
+    step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it for hooks and a profiler record
 
-    def _each_by_itself(self) -> None:
+    def _step_elementwise(self) -> None:
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in parameters:
-                if not self.state[parameter]:  # as torch begins it
+                if not self.state[parameter]:  # the same initial state as torch's
                     self.state[parameter] = {name: torch.zeros_like(parameter) for name in _KEPT[:2]}
                     self.state[parameter]["step"] = torch.zeros((), device=local(parameter).device)
             weights = [local(parameter.detach()) for parameter in parameters]
@@ -99,7 +99,7 @@ class AdamW(torch.optim.AdamW):
             how["found_inf"] = getattr(self, "found_inf", None)
             adamw_(weights, [local(parameter.grad) for parameter in parameters], *state, **how)
 
-    def _torchs_way(self, closure: Any) -> Any:
+    def _torch_step(self, closure: Any) -> Any:
         step = torch.optim.AdamW.step
         if not getattr(step, "hooked", False):
             step = Optimizer.profile_hook_step(step)
@@ -110,7 +110,7 @@ class AdamW(torch.optim.AdamW):
         return bool(mine or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
     def _current(self, kept: list[_Lists]) -> bool:
-        """Whether parameters and state still hold the tensors of the lists: a checkpoint may have put others there."""
+        """Return whether the lists match the current parameters and state; loading a checkpoint replaces tensors."""
         for lists in kept:
             for parameter, mine, held in zip(lists.parameters, lists.mine, lists.state, strict=True):
                 state = self.state[parameter]
@@ -121,7 +121,7 @@ class AdamW(torch.optim.AdamW):
         return True
 
     def _gathered(self) -> list[_Lists] | None:
-        """The lists; None before there is a state, and where one kernel cannot take a group as a whole."""
+        """Build the lists; None if there is no state yet, or if one kernel call cannot update a whole group."""
         made = []
         for group in self.param_groups:
             states = [self.state.get(parameter, {}) for parameter in group["params"]]

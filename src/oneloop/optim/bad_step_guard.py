@@ -1,8 +1,8 @@
-"""The guard: a step whose loss or gradient is not finite, or far out of line, changes nothing.
+"""The bad-step guard: a step whose loss or gradient is not finite, or spikes, does not change the weights.
 
 >>> guard = Guard(optimizer, device=device, policy=Policy(nonfinite="skip"))
 >>> contagious(loss).backward()
->>> before = guard.resolve()                     # the previous step: by now it is known whether it was bad
+>>> before = guard.resolve()                     # the previous step, with its fault if it was bad
 >>> guard.step(global_norm(parameters))
 """
 
@@ -20,9 +20,9 @@ _SMALLEST_SCALE = 2.0**-10
 
 
 def contagious(loss: Tensor, factor: float = 1.0) -> Tensor:
-    """``loss`` times ``factor``; where the loss is not finite, neither is its gradient.
+    """Return ``loss * factor``; if the loss is not finite, its gradient is not finite either.
 
-    So the gradient norm tells all ranks of a loss that is NaN on one of them, or infinite with a finite gradient.
+    So the global gradient norm shows all ranks a loss that is NaN on one rank, or infinite with a finite gradient.
     """
     return loss * (factor + 0 * loss.detach())
 
@@ -35,29 +35,29 @@ class Step:
     norm: Tensor
     """global gradient norm before clipping, 0-dim"""
     loss: Tensor
-    """this rank's summed loss, 0-dim (NaN where it was not given)"""
+    """this rank's summed loss, 0-dim (NaN if it was not given)"""
     weight: float
-    """of the global batch"""
+    """total weight of the global batch"""
     metrics: Tensor | None = None
-    """what else was given with it"""
+    """the ``metrics`` that :meth:`Guard.step` was given"""
 
 
 class Guard:
-    """Keeps bad gradients away from weights and optimizer state, without a host wait.
+    """Keeps bad gradients out of the weights and the optimizer state, without a host sync.
 
     A step is pending from :meth:`step` until :meth:`resolve` returns its fault. Optimizers that take ``found_inf``
     (fused AdamW, Adam, SGD, Adagrad; Muon) skip on the device. The flag is copied to the host while the device works,
     and has arrived if the next backward is queued. Other optimizers cost one host read per step, before the update.
 
-    With fp16 loss scaling (``scaler``, a torch GradScaler) a non-finite gradient means a smaller scale; the step is bad
-    when the scale has fallen to nothing. torch's scaler reads the device at every step.
+    With fp16 loss scaling (``scaler``, a torch GradScaler) a non-finite gradient lowers the scale. The step is bad only
+    if the scale falls below 2^-10. torch's scaler makes a host sync in every step.
 
     Args:
-        optimizer: over the sharded or whole parameters.
-        device: of its parameters.
-        scaler: of fp16.
-        policy: what a bad step is.
-        total: how a 0-dim tensor is summed over the ranks; needed for spikes of the loss. (Identity for one process.)
+        optimizer: of the sharded or whole parameters.
+        device: device of the parameters.
+        scaler: GradScaler of fp16, or None.
+        policy: defines bad steps.
+        total: sums a 0-dim tensor over the ranks; required to find spikes of the loss. (One process: identity.)
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class Guard:
         self._on_device = fused or hasattr(optimizer, "found_inf")
         self._total = total
         self._window = Window(policy.window, policy.sigma, device=device) if policy.sigma else None
-        self._bad = torch.zeros((), device=device)  # value of the step's :class:`Fault`
+        self._bad = torch.zeros((), device=device)  # value of the step's :class:`Fault`, 0-dim
         self._one = torch.ones((), device=device)
-        self._told = _Copy(device)
+        self._fault_copy = _Copy(device)
         self._pending: tuple[Fault | None, Tensor, Tensor, float, Tensor | None] | None = None
-        """the fault if it is known already, and the other fields of a :class:`Step`"""
+        """the fault, None if it is still on the device, and the other fields of a :class:`Step`"""
 
     @property
     def pending(self) -> bool:
-        """Whether a step was made that is not resolved."""
+        """Whether a step is not yet resolved."""
         return self._pending is not None
 
     def unscale(self) -> None:
-        """Undoes the loss scale, before norm and clipping."""
+        """Divide the gradients by the loss scale. Call it before the norm and clipping."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
 
@@ -96,8 +96,8 @@ class Guard:
 
         Args:
             norm: global gradient norm, equal on all ranks.
-            loss: this rank's summed loss of the step, 0-dim; for spikes.
-            weight: what it is divided by, the same on all ranks.
+            loss: this rank's summed loss of the step, 0-dim; to find spikes.
+            weight: what the loss is divided by: total weight of the global batch.
             metrics: returned by :meth:`resolve`.
 
         Raises:
@@ -111,16 +111,16 @@ class Guard:
         self._pending = fault, norm, loss, weight, metrics
 
     def _plain_step(self, norm: Tensor, mean: Tensor | None) -> Fault | None:
-        # Sets the flag where the norm is not finite: what torch.amp does to all gradients. (It also multiplies by one.)
+        # torch.amp's kernel sets the flag if the norm is not finite, and multiplies the norm by one.
         torch._amp_foreach_non_finite_check_and_unscale_([norm.detach()], self._bad.zero_(), self._one)
         if self._window is not None:
-            self._bad = torch.maximum(self._bad, self._judged(norm, mean))
+            self._bad = torch.maximum(self._bad, self._fault_value(norm, mean))
         if not self._on_device:
             fault = Fault(int(self._bad.item()))  # host sync
             if fault is Fault.NONE:
                 self.optimizer.step()
             return fault
-        self._told.send(self._bad)
+        self._fault_copy.send(self._bad)
         self.optimizer.found_inf = self._bad.clamp(max=1) if self._window else self._bad  # type: ignore[attr-defined]
         self.optimizer.step()
         return None
@@ -133,18 +133,18 @@ class Guard:
         if self._pending is None:
             return None
         (fault, norm, loss, weight, metrics), self._pending = self._pending, None
-        return Step(Fault(self._told.read()) if fault is None else fault, norm, loss, weight, metrics)
+        return Step(Fault(self._fault_copy.read()) if fault is None else fault, norm, loss, weight, metrics)
 
-    def _judged(self, norm: Tensor, loss: Tensor | None) -> Tensor:
-        """0, 1 where a value is not finite, 2 where it is far above those before; as :class:`Fault` counts."""
+    def _fault_value(self, norm: Tensor, loss: Tensor | None) -> Tensor:
+        """Return the value of the :class:`Fault`, 0-dim: 1 if a value is not finite, 2 if one is a spike, else 0."""
         assert self._window is not None
         values = (norm if loss is None else torch.stack([norm.to(loss.dtype), self._total(loss)])).reshape(-1)
         finite = torch.isfinite(values).all()
-        return torch.where(finite, 2 * self._window.far(values, known=finite & (self._bad == 0)), 1.0)
+        return torch.where(finite, 2 * self._window.spike(values, known=finite & (self._bad == 0)), 1.0)
 
     def _scaled_step(self, norm: Tensor, loss: Tensor | None) -> Fault:
-        judged = 0 if self._window is None else int(self._judged(norm, loss))  # host sync, as the scaler's
-        if judged == Fault.SPIKE.value:
+        value = 0 if self._window is None else int(self._fault_value(norm, loss))  # host sync, as in the scaler
+        if value == Fault.SPIKE.value:
             self.scaler.update()
             return Fault.SPIKE
         before = self.scaler.get_scale()
@@ -163,45 +163,44 @@ class Guard:
 
 
 class Window:
-    """Mean and standard deviation of the last values on the device, and what is far above them."""
+    """The last ``length`` losses and gradient norms, on the device; detects values far above them."""
 
     def __init__(self, length: int, sigma: float, *, device: torch.device) -> None:
         self.length, self.sigma = length, sigma
         kind = torch.float32 if device.type == "mps" else torch.float64
         self._values = torch.zeros(2, length, dtype=kind, device=device)
-        self._place = torch.arange(length, device=device)
+        self._indices = torch.arange(length, device=device)
         self._count = torch.zeros((), dtype=torch.int64, device=device)
 
-    def far(self, values: Tensor, *, known: Tensor) -> Tensor:
-        """1 where a value is more than ``sigma`` deviations above the mean, else 0; only then it joins the window.
+    def spike(self, values: Tensor, *, known: Tensor) -> Tensor:
+        """Return 1 if a value is more than ``sigma`` deviations above the mean, else 0, as a 0-dim tensor.
 
-        Args:
-            values: one or two numbers.
-            known: whether they are to be judged: finite, and of a step that was not bad before; 0-dim.
+        ``values`` are one or two numbers. ``known``, 0-dim: whether they are finite; only then they are compared, and
+        join the window unless they spike.
         """
         values = values.to(self._values.dtype)
         kept = self._values[: len(values)]
         deviation, mean = torch.std_mean(kept, dim=1)
-        far = (known & (values > mean + self.sigma * deviation).any() & (self._count >= self.length)).to(torch.float32)
-        joins = known & (far == 0)
-        here = (self._place == self._count % self.length) & joins
+        high = (known & (values > mean + self.sigma * deviation).any() & (self._count >= self.length)).to(torch.float32)
+        joins = known & (high == 0)
+        here = (self._indices == self._count % self.length) & joins
         self._values[: len(values)] = torch.where(here, values[:, None], kept)
         self._count += joins
-        return far
+        return high
 
     def state_dict(self) -> dict[str, Any]:
-        """Host sync."""
+        """Return the window as plain data; host sync."""
         return {"values": self._values.tolist(), "count": int(self._count.item())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         values = torch.tensor(state["values"], dtype=self._values.dtype)
-        if values.shape == self._values.shape:  # another length begins anew
+        if values.shape == self._values.shape:  # a window of another length starts empty
             self._values.copy_(values)
             self._count.fill_(state["count"])
 
 
 class _Copy:
-    """A number on its way from the device: copied beside the device's work, read when it has long arrived."""
+    """An asynchronous copy of a number from the device to the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._host = torch.zeros((), pin_memory=device.type == "cuda")

@@ -1,4 +1,4 @@
-"""What a bad step is, and what is done about it."""
+"""The policy for bad steps: which steps are bad, and what the run does then."""
 
 import enum
 from collections import Counter
@@ -9,7 +9,7 @@ Action = Literal["stop", "skip", "rewind"]
 
 
 class Fault(enum.Enum):
-    """Why a step changed nothing."""
+    """Why a step did not change the weights."""
 
     NONE = 0
     """the step is accepted"""
@@ -33,21 +33,21 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Policy:
-    """What is done about a bad step."""
+    """Which steps are bad, and the action for each kind."""
 
     nonfinite: Action = "stop"
     spike: Action = "skip"
     sigma: float = 0.0
-    """a spike is a loss or gradient norm that many standard deviations above the mean of the window (0: none is)"""
+    """threshold of a spike: standard deviations of loss or gradient norm above the mean of the window (0: off)"""
     window: int = 100
-    """steps that mean and standard deviation are taken over; nothing is a spike before there are as many"""
+    """number of steps in the window; there are no spikes until it is full"""
 
     def action(self, fault: Fault) -> Action:
         return self.spike if fault is Fault.SPIKE else self.nonfinite
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run may go on after a bad step."""
+        """Whether the run may continue after a bad step."""
         return self.nonfinite != "stop" or (self.sigma > 0 and self.spike != "stop")
 
     @property
@@ -56,12 +56,12 @@ class Policy:
 
 
 class BadSteps:
-    """What is done about bad steps, and how many of them came in a row.
+    """Chooses the action for each bad step, and counts bad steps in a row.
 
     Args:
-        policy: what a bad step is answered with.
-        patience: bad steps in a row that do not end the run. An accepted step ends a row of skipped ones; only a
-            checkpoint ends a row of rewinds, since the steps before the bad one are repeated each time.
+        policy: defines the actions.
+        patience: bad steps in a row that do not end the run. An accepted step resets the count of skips. Only a
+            checkpoint resets the count of rewinds, since each rewind repeats accepted steps.
     """
 
     def __init__(self, policy: Policy, patience: int) -> None:
@@ -69,15 +69,15 @@ class BadSteps:
         self._in_a_row: Counter[Action] = Counter()
 
     def accepted(self) -> None:
-        """A step was accepted."""
+        """Record that a step was accepted."""
         self._in_a_row["skip"] = 0
 
     def saved(self) -> None:
-        """A checkpoint was made."""
+        """Record that a checkpoint was saved."""
         self._in_a_row.clear()
 
     def answer(self, fault: Fault) -> tuple[Action, str]:
-        """What to do about one more bad step, and why, in words."""
+        """Count one more bad step; return the action, and the reason as text."""
         action = self.policy.action(fault)
         self._in_a_row[action] += 1
         spike = f"loss or gradient norm is {self.policy.sigma:g} deviations above those before"

@@ -1,4 +1,4 @@
-"""The global gradient norm and clipping by it, the same under every strategy."""
+"""The global gradient norm and gradient clipping, for plain, DDP and FSDP2 models."""
 
 from collections.abc import Iterable
 from typing import cast
@@ -14,13 +14,13 @@ from oneloop.basics.tensors import local
 
 @torch.no_grad()
 def global_norm(parameters: Iterable[Tensor], *, exact: bool = False) -> Tensor:
-    """L2 norm of all gradients together: a plain 0-dim tensor, equal on every rank. Every rank must get here.
+    """Return the L2 norm of all gradients: a plain 0-dim tensor, equal on every rank. Collective: call on every rank.
 
-    Sharded gradients (FSDP2) cost one small all-reduce; others are already reduced.
+    Sharded gradients (FSDP2) cost one small all-reduce; other gradients are already reduced.
 
     Args:
-        parameters: with their gradients.
-        exact: rounded once, at the end: the same bits for all shardings. Sharded gradients then cost two.
+        parameters: their ``.grad`` is read.
+        exact: round once, at the end: bit-identical for every sharding. Sharded gradients then cost two all-reduces.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
@@ -40,7 +40,7 @@ def global_norm(parameters: Iterable[Tensor], *, exact: bool = False) -> Tensor:
 
 
 def _norm(tensors: list[Tensor]) -> Tensor:
-    """torch's get_total_norm, to the bit; without its sorting where all are of one device and type."""
+    """Return torch's get_total_norm, bit-identically, but without sorting if all tensors share device and dtype."""
     if not tensors or len({(tensor.device, tensor.dtype) for tensor in tensors}) > 1:
         return torch.nn.utils.get_total_norm(tensors)
     return cast(Tensor, torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors))))
@@ -48,7 +48,7 @@ def _norm(tensors: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_(parameters: Iterable[Tensor], largest: float, norm: Tensor) -> None:
-    """Scales the gradients in place so that their global norm is at most ``largest`` (0: leaves them alone)."""
+    """Scale the gradients in place so that their global norm is at most ``largest`` (0: no clipping)."""
     if not largest:
         return
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -56,6 +56,6 @@ def clip_(parameters: Iterable[Tensor], largest: float, norm: Tensor) -> None:
 
 
 def clear_gradients(parameters: Iterable[Tensor]) -> None:
-    """Drops the gradients, as ``optimizer.zero_grad(set_to_none=True)`` does, without a profiler's record (8 us)."""
+    """Set all gradients to None, like ``optimizer.zero_grad()`` but without its profiler record (8 us)."""
     for parameter in parameters:
         parameter.grad = None

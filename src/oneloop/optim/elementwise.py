@@ -1,8 +1,8 @@
-"""Updates of which each element depends on nothing but itself: the same bits however parameters are sharded.
+"""Element-wise updates, which are bit-identical for every sharding of the parameters.
 
-Fused kernels on a CPU treat the last elements of a tensor in another way, and which those are depends on its shard's
-length. These are of torch's foreach operations, with the bits of torch's own foreach optimizers (torch 2.15); unlike
-those they take ``found_inf``, 1 where nothing shall change, without asking the device.
+Fused CPU kernels compute the last elements of a tensor differently, and which elements these are depends on the length
+of the shard. The functions here use torch's foreach operations, bit-identical to torch's foreach optimizers (2.15).
+They also take ``found_inf``: if it is 1, they change nothing, without a host sync.
 """
 
 from collections.abc import Sequence
@@ -28,16 +28,16 @@ def adamw_(
     """AdamW (Loshchilov & Hutter 2019), in place.
 
     Args:
-        parameters: this rank's parts.
-        gradients: of the same shapes, as all others but the steps.
-        exp_avgs: first moments.
-        exp_avg_sqs: second moments.
-        steps: updates that each has had, 0-dim, float32.
+        parameters: this rank's shards.
+        gradients: of the same shapes.
+        exp_avgs: first moments, of the same shapes.
+        exp_avg_sqs: second moments, of the same shapes.
+        steps: number of updates of each parameter, 0-dim, float32.
         lr: learning rate.
         betas: decay rates of the first and the second moment.
         eps: added to the root of the second moment.
-        weight_decay: as a share of the learning rate.
-        found_inf: 0-dim.
+        weight_decay: factor of the learning rate.
+        found_inf: 0 or 1, 0-dim; 1: change nothing.
     """
     if not parameters:
         return
@@ -46,7 +46,7 @@ def adamw_(
     first = torch._foreach_lerp(exp_avgs, gradients, 1 - beta1)
     second = torch._foreach_mul(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
-    wide = counted.double().clamp(min=1)  # at a first step that is bad nothing is divided by zero
+    wide = counted.double().clamp(min=1)  # no division by zero if the first step is bad
     size = (-lr / (1 - beta1**wide)).to(first[0].dtype)
     root = (1 - beta2**wide).sqrt().to(first[0].dtype)
     below = torch._foreach_sqrt(second)
@@ -76,14 +76,14 @@ def sgd_(
     """Stochastic gradient descent, in place.
 
     Args:
-        parameters: this rank's parts.
+        parameters: this rank's shards.
         gradients: of the same shapes.
-        buffers: of the momentum, which begin at zero; None without momentum.
+        buffers: momentum buffers, zero before the first step; None without momentum.
         lr: learning rate.
-        momentum: share of the last update kept.
-        weight_decay: added to the gradients as this share of the parameters.
-        nesterov: look ahead.
-        found_inf: 0-dim.
+        momentum: share of the previous update to keep.
+        weight_decay: this share of the parameters is added to the gradients.
+        nesterov: use Nesterov momentum.
+        found_inf: 0 or 1, 0-dim; 1: change nothing.
     """
     moved = torch._foreach_add(gradients, parameters, alpha=weight_decay) if weight_decay else [*gradients]
     if buffers is not None:
@@ -95,7 +95,7 @@ def sgd_(
 
 
 def _put(held: list[Tensor], made: Sequence[Tensor], found_inf: Tensor | None) -> None:
-    """Puts what was made in the place of what was held, unless the step is bad."""
+    """Copy the new tensors over the held ones, unless the step is bad."""
     if found_inf is None:
         torch._foreach_copy_(held, [*made])
         return

@@ -1,4 +1,4 @@
-"""Muon with AdamW for the rest, exact for any split and sharding, and without a device read.
+"""Muon for matrices and AdamW for the rest, equal under every parallel layout, without host syncs.
 
 Jordan 2024 (kellerjordan.github.io/posts/muon); the update's size follows Liu et al. 2025 (Muon is Scalable for LLM
 Training): 0.2 sqrt(max(rows, columns)), so that one learning rate fits both.
@@ -19,7 +19,7 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 def hidden_matrices(model: nn.Module, adamw_for: tuple[str, ...] = ()) -> set[Tensor]:
-    """The matrices inside the model: not embeddings, not the output head, not modules named in ``adamw_for``."""
+    """Return the hidden matrices: no embeddings, no output head, no modules named in ``adamw_for``."""
     heads = [getattr(module, "get_output_embeddings", lambda: None)() for module in model.modules()]
     outside = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     outside |= {p for head in heads if isinstance(head, nn.Module) for p in head.parameters()}
@@ -31,7 +31,7 @@ def hidden_matrices(model: nn.Module, adamw_for: tuple[str, ...] = ()) -> set[Te
 
 
 def orthogonalized(matrix: Tensor, *, iterations: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Roughly the nearest orthogonal matrix, by Newton-Schulz; shape (rows, columns), in ``dtype`` or better."""
+    """Approximate the nearest orthogonal matrix by Newton-Schulz iterations in ``dtype`` or better; (rows, columns)."""
     x: Tensor = matrix.to(torch.promote_types(dtype, matrix.dtype) if dtype is torch.float32 else dtype)
     tall = x.shape[0] > x.shape[1]
     x = x.mT if tall else x
@@ -44,15 +44,15 @@ def orthogonalized(matrix: Tensor, *, iterations: int = 5, dtype: torch.dtype = 
 
 
 class Muon(Optimizer):
-    """Parameter groups with ``muon=True`` hold matrices; the others get fused AdamW.
+    """Muon for parameter groups with ``muon=True`` (matrices), fused AdamW for the other groups.
 
-    Under FSDP2 each matrix is gathered once per step, orthogonalized by every rank alike, and cut again.
-    ``found_inf``, a 0-dim tensor set before :meth:`step`, makes the whole step change nothing where it is 1.
+    Under FSDP2 each matrix is gathered once per step, orthogonalized on every rank, and sharded again. If
+    ``found_inf``, a 0-dim tensor set before :meth:`step`, is 1, the step changes nothing.
     """
 
     _step_supports_amp_scaling = True
     elementwise = False
-    """as :attr:`oneloop.optim.adamw.AdamW.elementwise`, for the rest; a matrix is always updated as a whole"""
+    """as :attr:`oneloop.optim.adamw.AdamW.elementwise`, for AdamW's groups; a matrix is always updated as a whole"""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of all parameters that have a gradient."""
+        """Update all parameters that have a gradient once."""
         for group in self.param_groups:
             params = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["muon"]:
@@ -111,7 +111,7 @@ class Muon(Optimizer):
         assert parameter.grad is not None
         gradient = local(parameter.grad)
         keep: float | Tensor = 1.0
-        if self.found_inf is not None:  # 0 or 1, without asking the device which
+        if self.found_inf is not None:  # 0 or 1; no host sync
             keep = (1.0 - self.found_inf).to(weights.dtype)
             gradient = torch.where(self.found_inf > 0, torch.zeros_like(gradient), gradient)
         momentum.lerp_(gradient, (1.0 - group["momentum"]) * torch.as_tensor(keep, dtype=weights.dtype))
@@ -123,7 +123,7 @@ class Muon(Optimizer):
         weights.sub_(update * (group["lr"] * size * keep))
 
     def _orthogonalized(self, update: Tensor, parameter: Tensor, iterations: int) -> Tensor:
-        """The whole matrix orthogonalized, and of it this rank's part; shape of ``update``."""
+        """Orthogonalize the whole matrix; return this rank's shard, in the shape of ``update``."""
         if isinstance(parameter, DTensor):
             mesh, cut = parameter.device_mesh, parameter.placements
             sharded = DTensor.from_local(update, mesh, cut, shape=parameter.shape, stride=parameter.stride())

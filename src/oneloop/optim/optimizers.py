@@ -1,4 +1,4 @@
-"""Optimizers by name or class path, with weight decay on matrices only unless more is said."""
+"""Optimizers by name or class path; weight decay is for matrices only, unless settings name other parameters."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -24,19 +24,19 @@ def build(
     settings: Settings | None = None,
     elementwise: bool = False,
 ) -> Optimizer:
-    """An optimizer over the parameters of ``model``, after it was sharded.
+    """Build an optimizer over the parameters of ``model``, which is already sharded.
 
     Args:
         make: a function of this file, or an optimizer class.
         model: holds the parameters.
         lr: learning rate.
-        weight_decay: of the matrices.
+        weight_decay: weight decay of matrices.
         options: keyword arguments of ``make``.
         settings: ``lr_factor`` and ``weight_decay`` of single parameters, by their bare names.
-        elementwise: updates are the same bits for all shardings.
+        elementwise: whether updates must be bit-identical for every sharding.
 
     Raises:
-        ValueError: ``weight_decay`` for a class that has none, or ``elementwise`` for one that cannot.
+        ValueError: the class does not support ``weight_decay`` or ``elementwise``.
     """
     arguments = inspect.signature(make).parameters
     wanted = weight_decay or next((w for own in (settings or {}).values() if (w := own.get("weight_decay"))), 0)
@@ -50,23 +50,23 @@ def build(
         if not hasattr(optimizer, "elementwise"):
             raise ValueError(f"batch.grain: the update of {type(optimizer).__name__} depends on the sharding")
         optimizer.elementwise = True
-    optimizer.defaults.setdefault(LR_FACTOR, 1.0)  # so it is nothing that a checkpoint keeps
-    for group in optimizer.param_groups:  # an own class may have given them rates of its own
+    optimizer.defaults.setdefault(LR_FACTOR, 1.0)  # so that checkpoints do not store it as an option
+    for group in optimizer.param_groups:  # the user's class may set rates per group
         group[LR_FACTOR] = group.get(LR_FACTOR, 1.0) * (float(group["lr"]) / lr if lr else 1.0)
     return optimizer
 
 
 def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[str, Any]) -> float:
-    """Builds the optimizer over a matrix and a vector, and takes a step with it: what is wrong shows at once.
+    """Build the optimizer over a matrix and a vector, and make one step with it, to find errors early.
 
     Returns:
-        Bytes of its state for each byte of parameters, about.
+        Approximate bytes of optimizer state per byte of parameters.
 
     Raises:
-        ValueError: its arguments are out of range, or it cannot be used in a loop that computes each gradient once.
+        ValueError: an argument is out of range, or the optimizer needs a closure.
     """
     if "model" in inspect.signature(make).parameters and make is not muon:
-        return 2.0  # it knows its own model only; as much as Adam's
+        return 2.0  # it works with its own model only; assume the state of Adam
     toy = nn.Linear(2, 2)
     for parameter in toy.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -85,11 +85,7 @@ def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[st
 
 
 def reject_if_sharded(make: Callable[..., Optimizer]) -> None:
-    """Rejects optimizers that cannot update sharded parameters.
-
-    Raises:
-        ValueError: for Adafactor, whose row and column means torch takes over a shard only.
-    """
+    """Raise ValueError for Adafactor, which cannot update shards: torch takes its row and column means per shard."""
     if make in (adafactor, torch.optim.Adafactor):
         raise ValueError("optimizer.name adafactor cannot update parameters under FSDP2; use adamw, muon or ddp.yaml")
 
@@ -110,7 +106,7 @@ def adamw(params: Groups, *, lr: float, betas: tuple[float, float] = (0.9, 0.999
     """
     if not _fused(params):
         return torch.optim.AdamW(params, lr=lr, betas=betas, eps=eps)
-    from oneloop.optim.adamw import AdamW  # DTensor, which it needs, takes seconds to import
+    from oneloop.optim.adamw import AdamW  # late: its import of DTensor takes seconds
 
     return AdamW(params, lr=lr, betas=betas, eps=eps)
 
@@ -121,12 +117,12 @@ def sgd(params: Groups, *, lr: float, momentum: float = 0.9, nesterov: bool = Fa
     Args:
         params: parameter groups.
         lr: learning rate.
-        momentum: share of the last update kept.
-        nesterov: look ahead (needs momentum).
+        momentum: share of the previous update to keep.
+        nesterov: use Nesterov momentum (requires momentum).
     """
     if not _fused(params):
         return torch.optim.SGD(params, lr=lr, momentum=momentum, nesterov=nesterov)
-    from oneloop.optim.sgd import SGD  # as AdamW
+    from oneloop.optim.sgd import SGD  # late, as AdamW
 
     return SGD(params, lr=lr, momentum=momentum, nesterov=nesterov)
 
@@ -144,22 +140,22 @@ def muon(
     eps: float = 1e-8,
     adamw_for: tuple[str, ...] = ("lm_head", "head", "classifier", "score", "fc"),
 ) -> Optimizer:
-    """Muon (Jordan 2024) for hidden matrices, AdamW for the rest; one learning rate for both (Liu et al. 2025).
+    """Muon (Jordan 2024) for hidden matrices, AdamW for the rest, with one learning rate (Liu et al. 2025).
 
     Args:
         params: parameter groups.
-        model: tells which parameters are embeddings.
+        model: to find embeddings and output heads.
         lr: learning rate.
-        momentum: of the matrices.
-        nesterov: look ahead, for the matrices.
-        iterations: Newton-Schulz steps.
-        precision: exact iterates in float32 or better; bf16 is quicker on GPUs, and then another split of the batch
+        momentum: momentum of Muon.
+        nesterov: use Nesterov momentum in Muon.
+        iterations: number of Newton-Schulz iterations.
+        precision: exact iterates in float32 or better; bf16 is faster on GPUs, but then another parallel layout
             differs by about 5e-3 after 20 steps.
-        betas: AdamW's decay rates, for the rest.
-        eps: AdamW's, for the rest.
-        adamw_for: names of modules whose matrices get AdamW too (a part of the dotted name, as a whole).
+        betas: decay rates of AdamW's moments.
+        eps: added to the root of AdamW's second moment.
+        adamw_for: names of modules whose matrices also get AdamW (a component of the dotted name).
     """
-    from oneloop.optim.muon import Muon, hidden_matrices  # as AdamW
+    from oneloop.optim.muon import Muon, hidden_matrices  # late, as AdamW
 
     matrices = hidden_matrices(model, adamw_for)
     groups: Groups = []
@@ -180,7 +176,7 @@ def adafactor(
     eps: tuple[float | None, float] = (None, 1e-3),
     d: float = 1.0,
 ) -> Optimizer:
-    """Adafactor (Shazeer & Stern 2018), torch's; reads the device at every step, and is rejected under FSDP2.
+    """torch's Adafactor (Shazeer & Stern 2018); makes a host sync in every step, and is rejected under FSDP2.
 
     Args:
         params: parameter groups.
@@ -193,7 +189,7 @@ def adafactor(
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> float:
-    """Gives every parameter group its share of this learning rate (as it was built with), and returns it."""
+    """Set the learning rate of every parameter group to ``lr`` times the group's factor; return ``lr``."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get(LR_FACTOR, 1.0)
     return lr

@@ -1,7 +1,7 @@
-"""Parameters by patterns of their names: frozen, at another learning rate, or with another weight decay.
+"""Settings of parameters by name patterns: frozen, another learning rate, or another weight decay.
 
-A pattern is a parameter's dotted name or the beginning of one (``backbone``, ``backbone.layer1.conv.weight``), where
-``*`` stands for anything, ``?`` for one character and ``[0-5]`` for one of several (``*.bias``, ``encoder.[0-5]``).
+A pattern is a parameter's dotted name or the start of one (``backbone``, ``backbone.layer1.conv.weight``). ``*``
+matches any text, ``?`` one character and ``[0-5]`` one of several characters (``*.bias``, ``encoder.[0-5]``).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,24 +12,24 @@ from torch import Tensor, nn
 from oneloop.basics.parameter_names import matches
 
 LR_FACTOR = "lr_factor"
-"""the key of a parameter group under which stands what share of the learning rate it gets"""
+"""key of a parameter group: its factor of the learning rate"""
 Groups = list[dict[str, Any]]
 Settings = Mapping[str, Mapping[str, Any]]
-"""what is set for a parameter, or by a pattern: ``freeze``, ``lr_factor``, ``weight_decay``"""
+"""settings by parameter or by pattern: ``freeze``, ``lr_factor``, ``weight_decay``"""
 
 
 def chosen(model: nn.Module, rules: Settings) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
-    """What the rules say of each parameter.
+    """Resolve the settings of each parameter.
 
     Args:
-        model: not wrapped yet.
-        rules: settings by pattern. Several may take one parameter, where they do not disagree.
+        model: not yet wrapped.
+        rules: settings by pattern. Several patterns may match one parameter if they do not disagree.
 
     Returns:
-        Settings by parameter, and parameters by pattern; tied ones under their first name.
+        Settings by parameter, and parameters by pattern; tied parameters have their first name.
 
     Raises:
-        ValueError: a pattern takes none, or two disagree.
+        ValueError: a pattern matches no parameter, or two patterns disagree.
     """
     first: dict[int, str] = {}
     names = [(name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False)]
@@ -57,8 +57,8 @@ def _some(names: Iterable[str]) -> str:
 
 
 def freeze(model: nn.Module, names: Iterable[str]) -> None:
-    """Trains these parameters no more; modules without any other are put into eval mode, so that no buffer of theirs
-    moves and nothing is dropped out. (What trains and evaluates leaves each module's own mode as it is.)"""
+    """Freeze these parameters. Modules whose parameters are all frozen are set to eval mode, so that their buffers do
+    not change and their dropout is off. (Training and evaluation keep the mode of each module.)"""
     frozen = set(names)
     for name, parameter in model.named_parameters():
         if name in frozen:
@@ -70,16 +70,15 @@ def freeze(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def layer_decay(model: nn.Module, blocks: Sequence[nn.Module], decay: float) -> dict[str, float]:
-    """Layer-wise decay of the learning rate: ``decay ** (n + 1 - depth)`` for each parameter's name, of n blocks.
+    """Return layer-wise learning-rate factors by parameter name: ``decay ** (n + 1 - depth)`` for n blocks.
 
-    The depth is 0 before the first block (embeddings, stem), that of its block inside one or after it, and n + 1 after
-    the last (final norm, head), in the order in which the model holds them. (Clark et al. 2020, ELECTRA; Bao et al.
-    2022, BEiT.)
+    Depth, in the model's order: 0 before the first block (embeddings, stem), the number of the block inside or after
+    a block, and n + 1 after the last block (final norm, head). (Clark et al. 2020, ELECTRA; Bao et al. 2022, BEiT.)
 
     Args:
-        model: not wrapped yet.
-        blocks: in its own order.
-        decay: from one block to the one below it.
+        model: not yet wrapped.
+        blocks: the model's blocks, in order.
+        decay: factor from each block to the block below it.
 
     Raises:
         ValueError: the model has no blocks.
@@ -102,14 +101,14 @@ def layer_decay(model: nn.Module, blocks: Sequence[nn.Module], decay: float) -> 
 def parameter_groups(
     parameters: Iterable[tuple[str, Tensor]], weight_decay: float, *, settings: Settings | None = None
 ) -> Groups:
-    """Groups by learning-rate factor and weight decay, of what is trained.
+    """Group the trained parameters by learning-rate factor and weight decay.
 
-    Matrices get ``weight_decay``, vectors (biases, norms) none, unless the settings name one.
+    Matrices get ``weight_decay``, vectors (biases, norms) none, unless the settings give another value.
 
     Args:
-        parameters: with their bare names.
-        weight_decay: of matrices.
-        settings: of single parameters.
+        parameters: (bare name, parameter).
+        weight_decay: weight decay of matrices.
+        settings: settings by bare name.
     """
     found: dict[tuple[float, float], list[Tensor]] = {}
     trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]

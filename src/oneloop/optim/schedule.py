@@ -1,7 +1,7 @@
-"""The learning rate as a pure function of the step: nothing to save, nothing to fall out of step.
+"""The learning rate as a pure function of the step, so that a checkpoint need not save it.
 
-A schedule is a function ``(step, total) -> factor`` of the peak rate, both counted from the end of the warm-up; it may
-take ``final`` (the factor at the end) and typed options of its own, durations among them arriving as whole steps.
+A schedule is a function ``(step, total) -> factor`` of the peak rate; both count from the end of the warm-up. It may
+also take ``final`` (the factor at the end) and typed options; durations are passed as whole steps.
 """
 
 import inspect
@@ -14,22 +14,22 @@ from oneloop.basics.duration import Duration, Scale
 
 
 def constant(step: int, total: int) -> float:
-    """The peak rate throughout."""
+    """Keep the peak rate."""
     return 1.0
 
 
 def linear(step: int, total: int, *, final: float = 0.0) -> float:
-    """From the peak in a straight line to ``final``."""
+    """Decrease linearly from the peak to ``final``."""
     return 1.0 + (final - 1.0) * step / total
 
 
 def cosine(step: int, total: int, *, final: float = 0.0) -> float:
-    """Half a cosine from the peak to ``final`` (Loshchilov & Hutter 2017, without restarts)."""
+    """Decrease along half a cosine from the peak to ``final`` (Loshchilov & Hutter 2017, without restarts)."""
     return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * step / total))
 
 
 def wsd(step: int, total: int, *, final: float = 0.0, decay: Duration = Duration("20%")) -> float:
-    """Warm-up, stable, decay: the peak, then linearly to ``final`` (Hu et al. 2024, MiniCPM).
+    """Warm-up, stable, decay: keep the peak, then decrease linearly to ``final`` (Hu et al. 2024, MiniCPM).
 
     Args:
         step: steps since the warm-up.
@@ -37,26 +37,26 @@ def wsd(step: int, total: int, *, final: float = 0.0, decay: Duration = Duration
         final: factor at the end.
         decay: duration of the decay at the end of the run.
     """
-    length = min(decay, total) if isinstance(decay, int) else total  # a Duration only outside a run
+    length = min(decay, total) if isinstance(decay, int) else total  # a Duration if called outside a run
     return 1.0 if step < total - length else linear(step - (total - length), length, final=final)
 
 
 def plateau(step: int, total: int, *, reductions: int = 0, factor: float = 0.1, patience: int = 3) -> float:
-    """The peak, multiplied by ``factor`` whenever ``patience`` evaluations in a row brought no better result.
+    """Multiply the rate by ``factor`` whenever ``patience`` evaluations in a row do not improve the best result.
 
     Args:
         step: steps since the warm-up.
         total: steps of the run after the warm-up.
-        reductions: how often the rate was reduced so far; counted by the run.
-        factor: what the rate is multiplied by.
-        patience: evaluations to wait.
+        reductions: number of reductions so far; the run counts them.
+        factor: factor of the rate at each reduction.
+        patience: evaluations without improvement before a reduction.
     """
     return factor**reductions
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """``rate(step)``: the learning rate of the update that makes ``step`` into ``step + 1``."""
+    """``rate(step)`` is the learning rate of the update from ``step`` to ``step + 1``."""
 
     peak: float
     warmup: int
@@ -77,7 +77,7 @@ class LearningRate:
 
     @property
     def patience(self) -> int:
-        """Evaluations without a better result before the rate is reduced (0: it never is)."""
+        """Evaluations without improvement before the rate is reduced (0: never)."""
         return int(self.options["patience"]) if self.follows_evaluation else 0
 
 
@@ -91,7 +91,7 @@ def learning_rate(
     scale: Scale,
     total: int,
 ) -> LearningRate:
-    """The learning rate of a run of ``total`` steps; durations become steps here, once.
+    """Build the learning rate of a run of ``total`` steps; convert all durations to steps.
 
     Raises:
         ValueError: the warm-up, or a duration of the schedule, is longer than the run.

@@ -1,4 +1,4 @@
-"""Fused SGD that also updates sharded parameters, for which torch's own has no rule (torch 2.15)."""
+"""Fused SGD that also updates sharded parameters, which torch's SGD does not support (torch 2.15)."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from oneloop.optim.elementwise import sgd_
 
 
 class SGD(torch.optim.SGD):
-    """torch's SGD, fused, on each rank's own shards: an elementwise update needs no other.
+    """torch's fused SGD on each rank's shards, which is correct because the update is element-wise.
 
-    ``found_inf``, a 0-dim tensor set before :meth:`step`, makes the step change nothing where it is 1.
+    If ``found_inf``, a 0-dim tensor set before :meth:`step`, is 1, the step changes nothing.
     """
 
     elementwise = False  # as :attr:`oneloop.optim.adamw.AdamW.elementwise`
@@ -30,7 +30,7 @@ class SGD(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of all parameters that have a gradient."""
+        """Update all parameters that have a gradient once."""
         for group in self.param_groups:
             params = [parameter for parameter in group["params"] if parameter.grad is not None]
             buffers = [self.state[parameter].get("momentum_buffer") for parameter in params]

@@ -1,1 +1,1 @@
-"""Answers before or beside a run, by driving the loop itself: what each technique is worth."""
+"""Commands that run short trainings to answer a question: ``oneloop worth`` and ``oneloop prove``."""

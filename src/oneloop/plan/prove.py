@@ -19,19 +19,19 @@ from oneloop.basics.files import dumps, printable
 from oneloop.basics.launcher import on_stops
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.launch.command import config_file, launch, launch_options
-from oneloop.plan.techniques import words as typed
+from oneloop.plan.techniques import as_arguments
 from oneloop.recipe.parse import read
 
 Start = Callable[[Sequence[str], int], int]
-"""runs ``oneloop launch`` with these words and this file descriptor for its output; returns the exit code"""
+"""runs ``oneloop launch`` with these arguments; output goes to the file descriptor; returns the exit code"""
 _SECONDS = 1800.0  # time limit of one run
 _KEYS = {"eval.every": 0, "save.every": 0, "save.best": False, "save.final": "last", "log.every": 1, "track": "none"}
 _KEYS |= {"log.noise_scale": False, "watch.quiet": False, "watch.profile": None, "watch.memory": None}
 _KEYS |= {"run.resume": "auto", "stop.after": None, "debug.dry_run": False, "machine.check_every": 1}
-"""of every run; check_every: end it if replicas differ, since only rank 0's are compared with one process"""
-_FACTOR = 10.0  # how many times as far apart as the control the layout may be
-_GRADIENTS = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-4)}  # relative: always, and at most due to the control
-_CONTROL = {"float64": 1e-5, "float32": 1e-2}  # relative distance of its weights: above, it is not rounding
+"""keys of every run; check_every ends a run whose replicas differ, because only rank 0's weights are compared"""
+_FACTOR = 10.0  # the layout may differ from the reference by at most this multiple of the control's difference
+_GRADIENTS = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-4)}  # relative limit: minimum, and maximum
+_CONTROL = {"float64": 1e-5, "float32": 1e-2}  # relative distance of its weights; more is not rounding
 
 
 class _Failed(RuntimeError):
@@ -39,21 +39,21 @@ class _Failed(RuntimeError):
 
 
 def prove(own: Namespace, training: Sequence[str], *, start: Start | None = None) -> int:
-    """Compare the layout of ``own`` (config_file, processes, steps, json) with one process, for the recipe in
-    ``training``: print the verdict; return 0 (the same) or 1 (different, failed). Raises BadInput."""
+    """Compare the layout of ``own`` (config_file, processes, steps, json) with one process on the recipe in
+    ``training``, and print the verdict. Return 0 (the same) or 1 (different, failed). Raise BadInput."""
     with TemporaryDirectory(prefix="oneloop-") as scratch:
-        proof = _Proof(training, own, Path(scratch), start or _launched)
+        proof = _Proof(training, own, Path(scratch), start or _launch)
         try:
-            found = proof.found()
+            result = proof.result()
         except _Failed as error:
-            found = {"verdict": "failed", "reason": str(error)}
-    found = {"verdict": "", **proof.about, **found}
-    print(dumps(found) if own.json else printable("\n".join(_lines(found))))
-    return DONE if found["verdict"] in ("equal", "bit-identical") else ERROR
+            result = {"verdict": "failed", "reason": str(error)}
+    result = {"verdict": "", **proof.about, **result}
+    print(dumps(result) if own.json else printable("\n".join(_lines(result))))
+    return DONE if result["verdict"] in ("equal", "bit-identical") else ERROR
 
 
 class _Proof:
-    """The runs of one recipe: on one process, and in the layout."""
+    """The runs of one recipe: on one process, and on the parallel layout."""
 
     def __init__(self, training: Sequence[str], own: Namespace, scratch: Path, start: Start) -> None:
         self.recipe, file = read(training), launch_options(["--config_file", own.config_file, "recipe"])[0][1]
@@ -73,54 +73,54 @@ class _Proof:
         self.training, self.scratch, self.start = [str(own.steps), *training], scratch, start
         self.notes = []
         if number > max(1, gpus):
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the runs
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # inherited by the runs
             self.notes.append(f"{number} processes, {gpus} GPUs: all runs used the CPU; the processes used gloo")
         if half != "no" and not batch.grain:
             self.notes.append(f"compared without mixed precision ({half}), because half precision rounds differently")
         layout = f"{Path(file).stem} on {number} process{'es' * (number > 1)}"
         self.about = {"recipe": self.recipe.name, "layout": layout, "steps": own.steps, "notes": self.notes}
 
-    def found(self) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         machine, keys = self.recipe.machine, {"machine.matmul": "highest"}
         if self.recipe.batch.grain:
             layout, reference = self._run("layout", self.layout, {}), self._run("reference", self.single, {})
             return {"dtype": machine.dtype, **_verdict(parting(reference, layout)[0], "bit-identical"), "reason": None}
         keys |= {"machine.base_dtype": "float32"} if machine.base_dtype not in (None, "float32") else {}
         try:
-            return self._compared({**keys, "machine.dtype": "float64"}, "float64")
+            return self._compare_runs({**keys, "machine.dtype": "float64"}, "float64")
         except (_Failed, BadInput) as error:
             if machine.dtype == "float64":
                 raise
             failed = str(error).splitlines()[-1]
-        found = self._compared({**keys, "machine.dtype": "float32"}, "float32")
+        result = self._compare_runs({**keys, "machine.dtype": "float32"}, "float32")
         self.notes.append(f"compared in float32, because a run in float64 failed: {failed}")
-        return found
+        return result
 
-    def _compared(self, keys: Mapping[str, Any], dtype: str, again: str = "") -> dict[str, Any]:
+    def _compare_runs(self, keys: Mapping[str, Any], dtype: str, again: str = "") -> dict[str, Any]:
         size, each = self.batch.size, self.batch.each
         if self.recipe.batch.micro != each and each % 2 == 0:
-            each //= 2  # so that the layout accumulates gradients, too
+            each //= 2  # so that the layout also accumulates gradients
         larger = next((micro for micro in range(2 * each, size + 1, each) if size % micro == 0), each)
         layout = self._run(f"layout{again}", self.layout, {**keys, "batch.micro": each})
         reference = self._run(f"reference{again}", self.single, {**keys, "batch.micro": larger})
         control = self._run(f"control{again}", self.single, {**keys, "batch.micro": each})
-        parted, found = _compare([layout, control, reference], dtype)
-        found |= {"dtype": dtype, **_verdict(parted, "equal"), "reason": None}
+        parted, result = _compare([layout, control, reference], dtype)
+        result |= {"dtype": dtype, **_verdict(parted, "equal"), "reason": None}
         if parted:
-            found["reason"] = self._reason(layout, control=found["control"] > _CONTROL[dtype])
-        if parted and self.recipe.optimizer.clip and not (found["reason"] or again):
-            # Clipping spreads a difference to all tensors at once: without it, the first one is the wrong one.
-            other = self._compared({**keys, "optimizer.clip": 0.0}, dtype, " without clipping")
-            found |= {key: other[key] for key in ("step", "tensor", "tensors", "by") if other["step"]}
-        return found
+            result["reason"] = self._reason(layout, control=result["control"] > _CONTROL[dtype])
+        if parted and self.recipe.optimizer.clip and not (result["reason"] or again):
+            # Clipping spreads a difference to all tensors at once. Without it, the first tensor is the cause.
+            other = self._compare_runs({**keys, "optimizer.clip": 0.0}, dtype, " without clipping")
+            result |= {key: other[key] for key in ("step", "tensor", "tensors", "by") if other["step"]}
+        return result
 
     def _run(self, name: str, options: Sequence[str], keys: Mapping[str, Any]) -> Path:
         folder = self.scratch / f"{name}-{keys.get('machine.dtype', '')}"
         print(f"oneloop prove: {name} …", file=sys.stderr, flush=True)
-        words = [*options, *self.training, *typed({**_KEYS, **keys, "run.dir": str(folder)})]
+        arguments = [*options, *self.training, *as_arguments({**_KEYS, **keys, "run.dir": str(folder)})]
         try:
             with folder.with_suffix(".txt").open("wb") as output:
-                code = self.start(words, output.fileno())
+                code = self.start(arguments, output.fileno())
         except TimeoutError:
             raise _Failed(f"the {name} run did not end within {_SECONDS:.0f} s") from None
         text, summary = folder.with_suffix(".txt").read_text(errors="replace").strip(), folder / "summary.json"
@@ -134,7 +134,7 @@ class _Proof:
         return folder
 
     def _reason(self, layout: Path, *, control: bool) -> str | None:
-        """What the start-up lines report: BatchNorm, random numbers, a loss that is not a sum, unused parameters."""
+        """Return the start-up line that names a cause (BatchNorm, random numbers, unused parameters), or None."""
         lines = layout.with_suffix(".txt").read_text(errors="replace").splitlines()
         known = [line for line in lines if "parallel layout" in line and not line.startswith("any parallel layout")]
         known += [line for line in lines if line.startswith("parameters without a gradient in the preflight check")]
@@ -143,45 +143,45 @@ class _Proof:
 
 
 def _compare(runs: Sequence[Path], dtype: str) -> tuple[FirstDifference | None, dict[str, Any]]:
-    """The gradients of the first step, and the weights after each step, of layout, control and reference."""
-    found, wrong, rounding = dict[str, Any](), dict[str, float](), torch.zeros(())
+    """Compare gradients (first step) and weights (each step) of layout, control and reference, in this order."""
+    result, differing, rounding = dict[str, Any](), dict[str, float](), torch.zeros(())
     eps, (always, most) = torch.finfo(getattr(torch, dtype)).eps, _GRADIENTS[dtype]
     parted, steps = None, len(list(runs[0].glob("step-*.pt")))
     for step in range(1, 1 + steps):
         saved = [torch.load(run / f"step-{step}.pt", map_location="cpu") for run in runs]
         for kind, tensors in zip(("gradients", "weights"), zip(*saved, strict=True), strict=True):
-            names, distance, noise, norm, size = _apart(*tensors)
+            names, distance, noise, norm, size = _distances(*tensors)
             if kind == "weights":
                 each = torch.maximum(noise / size.sqrt(), noise.norm() / size.sum().sqrt())
-                rounding = torch.maximum(rounding, each)  # per element: of the tensor, or of all if that is larger
+                rounding = torch.maximum(rounding, each)  # per element; the larger of tensor and model
                 limit = torch.maximum(_FACTOR * rounding * size.sqrt(), 16 * eps * norm)
-                found |= {kind: float(distance.norm() / norm.norm()), "control": float(noise.norm() / norm.norm())}
+                result |= {kind: float(distance.norm() / norm.norm()), "control": float(noise.norm() / norm.norm())}
             elif step == 1:
-                norm = norm.clamp(min=float(norm.norm()) / 1000)  # small by cancellation: compared with all of them
+                norm = norm.clamp(min=float(norm.norm()) / 1000)  # a norm that is small by cancellation
                 limit = norm * max(always, min(_FACTOR * float((noise / norm).nan_to_num().max()), most))
-                found[kind] = float((distance / norm).nan_to_num().max())
+                result[kind] = float((distance / norm).nan_to_num().max())
             else:
                 continue
             relative = dict(zip(names, (distance / norm).tolist(), strict=True))
-            wrong = {name: relative[name] for name, fits in zip(names, distance <= limit, strict=True) if not fits}
-            if wrong and parted is None:
-                parted = FirstDifference(step, list(wrong), len(names))
-                found["by"] = wrong[parted.names[0]]
-    if parted is None and not found["control"] <= _CONTROL[dtype]:
+            differing = {name: relative[name] for name, fits in zip(names, distance <= limit, strict=True) if not fits}
+            if differing and parted is None:
+                parted = FirstDifference(step, list(differing), len(names))
+                result["by"] = differing[parted.names[0]]
+    if parted is None and not result["control"] <= _CONTROL[dtype]:
         parted = FirstDifference(steps, [], len(names))
-    return parted, found
+    return parted, result
 
 
-def _apart(*runs: Mapping[str, Tensor]) -> tuple[list[str], Tensor, Tensor, Tensor, Tensor]:
-    """Names in the order of the model; distance of layout and control from the reference (L2), its norm, and the size.
+def _distances(*runs: Mapping[str, Tensor]) -> tuple[list[str], Tensor, Tensor, Tensor, Tensor]:
+    """Return names in model order, the L2 distances of layout and control from the reference, its norm, and sizes.
 
-    A tensor that a run lacks, as an unused parameter's gradient, is 0 there.
+    A tensor that a run lacks (the gradient of an unused parameter) counts as 0.
     """
     rows = {}
     for name in {name: None for run in reversed(runs) for name in run}:
         layout, control, reference = (run.get(name, torch.zeros(())).double() for run in runs)
-        apart = float((layout - reference).norm()), float((control - reference).norm())
-        rows[name] = *apart, float(reference.norm()), float(max(1, layout.numel(), reference.numel()))
+        distances = float((layout - reference).norm()), float((control - reference).norm())
+        rows[name] = *distances, float(reference.norm()), float(max(1, layout.numel(), reference.numel()))
     return list(rows), *torch.tensor(list(rows.values()), dtype=torch.float64).T  # type: ignore[return-value]
 
 
@@ -193,27 +193,27 @@ def _verdict(parted: FirstDifference | None, same: str) -> dict[str, Any]:
     return {"verdict": "different", "step": parted.step, "tensor": tensor, "tensors": str(parted)}
 
 
-def _lines(found: Mapping[str, Any]) -> Iterator[str]:
-    verdict, layout = found["verdict"], found["layout"]
-    numbers = f"{found['steps']} steps in {found.get('dtype')}"
-    if "weights" in found:
-        numbers += f": gradients within {found['gradients']:.1e}, weights within {found['weights']:.1e}"
-        numbers += f", control {found['control']:.1e}"
+def _lines(result: Mapping[str, Any]) -> Iterator[str]:
+    verdict, layout = result["verdict"], result["layout"]
+    numbers = f"{result['steps']} steps in {result.get('dtype')}"
+    if "weights" in result:
+        numbers += f": gradients within {result['gradients']:.1e}, weights within {result['weights']:.1e}"
+        numbers += f", control {result['control']:.1e}"
     if verdict == "failed":
-        yield f"failed: {layout}: {found['reason']}"
+        yield f"failed: {layout}: {result['reason']}"
     elif verdict == "different":
-        by = f", by {found['by']:.1e}" if "by" in found else ""
-        first = f", first in {found['tensors']}{by}" if found["tensors"] else ""
-        yield f"different: {layout} differs from one process from step {found['step']} on{first}"
+        by = f", by {result['by']:.1e}" if "by" in result else ""
+        first = f", first in {result['tensors']}{by}" if result["tensors"] else ""
+        yield f"different: {layout} differs from one process from step {result['step']} on{first}"
         yield numbers
-        yield f"likely reason: {found['reason'] or 'unknown; see docs/prove.md'}"
+        yield f"likely reason: {result['reason'] or 'unknown; see docs/prove.md'}"
     else:
         yield f"{verdict}: {layout} trains like one process ({numbers})"
-    yield from (f"note: {note}" for note in found["notes"])
+    yield from (f"note: {note}" for note in result["notes"])
 
 
-def _launched(words: Sequence[str], output: int) -> int:
+def _launch(arguments: Sequence[str], output: int) -> int:
     try:
-        return launch(words, module="oneloop.plan.recorded_run", seconds=_SECONDS, output=output)
-    finally:  # which has listened to the signals meanwhile
+        return launch(arguments, module="oneloop.plan.recorded_run", seconds=_SECONDS, output=output)
+    finally:  # launch() replaced the signal handlers
         on_stops(lambda *_: sys.exit(STOPPED))

@@ -1,9 +1,9 @@
-"""One run of ``oneloop prove``: ``oneloop.train`` for the first steps, which keeps each step's gradients and weights.
+"""One run of ``oneloop prove``: train a few steps with ``oneloop.train`` and save each step's gradients and weights.
 
 ``accelerate launch … -m oneloop.plan.recorded_run STEPS RECIPE [--key value …]``
 """
 
-if __name__ == "__main__":  # before the slow imports, as oneloop.train
+if __name__ == "__main__":  # before the slow imports, as in oneloop.train
     import sys
 
     from oneloop.launch import before_imports
@@ -31,8 +31,8 @@ from oneloop.run.folder import Folder
 from oneloop.train import train
 
 
-def _recorded(steps: int, job: Job, run: Run, folder: Folder) -> dict[str, Any]:
-    """Train the first steps without any evaluation; the learning rate is that of the whole schedule."""
+def _train_recorded(steps: int, job: Job, run: Run, folder: Folder) -> dict[str, Any]:
+    """Train the first steps without evaluation; the learning rate follows the whole schedule."""
     make = job.make_optimizer
 
     def optimizer(model: nn.Module) -> Optimizer:
@@ -40,7 +40,7 @@ def _recorded(steps: int, job: Job, run: Run, folder: Folder) -> dict[str, Any]:
 
         def keep(*_: Any) -> None:
             gradients = {f"model.{bare_name(name)}": parameter.grad for name, parameter in model.named_parameters()}
-            both = _whole(gradients), _whole(model_tensors(model, frozen=False))
+            both = _full_tensors(gradients), _full_tensors(model_tensors(model, frozen=False))
             if run.main:
                 torch.save(both, folder.path / f"step-{next(numbers)}.pt")
 
@@ -51,15 +51,15 @@ def _recorded(steps: int, job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     return train(replace(job, intervals=intervals, eval_sets={}, make_optimizer=optimizer), run, folder)
 
 
-def _whole(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+def _full_tensors(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Collective: call on every rank."""
-    there = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
-    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in there.items()}
+    present = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in present.items()}
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Train the recipe after the number of steps, and end the process with oneloop's exit code."""
-    entry.main(partial(_recorded, int(argv[0])), argv[1:])
+    """Train; ``argv`` is the number of steps and the recipe. End the process with oneloop's exit code."""
+    entry.main(partial(_train_recorded, int(argv[0])), argv[1:])
 
 
 if __name__ == "__main__":

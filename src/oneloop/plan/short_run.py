@@ -1,4 +1,4 @@
-"""A short real run in a process of its own, which may crash, hang or run out of memory."""
+"""A short real run in a separate process, which may crash, hang or run out of memory."""
 
 import json
 import multiprocessing
@@ -18,47 +18,45 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from oneloop.basics.launcher import die_with
-from oneloop.plan.techniques import PRECISION, words
+from oneloop.plan.techniques import PRECISION, as_arguments
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What became of a short run."""
+    """Result of a short run."""
 
-    rate: float = 0.0  # samples per second, after the first steps
-    peak: float = 0.0  # MiB of memory that the process held at most: of the device, or of the host without one
-    fault: str = ""  # why there are no metrics
+    rate: float = 0.0  # samples per second, after the warm-up steps
+    peak: float = 0.0  # peak memory of the process in MiB: of the device, or of the host if there is no device
+    fault: str = ""  # why there is no result; empty: it succeeded
     facts: Mapping[str, Any] | None = None  # of the model and the machine, for :class:`oneloop.plan.techniques.Machine`
-    weights: Mapping[str, Tensor] | None = None  # at the end, where they were asked for
+    weights: Mapping[str, Tensor] | None = None  # final weights, if requested
 
 
 class Runner:
-    """Starts short runs, one at a time, from a server that has the slow imports behind it.
-
-    A run that takes more than ``timeout`` seconds counts as hung.
-    """
+    """Starts short runs, one at a time, from a fork server that has done the slow imports. A run that takes more than
+    ``timeout`` seconds counts as hung."""
 
     def __init__(self, recipe: Sequence[str], *, timeout: float) -> None:
         self._recipe, self._timeout = list(recipe), timeout
         self._context = multiprocessing.get_context("forkserver")
-        # torch._dynamo is what the first optimizer that is built imports, for seconds.
+        # The first optimizer that is built imports torch._dynamo, which takes seconds.
         self._context.set_forkserver_preload(["oneloop.plan.short_run", "oneloop.train", "torch._dynamo"])
 
     def __call__(self, keys: Mapping[str, Any], *, steps: int, warm: int, weights: bool = False) -> Measured:
-        """Trains for so many steps, with these keys, and times those after the first ``warm``."""
+        """Train ``steps`` steps with these recipe keys; time the steps after the first ``warm``."""
         with tempfile.TemporaryDirectory(prefix="oneloop-") as scratch:
             common = {"duration": steps, "eval.every": 0, "save.every": 0, "save.best": False, "track": "none"}
             common |= {"run.dir": f"{scratch}/run", "log.noise_scale": False, "watch.quiet": True}
-            typed = [*self._recipe, *words({**common, **keys})]
-            mine, theirs = self._context.Pipe()
+            arguments = [*self._recipe, *as_arguments({**common, **keys})]
+            pipe, sender = self._context.Pipe()
             precision = str(keys.get(PRECISION, "no"))
-            arguments = (theirs, typed, precision, warm, scratch)
-            process = self._context.Process(target=_serve, args=arguments)
+            process_arguments = (sender, arguments, precision, warm, scratch)
+            process = self._context.Process(target=_serve, args=process_arguments)
             process.start()
-            theirs.close()
-            with _ended(process):
+            sender.close()
+            with _terminated(process):
                 try:
-                    answer = mine.recv() if mine.poll(self._timeout) else {"fault": f"no end in {self._timeout:.0f} s"}
+                    answer = pipe.recv() if pipe.poll(self._timeout) else {"fault": f"no end in {self._timeout:.0f} s"}
                 except EOFError:
                     process.join()
                     answer = {"fault": f"its process ended with {process.exitcode}"}
@@ -68,7 +66,7 @@ class Runner:
 
 
 @contextmanager
-def _ended(process: Any) -> Iterator[None]:
+def _terminated(process: Any) -> Iterator[None]:
     try:
         yield
     finally:
@@ -78,14 +76,14 @@ def _ended(process: Any) -> Iterator[None]:
             process.join()
 
 
-def _serve(pipe: Connection, typed: list[str], precision: str, warm: int, scratch: str) -> None:
-    die_with(os.getppid())  # the server, which ends with the process that started it
+def _serve(pipe: Connection, arguments: list[str], precision: str, warm: int, scratch: str) -> None:
+    die_with(os.getppid())  # the fork server, which ends with the process that started it
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision
     output = os.open(Path(scratch) / "output.txt", os.O_CREAT | os.O_WRONLY)
     os.dup2(output, 1), os.dup2(output, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     try:
-        pipe.send(_trained(typed, warm))
+        pipe.send(_train(arguments, warm))
     except BaseException as error:
         from oneloop.machine.micro_batch import is_out_of_memory
 
@@ -94,7 +92,7 @@ def _serve(pipe: Connection, typed: list[str], precision: str, warm: int, scratc
     pipe.close()
 
 
-def _trained(typed: list[str], warm: int) -> dict[str, Any]:
+def _train(arguments: list[str], warm: int) -> dict[str, Any]:
     from torch import nn
 
     from oneloop.job.build import build_job
@@ -103,25 +101,25 @@ def _trained(typed: list[str], warm: int) -> dict[str, Any]:
     from oneloop.run.folder import Folder
     from oneloop.train import train
 
-    recipe = read(typed)
+    recipe = read(arguments)
     run = start()
     job = build_job(recipe, ranks=1, device=run.device.type)
     convolutions = any(isinstance(module, nn.Conv2d) for module in job.model.modules())
     facts = {"device": run.device.type, "cores": run.cores, "blocks": bool(job.built.blocks)}
-    marks: list[float] = []
+    times: list[float] = []
     make = job.make_optimizer
 
     def timed(model: nn.Module) -> Any:
         optimizer = make(model)
-        optimizer.register_step_pre_hook(lambda *_: marks.append(time.perf_counter()))
+        optimizer.register_step_pre_hook(lambda *_: times.append(time.perf_counter()))
         return optimizer
 
     folder = Folder(recipe.folder)
-    run.command = ["oneloop.train", *typed]
+    run.command = ["oneloop.train", *arguments]
     with run.display, run.closing:
         train(replace(job, eval_sets={}, make_optimizer=timed), run, folder)
     lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
     peak = max(line["memory/peak_gib"] for line in lines if "memory/peak_gib" in line)
-    taken = len(marks) - 1 - warm
-    rate = recipe.batch.size * taken / (marks[-1] - marks[warm]) if taken > 0 else 0.0
+    timed_steps = len(times) - 1 - warm
+    rate = recipe.batch.size * timed_steps / (times[-1] - times[warm]) if timed_steps > 0 else 0.0
     return {"rate": rate, "peak": 1024 * peak, "facts": {**facts, "convolutions": convolutions}}

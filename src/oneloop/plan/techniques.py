@@ -1,4 +1,4 @@
-"""The techniques that articles on fast training teach, each as the keys that switch it on and off."""
+"""Common techniques for fast training, each with the recipe keys that switch it on and off."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -8,17 +8,17 @@ from typing import Any
 
 from oneloop.recipe.schema import Recipe
 
-PRECISION = "mixed_precision"  # a key of accelerate's, not of the recipe: it goes through the environment
-DEFAULT = 8  # techniques that are tried unless others are named
+PRECISION = "mixed_precision"  # a key of Accelerate, not of the recipe; set by an environment variable
+DEFAULT = 8  # number of techniques that are tried by default
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides which techniques can be tried."""
+    """Properties of machine and model that decide which techniques can be tried."""
 
     device: str
     cores: int
-    blocks: bool  # whether the model has blocks, for recompute and regional compile
+    blocks: bool  # whether the model has blocks, for activation checkpointing and regional compile
     convolutions: bool
 
 
@@ -27,12 +27,12 @@ Keys = dict[str, Any]
 
 @dataclass(frozen=True)
 class Technique:
-    """One technique."""
+    """One technique of ``oneloop worth``."""
 
     name: str
     about: str
     keys: Callable[[Recipe, Machine], tuple[Keys, Keys] | str]
-    """what switches it on, and off; or why it cannot be tried"""
+    """the keys that switch it on, and those that switch it off; or why it cannot be tried"""
 
 
 def _fused(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
@@ -45,10 +45,10 @@ def _fused(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
 
 def _accumulation(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
     size = recipe.batch.size
-    parts = next((parts for parts in (4, 2) if size % parts == 0), 1)
-    if parts == 1:
+    count = next((count for count in (4, 2) if size % count == 0), 1)
+    if count == 1:
         return f"batch.size {size} does not divide"
-    return {"batch.micro": size // parts}, {"batch.micro": size}
+    return {"batch.micro": size // count}, {"batch.micro": size}
 
 
 def _workers(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
@@ -81,7 +81,7 @@ TECHNIQUES = (
     Technique("channels_last", "memory layout of convolutions", _channels_last),
     Technique("accumulation", "a quarter of the batch at once, instead of all of it", _accumulation),
     Technique("recompute", "gradient checkpointing of every block", _recompute),
-    Technique("ema", "an average of the weights", _on("ema.half_life", "1ep", "0")),
+    Technique("ema", "EMA weights", _on("ema.half_life", "1ep", "0")),
     Technique("clip", "clipping by the global gradient norm", _on("optimizer.clip", 1.0, 0.0)),
     Technique("logging", "a line of metrics at every step", _on("log.every", 1, 10**9)),
     Technique("compile", "torch.compile, of the blocks or the whole model", _compile),
@@ -91,8 +91,8 @@ TECHNIQUES = (
 )
 
 
-def words(keys: Mapping[str, Any]) -> list[str]:
-    """As typed: ``--batch.micro 16``."""
+def as_arguments(keys: Mapping[str, Any]) -> list[str]:
+    """Return keys as command-line arguments: ``--batch.micro 16``."""
     typed = {key: value for key, value in keys.items() if key != PRECISION}
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in typed.items()}
-    return [word for key, text in texts.items() for word in (f"--{key}", text)]
+    return [argument for key, text in texts.items() for argument in (f"--{key}", text)]

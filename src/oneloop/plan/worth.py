@@ -1,4 +1,4 @@
-"""``oneloop worth``: what each technique is worth on this recipe and machine."""
+"""``oneloop worth``: measure the speed and memory effect of each technique on this recipe and machine."""
 
 import platform
 import random
@@ -23,8 +23,8 @@ from oneloop.show.worth_table import as_page, as_table, sentences
 
 
 def worth(words: Sequence[str], folder: Path | None, **how: Any) -> int:
-    """Measure the recipe in ``words``, print a table, write worth.json and worth.html into ``folder`` (default:
-    runs/worth-RECIPE); return the exit code. Raises BadInput; ``how`` as of :func:`measured`."""
+    """Measure the recipe in ``words``, print a table, and write worth.json and worth.html to ``folder`` (default:
+    runs/worth-RECIPE). Return the exit code. Raise BadInput. ``how``: see :func:`measured`."""
     if read(words).batch.grain is not None:
         raise BadInput(
             "oneloop worth changes how a recipe is computed, which batch.grain does not allow; remove batch.grain"
@@ -45,13 +45,13 @@ def worth(words: Sequence[str], folder: Path | None, **how: Any) -> int:
     return 0
 
 
-_SAME_STEPS = 8  # after which weights are compared: rounding has not yet grown
+_SAME_STEPS = 8  # steps before weights are compared; rounding is still small
 _ROUNDING = 1e-5
-_WARM = 4
+_WARM_UP = 4
 
 
 @dataclass(frozen=True)
-class _Tried:
+class _Trial:
     technique: Technique
     on: Keys
     off: Keys
@@ -68,70 +68,70 @@ def measured(
 ) -> dict[str, Any]:
     """Measure techniques on the recipe and keys in ``words``; return the results as plain data.
 
-    ``only`` names techniques (none: the first eight that this machine and model can do). Each of the ``rounds``
-    measurements trains for about ``seconds``. A run that takes more than ``timeout`` seconds counts as hung. Raise
-    BadInput if the recipe or a name is wrong, or if the recipe does not train at all.
+    ``only`` names techniques (default: the first eight that this machine and model support). Each run trains for about
+    ``seconds``; each of the ``rounds`` has one run per variant. A run of more than ``timeout`` seconds counts as hung.
+    Raise BadInput if the recipe or a name is wrong, or if the recipe does not train at all.
     """
     recipe = read(words)
     known = {technique.name: technique for technique in TECHNIQUES}
     if strange := [name for name in only if name not in known]:
         raise BadInput(f"--only {strange[0]!r} is not a technique; known: {', '.join(known)}")
     runner = Runner(words, timeout=timeout)
-    steps, machine = _sized(runner, seconds, recipe.batch.size)
-    tried, rejected = _chosen(recipe, machine, [known[name] for name in only])
-    base = {key: value for one in tried for key, value in one.off.items()}
+    steps, machine = _steps_and_machine(runner, seconds, recipe.batch.size)
+    tried, rejected = _select(recipe, machine, [known[name] for name in only])
+    base = {key: value for trial in tried for key, value in trial.off.items()}
     say(f"{recipe.name}: {len(tried)} techniques, {steps} steps per run, {rounds} rounds")
-    same, faults = _compared(runner, base, tried)
-    rejected = {name: f"cannot be tried here: {why}" for name, why in rejected.items()}
+    same, faults = _compare_weights(runner, base, tried)
+    rejected = {name: f"does not work with this recipe: {why}" for name, why in rejected.items()}
     rejected |= {name: f"failed: {fault}" for name, fault in faults.items()}
     rows = [{"name": name, "about": known[name].about, "fault": why} for name, why in rejected.items()]
-    tried = [one for one in tried if one.technique.name not in faults]
-    runs = _measured(runner, base, tried, steps=steps, rounds=rounds, say=say)
+    tried = [trial for trial in tried if trial.technique.name not in faults]
+    runs = _run_rounds(runner, base, tried, steps=steps, rounds=rounds, say=say)
     rates = [outcome.rate for outcome in runs["none"] if not outcome.fault]
     about = {"processor": platform.machine(), "device": machine.device, "cores": machine.cores}
     about |= {"torch": torch.__version__, "python": platform.python_version()}
     return {
         **{"recipe": recipe.name, "words": list(words), "date": str(date.today()), "machine": about},
         **{"steps": steps, "rounds": rounds},
-        "none": {**_figure(rates), "peak": _peak(runs["none"])},
+        "none": {**_summary(rates), "peak": _peak(runs["none"])},
         "all": {**_ratios(runs["all"], runs["none"]), "peak": _peak(runs["all"]), "fault": _faults(runs["all"])},
         "control": _ratios(runs["none again"], runs["none"]),
-        "techniques": [*(_row(one, runs, same[one.technique.name]) for one in tried), *rows],
+        "techniques": [*(_row(trial, runs, same[trial.technique.name]) for trial in tried), *rows],
     }
 
 
-def _sized(runner: Runner, seconds: float, batch: int) -> tuple[int, Machine]:
-    """Steps of a run that trains for about so many seconds, and what the recipe's own run tells of the machine."""
-    outcome = runner({}, steps=_WARM + 6, warm=_WARM)
+def _steps_and_machine(runner: Runner, seconds: float, batch: int) -> tuple[int, Machine]:
+    """Return the number of steps that take about ``seconds``, and the machine, both from a run of the recipe."""
+    outcome = runner({}, steps=_WARM_UP + 6, warm=_WARM_UP)
     if outcome.fault or outcome.facts is None:
         raise BadInput(f"the unchanged recipe does not train: {outcome.fault}")
-    steps = _WARM + 1 + max(6, min(400, round(seconds * outcome.rate / batch)))
+    steps = _WARM_UP + 1 + max(6, min(400, round(seconds * outcome.rate / batch)))
     return steps, Machine(**outcome.facts)
 
 
-def _chosen(recipe: Recipe, machine: Machine, named: Sequence[Technique]) -> tuple[list[_Tried], dict[str, str]]:
-    tried: list[_Tried] = []
+def _select(recipe: Recipe, machine: Machine, named: Sequence[Technique]) -> tuple[list[_Trial], dict[str, str]]:
+    tried: list[_Trial] = []
     rejected: dict[str, str] = {}
     for technique in named or TECHNIQUES:
         keys = technique.keys(recipe, machine)
         if isinstance(keys, str):
             rejected[technique.name] = keys
         elif named or len(tried) < DEFAULT:
-            tried.append(_Tried(technique, *keys))
+            tried.append(_Trial(technique, *keys))
     return tried, rejected if named else {}
 
 
-def _compared(runner: Runner, base: Keys, tried: Sequence[_Tried]) -> tuple[dict[str, str], dict[str, str]]:
+def _compare_weights(runner: Runner, base: Keys, tried: Sequence[_Trial]) -> tuple[dict[str, str], dict[str, str]]:
     plain = runner(base, steps=_SAME_STEPS, warm=0, weights=True)
     if plain.fault or plain.weights is None:
         raise BadInput(f"the recipe does not train without any technique: {plain.fault}")
     same, faults = {}, {}
-    for one in tried:
-        outcome = runner({**base, **one.on}, steps=_SAME_STEPS, warm=0, weights=True)
+    for trial in tried:
+        outcome = runner({**base, **trial.on}, steps=_SAME_STEPS, warm=0, weights=True)
         if outcome.fault or outcome.weights is None:
-            faults[one.technique.name] = outcome.fault
+            faults[trial.technique.name] = outcome.fault
         else:
-            same[one.technique.name] = _difference(outcome.weights, plain.weights)
+            same[trial.technique.name] = _difference(outcome.weights, plain.weights)
     return same, faults
 
 
@@ -144,30 +144,30 @@ def _difference(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> 
     return f"{'to rounding' if distance <= _ROUNDING else 'another'} ({distance:.1e})"
 
 
-def _measured(
-    runner: Runner, base: Keys, tried: Sequence[_Tried], *, steps: int, rounds: int, say: Callable[[str], object]
+def _run_rounds(
+    runner: Runner, base: Keys, tried: Sequence[_Trial], *, steps: int, rounds: int, say: Callable[[str], object]
 ) -> dict[str, list[Measured]]:
-    """Outcomes by run, a list entry for each round."""
-    full = {**base, **{key: value for one in tried for key, value in one.on.items()}}
+    """Return the outcomes by configuration, one list entry per round."""
+    full = {**base, **{key: value for trial in tried for key, value in trial.on.items()}}
     configurations: dict[str, Keys] = {"none": base, "none again": base, "all": full}
-    for one in tried:
-        configurations[f"+{one.technique.name}"] = {**base, **one.on}
-        configurations[f"-{one.technique.name}"] = {**full, **one.off}
+    for trial in tried:
+        configurations[f"+{trial.technique.name}"] = {**base, **trial.on}
+        configurations[f"-{trial.technique.name}"] = {**full, **trial.off}
     order = list(configurations)
     outcomes: dict[str, list[Measured]] = {name: [] for name in configurations}
     for number in range(rounds):
         random.Random(number).shuffle(order)
         for name in order:
-            outcomes[name].append(runner(configurations[name], steps=steps, warm=_WARM))
+            outcomes[name].append(runner(configurations[name], steps=steps, warm=_WARM_UP))
         say(f"round {number + 1} of {rounds} done")
     return outcomes
 
 
-def _row(one: _Tried, runs: Mapping[str, list[Measured]], same: str) -> dict[str, Any]:
-    name = one.technique.name
+def _row(trial: _Trial, runs: Mapping[str, list[Measured]], same: str) -> dict[str, Any]:
+    name = trial.technique.name
     alone, without = runs[f"+{name}"], runs[f"-{name}"]
     return {
-        **{"name": name, "about": one.technique.about, "on": one.on, "off": one.off, "result": same},
+        **{"name": name, "about": trial.technique.about, "on": trial.on, "off": trial.off, "result": same},
         "alone": _ratios(alone, runs["none"]) | {"memory": _peak(alone) - _peak(runs["none"])},
         "on top": _ratios(runs["all"], without) | {"memory": _peak(runs["all"]) - _peak(without)},
         "fault": _faults([*alone, *without]),
@@ -176,10 +176,10 @@ def _row(one: _Tried, runs: Mapping[str, list[Measured]], same: str) -> dict[str
 
 def _ratios(runs: Sequence[Measured], others: Sequence[Measured]) -> dict[str, float]:
     pairs = zip(runs, others, strict=True)
-    return _figure([a.rate / b.rate for a, b in pairs if not a.fault and not b.fault])
+    return _summary([a.rate / b.rate for a, b in pairs if not a.fault and not b.fault])
 
 
-def _figure(values: Sequence[float]) -> dict[str, float]:
+def _summary(values: Sequence[float]) -> dict[str, float]:
     nan = float("nan")
     if not values:
         return {"median": nan, "min": nan, "max": nan}
@@ -187,7 +187,7 @@ def _figure(values: Sequence[float]) -> dict[str, float]:
 
 
 def _peak(runs: Sequence[Measured]) -> float:
-    return _figure([outcome.peak for outcome in runs if not outcome.fault])["median"]
+    return _summary([outcome.peak for outcome in runs if not outcome.fault])["median"]
 
 
 def _faults(runs: Sequence[Measured]) -> str:

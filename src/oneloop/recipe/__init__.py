@@ -1,1 +1,1 @@
-"""What a recipe is and how it is read: its groups of keys, the packaged ones, the command line."""
+"""Recipes: groups of keys, packaged recipes, and how files and command lines are read."""

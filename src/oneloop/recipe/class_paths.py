@@ -1,4 +1,4 @@
-"""Short names, and the classes and functions that they stand for."""
+"""Resolve short names and class paths to classes and functions."""
 
 import difflib
 import inspect
@@ -22,61 +22,60 @@ CHOICES: dict[str, dict[str, str]] = {
     "optimizer": {name: f"oneloop.optim.optimizers.{name}" for name in ("adamw", "sgd", "muon", "adafactor")},
     "schedule": {name: f"oneloop.optim.schedule.{name}" for name in ("constant", "linear", "cosine", "wsd", "plateau")},
 }
-"""what stands behind ``task.name``, ``optimizer.name`` and ``schedule.name``, by group"""
+"""class paths of the short names for ``task.name``, ``optimizer.name`` and ``schedule.name``, by group"""
 
 
-_UNDER_WAY: list[str] = []  # what is being imported
-_READ: dict[Path, tuple[int, int]] = {}  # time and size of the files that were imported
+_IMPORTING: list[str] = []  # modules and files that are being imported
+_IMPORTED_FILES: dict[Path, tuple[int, int]] = {}  # mtime and size of imported files
 
 
 def resolve(group: str, name: str) -> Callable[..., Any]:
     """Return the class or function of a short name or dotted path. Raises BadInput if there is none."""
     known = CHOICES[group]
-    place, attribute = _divided(group, name)
+    path, attribute = _split(group, name)
     try:
-        with _importing(place):
-            module = module_of(Path(place)) if ":" in name else _imported(place)
+        with _importing(path):
+            module = module_of(Path(path)) if ":" in name else _imported(path)
         chosen = getattr(module, attribute)
     except ModuleNotFoundError as error:
         lacks = f"needs the module {error.name!r}, which is not installed and not found from this folder"
         raise BadInput(f"{group}.name {name!r} {lacks}; install it or correct the path{_extra(error.name)}") from error
     except AttributeError:
-        if place == "__main__":
+        if path == "__main__":
             file = f"my_file.py:{attribute}"
             where = f"put it into a file, and name that: {file} (of a run that has ended: --task {file})"
             raise BadInput(f"{group}.name {name!r} was defined in a notebook, and is gone; {where}") from None
-        raise BadInput(f"{group}.name {name!r}: {place!r} has no {attribute!r}{_has(module)}") from None
+        raise BadInput(f"{group}.name {name!r}: {path!r} has no {attribute!r}{_has(module)}") from None
     except BadInput as error:
         raise BadInput(f"{group}.name {name!r}: {error}" if ":" in name else str(error)) from error
     except SystemExit:
-        why = f"{place!r} calls sys.exit when it is imported"
+        why = f"{path!r} calls sys.exit when it is imported"
         raise BadInput(f'{group}.name {name!r}: {why}; put that under if __name__ == "__main__":') from None
     except Exception as error:
-        raise BadInput(f"{group}.name {name!r}: importing {place!r} failed: {type(error).__name__}: {error}") from error
+        raise BadInput(f"{group}.name {name!r}: importing {path!r} failed: {type(error).__name__}: {error}") from error
     if wrong := "" if name in known else _FITS[group](chosen):
         raise BadInput(f"{group}.name {name!r} {wrong}; {_WANTED[group]} is needed")
     return chosen  # type: ignore[no-any-return]
 
 
 @contextmanager
-def _importing(place: str) -> Iterator[None]:
-    _UNDER_WAY.append(place)
+def _importing(path: str) -> Iterator[None]:
+    _IMPORTING.append(path)
     try:
         yield
     finally:
-        _UNDER_WAY.pop()
+        _IMPORTING.pop()
 
 
 def reject_while_importing() -> None:
     """Raise BadInput if a class is being imported from a script, which must not train meanwhile."""
-    if _UNDER_WAY:
+    if _IMPORTING:
         advice = 'put the call under if __name__ == "__main__":'
-        raise BadInput(f"fit is called while {_UNDER_WAY[-1]} is imported for a class in it; {advice}")
+        raise BadInput(f"fit is called while {_IMPORTING[-1]} is imported for a class in it; {advice}")
 
 
-def _divided(group: str, name: str) -> tuple[str, str]:
-    """Split a name into file or module, and the name in it. Raises BadInput for other forms and the standard
-    library."""
+def _split(group: str, name: str) -> tuple[str, str]:
+    """Split a name into file or module, and attribute. Raise BadInput for other forms, and for the standard library."""
     known = CHOICES[group]
     if ":" in name or name.endswith(".py"):
         file, _, attribute = name.rpartition(":") if ":" in name else (name, "", "")
@@ -93,14 +92,13 @@ def _divided(group: str, name: str) -> tuple[str, str]:
 
 
 def source(group: str, name: str) -> Path | None:
-    """The file or folder that what ``name`` stands for would be imported from; None for a short name, and for a class
-    of a notebook. Imports nothing."""
+    """Return the file of a name, without an import; None for a short name, or a class of a notebook."""
     if name in CHOICES[group]:
         return None
     if ":" in name:
         return Path(name.rpartition(":")[0]).expanduser().resolve()
     top = name.partition(".")[0]
-    _look_here()
+    _add_current_folder()
     try:
         found = find_spec(top)
     except (ImportError, ValueError):
@@ -123,9 +121,8 @@ def path_of(chosen: Any) -> str:
     return f"{file}:{name}" if file else f"{module}.{name}"
 
 
-def same_thing(old: str, new: str) -> bool:
-    """Whether two names stand for the same class or function, as far as names tell: ``my_task.py:T`` from whatever
-    folder, and ``my_task.T``."""
+def same_object(old: str, new: str) -> bool:
+    """Return whether two names may mean the same object: ``my_task.py:T``, in any folder, and ``my_task.T``."""
     if ":" not in f"{old}{new}":
         return old == new
     return _last_two(old) == _last_two(new)
@@ -137,7 +134,7 @@ def _last_two(name: str) -> list[str]:
 
 
 def from_there(name: str, recorded: Path) -> str:
-    """The name by which :func:`resolve` finds what stood in the file ``recorded``, where that is still there."""
+    """Return a name by which :func:`resolve` finds the class in the file ``recorded``, if that file still exists."""
     if not recorded.is_file() or recorded.suffix != ".py":
         return name
     if ":" in name:
@@ -149,15 +146,14 @@ def from_there(name: str, recorded: Path) -> str:
 
 
 def module_of(file: Path) -> ModuleType:
-    """Import the module in a file, as a script next to it would. Raises BadInput if the file is missing or its name is
-    taken."""
+    """Import a file as a script next to it would. Raise BadInput if it is missing, or its module name is taken."""
     file = file.expanduser().resolve()
     if not file.is_file():
         raise BadInput(f"file {file} does not exist")
     for name in ("__main__", file.stem):
         there = getattr(sys.modules.get(name), "__file__", None)
         if there and Path(there).resolve() == file:
-            return _as_it_is_now(sys.modules[name], file)
+            return _reloaded(sys.modules[name], file)
     name = file.stem
     taken = name in sys.stdlib_module_names
     found = None if taken or "." in name else find_spec(name)
@@ -167,26 +163,26 @@ def module_of(file: Path) -> ModuleType:
         there = found.origin if found else "of Python itself"
         raise BadInput(f"the module {name!r} is {there}; give {file.name} another name")
     sys.path.insert(0, str(file.parent))
-    _READ[file] = file.stat().st_mtime_ns, file.stat().st_size
+    _IMPORTED_FILES[file] = file.stat().st_mtime_ns, file.stat().st_size
     return import_module(name)
 
 
-def _as_it_is_now(module: ModuleType, file: Path) -> ModuleType:
-    """The module, read again where its file has changed since: in a notebook files are edited between two runs."""
+def _reloaded(module: ModuleType, file: Path) -> ModuleType:
+    """Reload the module if its file has changed; in a notebook, users edit files between two runs."""
     now = file.stat().st_mtime_ns, file.stat().st_size
-    if _READ.setdefault(file, now) != now and module.__name__ != "__main__":
-        _READ[file] = now
+    if _IMPORTED_FILES.setdefault(file, now) != now and module.__name__ != "__main__":
+        _IMPORTED_FILES[file] = now
         return reload(module)
     return module
 
 
 def _imported(module: str) -> ModuleType:
-    _look_here()
+    _add_current_folder()
     return import_module(module)
 
 
-def _look_here() -> None:
-    """A module of the current folder is found, as ``python -m`` finds it."""
+def _add_current_folder() -> None:
+    """Make modules of the current folder importable, as ``python -m`` does."""
     if os.getcwd() not in sys.path and not getattr(sys.flags, "safe_path", False):
         sys.path.append(os.getcwd())
 
@@ -207,12 +203,12 @@ def _task_like(chosen: Any) -> str:
 def _optimizer_like(chosen: Any) -> str:
     if isinstance(chosen, type):
         parents = [f"{parent.__module__}.{parent.__name__}" for parent in chosen.__mro__]
-        return "" if "torch.optim.optimizer.Optimizer" in parents else "is a class that is no torch.optim.Optimizer"
+        return "" if "torch.optim.optimizer.Optimizer" in parents else "is a class, but not a torch.optim.Optimizer"
     takes = _parameters(chosen)
     if takes is None:
         return f"is a {type(chosen).__name__}, neither a class nor a function"
-    fits = {"params", "lr"} <= takes.keys()
-    return "" if fits else f"is a function of ({', '.join(takes)}), and not of (params, *, lr, …)"
+    accepted = {"params", "lr"} <= takes.keys()
+    return "" if accepted else f"is a function of ({', '.join(takes)}), and not of (params, *, lr, …)"
 
 
 def _schedule_like(chosen: Any) -> str:
@@ -232,7 +228,7 @@ def _parameters(chosen: Any) -> Mapping[str, inspect.Parameter] | None:
 
 
 _FITS: dict[str, Callable[[Any], str]] = {"task": _task_like, "optimizer": _optimizer_like, "schedule": _schedule_like}
-"""what is looked at before a thing that a name leads to is called: it may be any function of any package"""
+"""checks before a resolved object is called, since a name can lead to any function of any package"""
 _WANTED = {
     "task": "a class with the members of oneloop.tasks.protocol.Task",
     "optimizer": "a torch.optim.Optimizer, or a function (params, *, lr, …) that makes one,",

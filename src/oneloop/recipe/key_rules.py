@@ -30,7 +30,7 @@ _ENTRY = re.compile(r"(\w+)(?:\s*\([^)]*\))?:\s*(.+)")
 
 
 def wanted(kind: Any) -> str:
-    """``int | Literal["auto"]`` as "a whole number (int) or auto"; empty for a type without words."""
+    """Describe ``int | Literal["auto"]`` as "a whole number (int) or auto"; empty if a type has no description."""
     if kind in _PLAIN:
         return _PLAIN[kind]
     origin, inside = get_origin(kind), get_args(kind)
@@ -49,7 +49,7 @@ def wanted(kind: Any) -> str:
 
 
 def shown(kind: Any) -> str:
-    """``int | Literal["auto"]`` as ``INT|{auto}``, for ``--help``."""
+    """Return ``int | Literal["auto"]`` as ``INT|{auto}``, for ``--help``."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin is Literal:
         return f"{{{','.join(map(str, inside))}}}"
@@ -61,7 +61,7 @@ def shown(kind: Any) -> str:
 
 
 def documented(target: Any) -> dict[str, str]:
-    """What the docstrings of a class and its ``__init__``, or of a function, say of each argument, however indented."""
+    """Return the description of each argument from the docstrings of a class and its ``__init__``, or of a function."""
     found: dict[str, str] = {}
     for part in (target, getattr(target, "__init__", None)):
         lines = inspect.cleandoc(getattr(part, "__doc__", None) or "").splitlines()
@@ -79,33 +79,32 @@ def documented(target: Any) -> dict[str, str]:
 def without_effect(
     values: Mapping[str, Any], defaults: Mapping[str, Any], typed: Mapping[str, Any], own: Mapping[str, str]
 ) -> set[str]:
-    """Return the keys of a recipe file that lose their effect by what was ``typed``, and give way to it; ``own`` are
-    conditions of the task's arguments, as in :data:`NEEDS`. Raises BadInput if another key has no effect and is not at
-    its default."""
+    """Return the keys of a recipe file that have no effect because of ``typed`` keys, which drops them. ``own`` are the
+    task's conditions, as in :data:`NEEDS`. Raise BadInput if another key has no effect, and is not at its default."""
     needs = NEEDS | {f"task.{key}": re.sub(r"\w+(?=!?=)", r"task.\g<0>", needed) for key, needed in own.items()}
-    ways = set()
+    dropped = set()
     for key, conditions in needs.items():
         for other, unlike, wanted in (re.split("(!?)=", condition) for condition in conditions.split()):
-            if not {key, other} <= values.keys():  # a subclass has no such argument
+            if not {key, other} <= values.keys():  # a subclass may lack the argument
                 continue
             if values[key] == defaults[key] or (_text(values[other]) in wanted.split("|")) != bool(unlike):
                 continue
             if key in typed or other not in typed:
                 why = f"{key} {_text(values[key])} has no effect with {other} {_text(values[other])}"
                 raise BadInput(f"{why}; remove {key}, or change {other}")
-            ways.add(key)
-    return ways
+            dropped.add(key)
+    return dropped
 
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
-_OPTIMIZERS = ("adamw", "sgd", "muon")  # whose update of an element depends on nothing else, or on the whole matrix
+_OPTIMIZERS = ("adamw", "sgd", "muon")  # element-wise, or by whole matrices
 
 
 def reject_inexact(grain: int, evaluation: EvalConfig, optimizer: OptimizerConfig, machine: MachineConfig) -> None:
-    """Raise BadInput for a key that cannot be combined with ``batch.grain``, and say what to do."""
+    """Raise BadInput for a key that cannot be combined with ``batch.grain``."""
     asked = f"batch.grain {grain} requires bit-identical runs on any number of processes, but"
     if evaluation.micro not in (None, grain):
         raise BadInput(f"eval.micro {evaluation.micro} differs from batch.grain; set it to {grain}, or remove it")

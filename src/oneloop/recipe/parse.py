@@ -1,6 +1,6 @@
-"""Recipes from a packaged name or a YAML file, every key of it overridden as ``--group.key value``.
+"""Parse recipes: a packaged name or a YAML file, with overrides as ``--group.key value``.
 
-Precedence: defaults < YAML < command line. Processes, precision and sharding come from accelerate alone.
+Precedence: defaults < YAML < command line. Processes, precision and sharding come only from accelerate.
 """
 
 import json
@@ -21,7 +21,7 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import one_line
 from oneloop.recipe.class_paths import resolve, suggestion
 from oneloop.recipe.key_rules import documented, shown, wanted, without_effect
-from oneloop.recipe.read import begun, flat, from_python, load, long, packaged
+from oneloop.recipe.read import find_recipe, flat, from_python, load, long, packaged
 from oneloop.recipe.schema import GROUPS, Recipe
 from oneloop.recipe.training_keys import OptimizerConfig, ScheduleConfig, TaskConfig
 
@@ -39,7 +39,7 @@ _NOT_OPTIONS = {
 
 
 class _Help(DefaultHelpFormatter):
-    """Types stand in the place of a value, as INT or {auto,none}; the twins that append to a list are left out."""
+    """Help that shows each value as its type (INT, {auto,none}), without the variants that append to a list."""
 
     def _get_type_str(self, action: Action) -> None:
         return None
@@ -50,14 +50,14 @@ class _Help(DefaultHelpFormatter):
 
 
 def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:
-    """The parser of all keys, those of the chosen task, optimizer and schedule among them."""
+    """Build the parser of all keys, with the arguments of the chosen task, optimizer and schedule."""
     chosen = {"task": task, "optimizer": optimizer, "schedule": schedule}
     made = ArgumentParser(
         prog="oneloop.train",
         usage="oneloop launch --config_file single RECIPE [--key value …]   (or python -m oneloop.train RECIPE …)",
         description=f"Trains a recipe: a packaged one ({', '.join(packaged())}), the path of a YAML file, or a task of"
         " your own (my_task.py:MyTask). "
-        f"Keys of the chosen task ({task}), optimizer ({optimizer}) and schedule ({schedule}) are listed with theirs.",
+        f"Keys of the chosen task ({task}), optimizer ({optimizer}) and schedule ({schedule}) are included.",
         exit_on_error=False,
         allow_abbrev=False,
         formatter_class=_Help,
@@ -103,25 +103,21 @@ def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:
 
 
 def read(argv: Sequence[str]) -> Recipe:
-    """Read the recipe and overrides of a command line. Raises BadInput; SystemExit after ``--help`` and
-    ``--print_config``."""
+    """Read the recipe of a command line. Raise BadInput; SystemExit after ``--help`` and ``--print_config``."""
     source, typed, flags = _split(argv)
     if source is None and "help" in flags and "task.name" not in typed:
         return _made("recipe", {}, typed, flags)
-    return _made(*begun(source, typed), typed, flags)
+    return _made(*find_recipe(source, typed), typed, flags)
 
 
 def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any) -> Recipe:
-    """A recipe from Python: ``recipe("digits", batch={"size": 128}, duration="5ep")``.
+    """Build a recipe in Python: ``recipe("digits", batch={"size": 128}, duration="5ep")``. Raise BadInput on errors.
 
     Args:
         source: a packaged name, the path of a YAML file, ``my_file.py:MyTask``, another recipe, or its keys by group;
-            None: the defaults, for a ``task`` of one's own.
+            None: the defaults, for the ``task`` in ``groups``.
         groups: keys by group, or ``seed``, ``duration`` and ``track``. A ``task`` may be a class, or
             ``{"name": MyTask, "width": 32}``.
-
-    Raises:
-        BadInput: no such recipe, key or class, a value of the wrong type.
     """
     given = from_python(groups)
     if isinstance(source, Recipe):
@@ -134,11 +130,11 @@ def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any
     if isinstance(source, Mapping):
         given = from_python(source) | given
         source = None
-    return _made(*begun(source, given), given, set())
+    return _made(*find_recipe(source, given), given, set())
 
 
 def read_again(recipe: Path, *, task: str) -> Recipe:
-    """Read the resolved recipe of a run, with this task, without its optimizer and schedule. Raises BadInput."""
+    """Read a run's resolved recipe with this task, without its optimizer and schedule. Raise BadInput on errors."""
     name, written = load(str(recipe))
     kept = {key: value for key, value in written.items() if not key.startswith(("optimizer.", "schedule."))}
     return _made(name, kept | {"task.name": task}, {}, set())
@@ -153,7 +149,7 @@ def _made(name: str, written: dict[str, Any], typed: dict[str, Any], flags: set[
     for key, value in typed.items():
         if value is None and key in (kinds := _types(made)) and kinds[key] is not bool:
             raise BadInput(f"{key} needs a value: --{key} VALUE")
-    if typed.get("batch.grain") not in (None, "null"):  # what a recipe says beside it is meant for other splits
+    if typed.get("batch.grain") not in (None, "null"):  # the file's micro-batches are for runs without it
         written = {key: value for key, value in written.items() if key not in ("batch.micro", "eval.micro")}
     namespace, resolved = _parsed(made, written | typed)
     own = getattr(resolve("task", chosen["task"]), "needs", {})
@@ -170,13 +166,13 @@ def _parsed(made: ArgumentParser, given: Mapping[str, Any]) -> tuple[Namespace, 
     _reject_unknown(given, made)
     try:
         namespace = made.parse_args([_argument(key, value, made) for key, value in given.items()])
-    except Exception as error:  # jsonargparse raises many kinds; all say what was wrong with which key
+    except Exception as error:  # jsonargparse raises many types; each message names the key
         raise BadInput(_reworded(error, given, made)) from error
     return namespace, yaml.safe_load(made.dump(namespace, skip_unset=False))
 
 
 def task_name(recipe: Path) -> str:
-    """Return the task's name in a resolved recipe, without importing it. Raises BadInput."""
+    """Return the task's name in a resolved recipe, without importing the task. Raise BadInput on errors."""
     _, written = load(str(recipe))
     name = written.get("task.name", TaskConfig().name)
     if not isinstance(name, str):
@@ -185,7 +181,7 @@ def task_name(recipe: Path) -> str:
 
 
 def _split(argv: Sequence[str]) -> tuple[str | None, dict[str, Any], set[str]]:
-    """Command line -> recipe, {key: text or None where no value follows}, flags."""
+    """Split a command line into recipe, {key: text, or None without a value}, and flags."""
     source: str | None = None
     typed: dict[str, Any] = {}
     flags: set[str] = set()
@@ -208,7 +204,7 @@ def _split(argv: Sequence[str]) -> tuple[str | None, dict[str, Any], set[str]]:
 
 
 def _choose(typed: Mapping[str, Any], written: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """The names chosen for task, optimizer and schedule; a name typed anew drops the written options of the old."""
+    """Choose the names of task, optimizer and schedule; a newly typed name drops the file's options for the old one."""
     defaults = {"task": TaskConfig().name, "optimizer": OptimizerConfig().name, "schedule": ScheduleConfig().name}
     chosen = {}
     for group, default in defaults.items():
@@ -257,7 +253,7 @@ def _nullable(made: ArgumentParser) -> set[str]:
 
 
 def _reworded(error: Exception, given: Mapping[str, Any], made: ArgumentParser) -> str:
-    """Reword the parser's error for a value of the wrong type."""
+    """Return a message for a parser error; for a wrong type, name the expected type."""
     match = re.match(r'Parser key "([^"]+)":', str(error))
     key = match[1] if match else ""
     takes = wanted(_types(made).get(key))

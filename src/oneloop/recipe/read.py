@@ -1,4 +1,4 @@
-"""Where a recipe comes from: a packaged name, a YAML file, a task alone, or keys given in Python."""
+"""Load recipes: from a packaged name, a YAML file, a task alone, or keys given in Python."""
 
 import json
 import re
@@ -19,12 +19,12 @@ RECIPES = resources.files("oneloop") / "recipe" / "packaged"
 
 
 def packaged() -> list[str]:
-    """Names of the packaged recipes."""
+    """Return the names of the packaged recipes."""
     return sorted(file.name.removesuffix(".yaml") for file in RECIPES.iterdir() if file.name.endswith(".yaml"))
 
 
-def begun(source: str | None, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name of the recipe that a run begins from, and its content. Raise BadInput if there is none.
+def find_recipe(source: str | None, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the name of a run's recipe, and its content. Raise BadInput if there is none.
 
     ``source`` is a packaged name, the path of a YAML file, or a task's ``file.py:Name``, which is added to ``given``.
     Without a source the recipe is the defaults for the task in ``given``, which overrides the recipe.
@@ -42,7 +42,7 @@ def begun(source: str | None, given: dict[str, Any]) -> tuple[str, dict[str, Any
 
 
 def name_after(task: Any) -> str:
-    """``my_task`` for ``my_task.py:MyTask`` and ``my_task.MyTask``; a class of a notebook gives its own name."""
+    """Return ``my_task`` for ``my_task.py:MyTask`` and ``my_task.MyTask``; for a notebook's class, its own name."""
     file, colon, _ = str(task).rpartition(":")
     if colon:
         return Path(file).stem
@@ -51,7 +51,7 @@ def name_after(task: Any) -> str:
 
 
 def load(source: str) -> tuple[str, dict[str, Any]]:
-    """Name of the recipe and its YAML, flattened to {"group.key": value}."""
+    """Return the recipe's name, and its content as {"group.key": value}. Raise BadInput if it cannot be read."""
     if source in packaged():
         name, text = source, (RECIPES / f"{source}.yaml").read_text()
     else:
@@ -80,7 +80,7 @@ def load(source: str) -> tuple[str, dict[str, Any]]:
 
 
 def flat(content: Mapping[Any, Any]) -> dict[str, Any]:
-    """A recipe's keys by group as {"group.key": value}."""
+    """Flatten keys by group to {"group.key": value}. Raise BadInput if a key is given twice."""
     made: dict[str, Any] = {}
     for key, value in content.items():
         more = flattened({key: value}) if isinstance(value, Mapping) and key in GROUPS else {long(str(key)): value}
@@ -91,7 +91,7 @@ def flat(content: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def long(key: str) -> str:
-    """``task`` is short for ``task.name``, and so are optimizer and schedule."""
+    """Return ``task.name`` for ``task``; the same for optimizer and schedule; other keys unchanged."""
     return f"{key}.name" if key in CHOICES else key
 
 
@@ -110,7 +110,7 @@ def from_python(groups: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def typed(value: Any) -> str:
-    """A plain value as it is typed after its key."""
+    """Return a plain value as it is typed on the command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -119,7 +119,7 @@ def _plain(value: Any) -> Any:
         return path_of(value)
     if isinstance(value, Duration | Path):
         return str(value)
-    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:  # a number of numpy's
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:  # a numpy scalar
         return value.item()
     if isinstance(value, Mapping):
         return {str(key): _plain(inside) for key, inside in value.items()}

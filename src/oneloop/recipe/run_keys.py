@@ -106,7 +106,7 @@ class StopConfig:
 
     @property
     def seconds(self) -> float:
-        """``after``, in seconds."""
+        """``after`` in seconds; infinite without a limit. Raise BadInput if it is not a time."""
         if self.after is None:
             return float("inf")
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)", self.after)

@@ -1,4 +1,4 @@
-"""The recipe: what is learned and how it runs, typed and frozen; :mod:`oneloop.recipe.parse` reads it."""
+"""The recipe as typed, frozen dataclasses; :mod:`oneloop.recipe.parse` reads it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ GROUPS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A resolved recipe; ``resolved`` is the same as plain data, as written to recipe.yaml."""
+    """A resolved recipe; ``resolved`` holds the same keys as plain data, as in recipe.yaml."""
 
     name: str
     seed: int

@@ -73,7 +73,7 @@ class ParametersConfig:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that are given."""
+        """The settings that are not None."""
         return {key: value for key, value in vars(self).items() if value is not None}
 
 
@@ -103,7 +103,7 @@ class OptimizerConfig:
         at_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay)
         at_least(0, optimizer__clip=self.clip, optimizer__lr_at_batch=self.lr_at_batch)
         built = {k: ParametersConfig(**v) if isinstance(v, Mapping) else v for k, v in self.groups.items()}
-        object.__setattr__(self, "groups", built)  # the parser leaves them plain
+        object.__setattr__(self, "groups", built)  # the parser passes plain dicts
         if not 0 < self.layer_decay <= 1:
             raise BadInput(f"optimizer.layer_decay must be above 0 and at most 1, got {self.layer_decay}")
 

@@ -20,7 +20,7 @@ from oneloop.launch.environment import computed_by
 from oneloop.launch.processes import Run
 from oneloop.optim.parameter_groups import LR_FACTOR
 from oneloop.recipe.class_paths import CHOICES, resolve, source
-from oneloop.recipe.comparison import same_place
+from oneloop.recipe.comparison import same_data_path
 from oneloop.recipe.schema import Recipe
 from oneloop.tasks.protocol_checks import theirs
 
@@ -59,7 +59,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     found = data_differences(before, now)
     if before["model"] != now["model"]:
         pairs = zip(before["model"].splitlines(), now["model"].splitlines(), strict=False)
-        one = next((f"{a.strip()!r} -> {b.strip()!r}" for a, b in pairs if a != b), "it has more or fewer parts")
+        one = next((f"{a.strip()!r} -> {b.strip()!r}" for a, b in pairs if a != b), "it has more or fewer data sets")
         found.append(f"the model's structure: {one}")
     for key, what in (("trained", "trained parameters"), ("precision", "precision"), ("rates", "learning rates")):
         if before[key] != now[key]:
@@ -95,10 +95,10 @@ def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         else:
             compared = False
             if there["length"] != here["length"]:
-                found.append(f"the {name} set has {here['length']:,} samples, and had {there['length']:,}")
+                found.append(f"the {name} set has {here['length']:,} samples; before: {there['length']:,}")
             elif there.get("checksum") != here.get("checksum") and there.get("checksum") and here.get("checksum"):
                 found.append(f"the {name} set has as many samples, but some of {SAMPLES} compared ones differ")
-    if not compared and not found and not same_place(before["recipe"], now["recipe"]):
+    if not compared and not found and not same_data_path(before["recipe"], now["recipe"]):
         before_, now_ = (one["recipe"]["task"]["data"] for one in (before, now))
         found.append(f"task.data: {before_!r} -> {now_!r}, and its content is not known")
     return found + [f"data ({', '.join(names)}): {line}" for line, names in reported.items()]
@@ -213,7 +213,7 @@ def another_file(recipe: Recipe, run: Path) -> str:
             return ""
     except (OSError, ValueError, KeyError, TypeError):
         return ""
-    return f"was trained with the task of {there}, and now it is that of {place}"
+    return f"was trained with the task of {there}; the task is now {place}"
 
 
 def source_changed(recipe: Recipe, run: Path) -> str:

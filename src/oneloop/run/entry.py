@@ -109,7 +109,7 @@ def _failed(error: BaseException, job: Job, run: Run, folder: Folder, *, tell: b
     if is_out_of_memory(error):
         if run.device.type == "cuda" and folder.path.is_dir():  # begun, by rank 0
             snapshot = memory_snapshot(folder.path / "profile" / f"out-of-memory-{run.rank}.pickle")
-            print(f"oneloop: {snapshot} shows what holds the memory (pytorch.org/memory_viz)", file=sys.stderr)
+            print(f"oneloop: {snapshot} shows which tensors use the memory (pytorch.org/memory_viz)", file=sys.stderr)
         reason = explained(job, run)
     if tell:
         _tell(error, reason)
@@ -121,7 +121,7 @@ def _words(error: BaseException) -> str:
     try:
         text = str(error).encode(errors="backslashreplace").decode()
     except Exception as why:
-        text = f"(its message cannot be told: {type(why).__name__})"
+        text = f"(its message cannot be printed: {type(why).__name__})"
     if text.startswith("Caught ") and "\nOriginal Traceback" in text:
         kind, _, text = text.strip().splitlines()[-1].partition(": ")
         return f"{kind.rpartition('.')[2]}: {text}"

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps, intact, replacing
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
-from oneloop.recipe.comparison import difference, goes_on, same_place
+from oneloop.recipe.comparison import difference, only_extends, same_data_path
 
 _OWN = {".lock", "owner.json", ".recipe.yaml.draft", ".environment.json.draft"}
 """what a start leaves that was killed before it had written its recipe"""
@@ -71,13 +71,13 @@ class Folder:
         if changed and (kept := self._saved_recipe()) and not difference(kept, resolved):
             self.say(f"{self.path}/recipe.yaml differs from the newest checkpoint; using the checkpoint's recipe")
             changed = []
-        if changed and not accept_changes and not goes_on(old, resolved):
+        if changed and not accept_changes and not only_extends(old, resolved):
             apart = f"a run of another recipe ({'; '.join(changed)})"
             ways = "choose another run.dir, use the same recipe, or continue with --run.accept_changes true"
             raise BadInput(f"run.dir {self.path} holds {apart}; {ways}")
         ended = self._plain("summary.json", _summary)
         done = str((ended or {}).get("exit_reason", "")).startswith(("done", "early stop"))
-        if not ended or ended.get("exit_code") != 0 or not done or changed or not same_place(old, resolved):
+        if not ended or ended.get("exit_code") != 0 or not done or changed or not same_data_path(old, resolved):
             return None
         final = self.path / "final"
         if (final / MANIFEST).exists() and (wrong := problems_of_files(final)):
@@ -189,7 +189,7 @@ class Folder:
         there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
         free = shutil.disk_usage(there).free
         if free < need:
-            sizes = f"the run needs about {need / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free there"
+            sizes = f"the run needs about {need / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free on its disk"
             ways = "make room, choose another run.dir, or keep fewer (--save.keep 1, --save.best false)"
             raise BadInput(f"run.dir {self.path}: {sizes}; {ways}")
 

@@ -65,7 +65,7 @@ def start_lines(
         yield f"EMA weights: {', '.join(ema.name for ema in emas)}"
     if run.ranks > 1 and "check" in job.intervals:
         if replica_group(model) is None:
-            yield "machine.check_every: every process holds its own share (FSDP2), so there are no replicas to compare"
+            yield "machine.check_every: every process has its own shard (FSDP2), so there are no replicas to compare"
         else:
             yield f"the processes compare weights and optimizer state every {job.intervals.every['check']:,} steps"
     if matrices := [p for group in optimizer.param_groups if group.get("muon") for p in group["params"]]:

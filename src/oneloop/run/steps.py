@@ -59,7 +59,7 @@ class Steps:
             self._coming[2].wait()
             sums = self._coming[1][-self._signs :]
         else:
-            sums = torch.tensor(self._checks.signs(), dtype=torch.float64)
+            sums = torch.tensor(self._checks.hashes(), dtype=torch.float64)
             dist.all_reduce(sums, group=host)
         self._signs = 0
         if not agree(sums.tolist(), self._run.ranks):
@@ -112,11 +112,11 @@ class Steps:
             return
         self._coming = None
         for group in groups:
-            signs, weights = self._checks.signs() if self._checks is not None else [], self._weights(group)
-            mine = torch.tensor([requested(), poll() is not None, *weights, *signs], dtype=torch.float64)
+            hashes, weights = self._checks.hashes() if self._checks is not None else [], self._weights(group)
+            mine = torch.tensor([requested(), poll() is not None, *weights, *hashes], dtype=torch.float64)
             work = dist.all_reduce(mine, group=self._run.host, async_op=True)
             before: tuple[Group, Tensor, Any] | None = self._coming
-            self._coming, self._signs = (group, mine, work), len(signs)
+            self._coming, self._signs = (group, mine, work), len(hashes)
             if before is not None:
                 before[2].wait()
                 stop, failed, *sums = before[1].numpy().tolist()

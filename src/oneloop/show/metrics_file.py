@@ -49,7 +49,7 @@ class Lines:
         """
         if self._move_invalid() or not self._holds(state):
             good = [line for line in self._readable() if json.loads(line)["step"] <= state.get("step", float("inf"))]
-            rest = f"the {len(good)} readable lines up to there are kept, and the curves have a gap"
+            rest = f"the {len(good)} readable lines before it are kept; the curves have a gap"
             self._say(f"{self.path} does not match the checkpoint (cut or damaged): {rest}")
             self._cut(0)
             self._write(b"".join(good))

@@ -230,7 +230,7 @@ def _texts(examples: Examples) -> dict[str, str]:
         )
         if "continuation" in sample:
             text = sample["prompt"] + "\N{RIGHTWARDS ARROW}" + sample["continuation"]
-            caption = "what the model writes after the arrow"
+            caption = "generated text after the arrow"
         if text:
             texts[name] = f"{caption}\n\n" + "\n".join(f"    {line}" for line in text.splitlines())
     return texts

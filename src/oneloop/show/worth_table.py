@@ -29,13 +29,13 @@ def sentences(results: Mapping[str, Any]) -> list[str]:
     return [
         f"without any of them: {rates}, peak {none['peak']:,.0f} MiB; {how}",
         f"with all of them: {_ratio(whole)} ({_spread(whole)}), peak {whole['peak']:,.0f} MiB{failed}",
-        f"control, the run without any over itself: {_ratio(control)} ({_spread(control)}); within it is no difference",
+        f"control (two runs without techniques): {_ratio(control)} ({_spread(control)}); smaller gains are noise",
     ]
 
 
 def as_page(results: Mapping[str, Any]) -> str:
     """Return an HTML page with bars, their spread, and the table."""
-    title = f"What techniques are worth: {results['recipe']}"
+    title = f"Gain of each technique: {results['recipe']}"
     machine = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
     lines = [*sentences(results), f"{results['date']}, {machine}"]
     body = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{html.escape(line)}</p>" for line in lines)]

@@ -64,7 +64,7 @@ def torchvision_set(data: str, root: str, download: bool) -> tuple[dict[str, Any
     try:
         sets = [kind(root, train=train, download=download) for train in (True, False)]
     except RuntimeError as error:
-        advice = "put it there, or let torchvision fetch it with --task.download true"
+        advice = "copy it there, or set --task.download true"
         raise ValueError(f"task.data {data!r} is not under task.root {root!r}; {advice}") from error
     pixels = [torch.as_tensor(part.data) for part in sets]
     pixels = [(x[:, None] if x.ndim == 3 else x.permute(0, 3, 1, 2)).float() / 127.5 - 1 for x in pixels]
@@ -89,7 +89,7 @@ class Augmentation:
     def __post_init__(self) -> None:
         for name, most in (("crop", 1), ("randaugment", 30), ("erasing", 1)):
             if not 0 <= getattr(self, name) <= most:
-                raise ValueError(f"task.{name} {getattr(self, name)} must be between  0 and {most}")
+                raise ValueError(f"task.{name} {getattr(self, name)} must be between 0 and {most}")
 
     @property
     def of_pixels(self) -> bool:
@@ -177,7 +177,7 @@ class Blended(Mapped):
         self.classes, self.mixup, self.cutmix = classes, mixup, cutmix
         for name, alpha in (("mixup", mixup), ("cutmix", cutmix)):
             if not 0 <= alpha <= _MOST:
-                raise ValueError(f"task.{name} {alpha} must be between  0 and {_MOST}; common values are 0.2 to 1")
+                raise ValueError(f"task.{name} {alpha} must be between 0 and {_MOST}; common values are 0.2 to 1")
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         cut = bool(self.cutmix) and (not self.mixup or bool(torch.rand(()) < 0.5))

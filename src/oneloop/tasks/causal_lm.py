@@ -78,7 +78,9 @@ class CausalLM(LanguageModel):
                 "texts are joined and cut: a sample may hold several, and each sees those before it; see task.pack"
             )
         elif pack == "padded" and len(sources) > 1:
-            self._of_data.append("a mixture's samples come in its own order, not by length: they need more padding")
+            self._of_data.append(
+                "a mixture defines its own order, so samples are not sorted by length and need more padding"
+            )
         self.notes = self._of_data
 
     def _samples(self, part: Texts, name: str) -> Any:

@@ -29,7 +29,7 @@ def columns_of(sources: Sequence[Source], key: str) -> Iterator[tuple[Source, st
 def rejected(source: Source, key: str, kind: Any, wanted: str) -> ValueError:
     """The error that says what a column holds, and what is needed."""
     column = source.columns[key]
-    return ValueError(f"{source.where}: {column!r} holds {named(kind)}, and {wanted}; set task.{key} to another")
+    return ValueError(f"{source.where}: {column!r} holds {named(kind)}; expected {wanted}; set task.{key} to another")
 
 
 def check_texts(sources: Sequence[Source], key: str) -> None:

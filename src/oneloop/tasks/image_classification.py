@@ -97,7 +97,7 @@ class ImageClassification(Task):
         mirror = (augment and not of_letters) if mirror is None else mirror
         how = Augmentation(crop, randaugment, augment, mirror, erasing)
         if not 0 <= smoothing < 1:
-            raise ValueError(f"task.smoothing {smoothing} must be between  0 and 1; 0.1 is common")
+            raise ValueError(f"task.smoothing {smoothing} must be between 0 and 1; 0.1 is common")
         self.architecture = model
         self.weights: dict[str, Any] = {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
         self.width, self.smoothing, self.dropout, self.top_k = width, smoothing, dropout, top_k

@@ -24,7 +24,7 @@ def classes_of(sources: Sequence[Source], key: str, *, lists: bool = False) -> t
         kind = inside(rows.types[column]) if lists else rows.types[column]
         if part == "test" and not lists and _unlabelled(rows, column, kind):
             del source.parts["test"]
-            source.notes.append(f"{source.where}: no row of the test part has a label: it is left out")
+            source.notes.append(f"{source.where}: no row of the test split has a label, so it is not evaluated")
             continue
         if not _is_label(kind):
             wanted = f"{'a list of labels' if lists else 'one label'} for each row is needed (text or a whole number)"

@@ -96,7 +96,9 @@ class SFT(LanguageModel):
         self._sets = combined(sources, each)
         self._most = max(getattr(sets["train"], "most", 1) for sets in each)
         if len(sources) > 1 and not self.packed:
-            self._of_data.append("a mixture's samples come in its own order, not by length: they need more padding")
+            self._of_data.append(
+                "a mixture defines its own order, so samples are not sorted by length and need more padding"
+            )
         special = {self.tokenizer.eos_token_id} if self._chat is None else self._chat.special
         self._ends = sorted({end for parts in texts for end in ends_in(parts["train"][0], special, self.tokenizer)})
         self._of_data += [*other_ends(self._ends, self.tokenizer), self._marked(each[0]["train"].spans[0])]
@@ -134,7 +136,7 @@ class SFT(LanguageModel):
         chat = None if columns["prompt"] and is_text(first) else self._chat_of()
         if chat is None:
             end_of(self.tokenizer)
-            plain = "prompts and completions are joined as they stand"
+            plain = "prompts and completions are concatenated unchanged"
             plain += ", without the chat template: for turns give messages" * bool(self.tokenizer.chat_template)
             self._of_data += [plain] * (plain not in self._of_data)
         made_by = [*self._made_by, chat and chat.template, dict(columns), labelled]
@@ -165,7 +167,7 @@ class SFT(LanguageModel):
             before = trained
             pieces.append("" if token is None else self.decode([token if token >= 0 else ~token]))
         share = sum(token >= 0 for token in tokens[1:]) / (len(tokens) - 1)
-        return f"a sample, what is trained in «» ({100 * share:.0f} % of it): {''.join(pieces)!r}"
+        return f"a sample, with the trained text in «» ({100 * share:.0f} % of it): {''.join(pieces)!r}"
 
     def train_set(self) -> Any:
         return self._sets["train"]

@@ -38,12 +38,12 @@ def named_sources(data: Data, columns: Mapping[str, str]) -> list[Source]:
     for item in data:
         known = {"data", "weight", "name", *columns}
         if not isinstance(item, Mapping) or not isinstance(item.get("data"), str):
-            raise ValueError(f"task.data: {item!r}has no data; write {{data: PATH, weight: 0.7}} for each")
+            raise ValueError(f"task.data: {item!r} has no data; write {{data: PATH, weight: 0.7}} for each")
         if strange := set(item) - known:
             raise ValueError(f"task.data: {sorted(strange)[0]!r}: unknown entry; known: {', '.join(sorted(known))}")
         weight = item.get("weight", 1.0)
         if not isinstance(weight, int | float) or isinstance(weight, bool):
-            raise ValueError(f"task.data: the weight {weight!r} of {item['data']!r}is not a number")
+            raise ValueError(f"task.data: the weight {weight!r} of {item['data']!r} is not a number")
         own = {key: str(item.get(key, name)) for key, name in columns.items()}
         name = str(item.get("name") or Path(item["data"]).stem)
         sources.append(Source(item["data"], own, name, float(weight)))
@@ -148,9 +148,9 @@ def notes_of(sources: Sequence[Source]) -> list[str]:
 def checked(held_out: float, window: int) -> None:
     """Raise ValueError if the share or the window (megabytes) is out of range."""
     if not 0 < held_out < 0.5:
-        raise ValueError(f"task.held_out {held_out} must be between  0 and 0.5; the default is 0.05")
+        raise ValueError(f"task.held_out {held_out} must be between 0 and 0.5; the default is 0.05")
     if window < 1:
-        raise ValueError(f"task.window {window}must be a positive number of megabytes (default 256)")
+        raise ValueError(f"task.window {window} must be a positive number of megabytes (default 256)")
 
 
 def sets_of(sources: Sequence[Source], make: Callable[[Source], Callable[[Row], Any]]) -> dict[str, Any]:

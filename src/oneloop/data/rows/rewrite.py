@@ -16,7 +16,7 @@ def rewrite(old: Path, new: Path, *, rows: int) -> int:
 
     there = found(old, kinds=["parquet"])
     if rows < 1:
-        raise ValueError(f"--rows {rows}is not a positive number of rows; 1000 is a common choice")
+        raise ValueError(f"--rows {rows} is not a positive number of rows; 1000 is a common choice")
     if new.exists() and (not new.is_dir() or any(new.iterdir())):
         raise ValueError(f"{new} holds something; name a new folder")
     for file in there.files:

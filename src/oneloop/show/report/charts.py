@@ -12,7 +12,7 @@ _TRAINING = ("train/", "speed/", "share/", "memory/", "device/")
 _SINGLE = {
     "train/lr": "Learning rate",
     "train/grad_norm": "Gradient norm",
-    "train/update_ratio": "Update against weights (about 1e-3 is usual)",
+    "train/update_ratio": "Update relative to weights (typically about 1e-3)",
     "train/noise_scale": "Gradient noise scale, in samples",
     "train/samples_per_second": "Samples per second",
     "speed/tokens_per_second": "Tokens per second",

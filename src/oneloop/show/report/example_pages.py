@@ -41,10 +41,10 @@ def sections(examples: Mapping[str, Any], *, of: str = "") -> list[str]:
     written = [sample for sample in fixed if "continuation" in sample]
     shown = []
     if written:
-        shown.append(_section(f"What the model writes{of}, {at}", [_written(sample) for sample in written], "texts"))
+        shown.append(_section(f"Generated texts{of}, {at}", [_written(sample) for sample in written], "texts"))
         part = [sample for sample in written if any(loss is None for _, loss in _pairs(sample.get("tokens"))[1:])]
         if part:
-            shown.append(_section(f"What is trained of a sample{of}, {at}", [_card(part[0])], "texts"))
+            shown.append(_section(f"Trained tokens of a sample{of}, {at}", [_card(part[0])], "texts"))
         fixed = []
     if fixed:
         shown.append(_section(f"Predictions{of}, {at}", [_card(sample) for sample in fixed], _kind(fixed)))

@@ -120,7 +120,7 @@ def _headline(run: Record, *, several: bool) -> str:
     reason = summary.get("exit_reason") or (f"at step {run.last:,}" if run.last is not None else "not begun")
     sentences = [str(summary[key]) for key in ("time", "noise_scale") if summary.get(key)]
     sentences += [
-        f"Of the profiled steps {100 * value:.1f} % was communication that nothing else overlapped."
+        f"Communication that nothing overlapped took {100 * value:.1f} % of the profiled steps."
         for value in run.curve("profile/exposed_communication")[1][-1:]
     ]
     head = f"<h2>{_safe(run.name)}</h2>" if several else ""
@@ -137,7 +137,7 @@ def _differences(runs: Sequence[Record]) -> str:
     ]
     changed = [(key, *(recipe.get(key) for recipe in flat)) for key in keys]
     changes = table(["key", *(run.name for run in runs)], changed) if changed else "<p>nothing</p>"
-    return f"<section><h2>What differs in their recipes</h2>{_region('What differs', changes)}</section>"
+    return f"<section><h2>Differences between the recipes</h2>{_region('Differencess', changes)}</section>"
 
 
 def _classes(run: Record, *, several: bool) -> str:

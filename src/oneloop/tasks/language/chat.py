@@ -53,13 +53,13 @@ class Chat:
         if not (template or own):
             raise ValueError("the tokenizer has no chat template; give a Jinja file with --task.chat_template FILE")
         self.template: str = template or own
-        self.note = "what the assistant says is known from the template's generation marks"
+        self.note = "the template's {% generation %} tags mark the assistant's tokens"
         self.special = {tokenizer.eos_token_id, *tokenizer.all_special_ids}
         self.special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         if self.marked:
             self._check_marks()
         else:
-            self.note = "what the assistant says is known by prefixes of the template"
+            self.note = "the assistant's tokens are found by comparing prefixes of the rendered template"
             if not self._keeps_prefixes() and (known := _of_trl(tokenizer, template)):
                 self.template = known
                 self.note = "the chat template changes a turn when more follows: TRL's is used to train with"

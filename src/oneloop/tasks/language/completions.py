@@ -79,4 +79,8 @@ def other_ends(ends: Collection[int], tokenizer: Any) -> list[str]:
     """What to say where answers end with another token than the tokenizer's end token."""
     others = [end for end in ends if end != tokenizer.eos_token_id]
     found = f"answers end with {tokenizer.decode(others)!r}, and the tokenizer's end token is {tokenizer.eos_token!r}"
-    return [f"{found}: generation_config.json in final/ names both, so that transformers stops there"] if others else []
+    return (
+        [f"{found}: generation_config.json in final/ contains both, so that transformers stops at either"]
+        if others
+        else []
+    )

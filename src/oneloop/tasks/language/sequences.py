@@ -81,14 +81,16 @@ def spans(texts: Ragged, length: int, overlong: Overlong) -> Spans:
 def _nothing(texts: Ragged, made: Spans, overlong: Overlong) -> str:
     trained = np.flatnonzero(np.asarray(texts.values) >= 0)
     if not len(trained):
-        return f"none of {made.whole:,} texts holds a token to be trained: no assistant speaks, nothing is completed"
+        return f"none of {made.whole:,} texts has a token to train on: no assistant message, no completion"
     if overlong == "drop" and made.overlong == made.whole:
-        return f"all of {made.whole:,} texts are longer than {made.length:,} tokens; raise the length, or cut them"
+        return (
+            f"all of {made.whole:,} texts are longer than {made.length:,} tokens; increase the length, or truncate them"
+        )
     ends = np.asarray(texts.ends)
     starts = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
     text = np.searchsorted(ends, trained, side="right")
     least = int((trained - starts[text]).min())
-    none = f"none of {made.whole:,} texts holds a token to be trained within {made.length:,} tokens"
+    none = f"none of {made.whole:,} texts has a token to train on within {made.length:,} tokens"
     return f"{none}; the first one is token {least:,}: raise the length"
 
 

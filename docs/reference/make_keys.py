@@ -1,0 +1,63 @@
+"""Write keys.md, the page of all keys, from the schema: ``python docs/reference/make_keys.py``."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from oneloop.recipe.parse import parser
+
+PAGE = Path(__file__).with_name("keys.md")
+TASKS = ("image_classification", "causal_lm", "sft", "text_classification", "text_regression", "token_classification")
+OPTIMIZERS = ("adamw", "sgd", "muon", "adafactor")
+SCHEDULES = ("cosine", "linear", "wsd", "constant", "plateau")
+HEAD = """# All keys
+
+This page lists every key of a recipe with its type, default and meaning.
+
+In YAML, a key is written in its group: `batch: {size: 128}`. On the command line it is `--batch.size 128`. In Python it
+is `batch={"size": 128}`. `oneloop launch --config_file single RECIPE --help` lists the keys of your own task too.
+A DURATION is a number of steps (`500`), `20ep`, `1M samples`, `2B tokens`, or a share of the run (`10%`).
+"""
+ROW = tuple[str, str, str, str]
+CHOICES = {"task": TASKS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
+CHOSEN = {group: choices[0] for group, choices in CHOICES.items()}
+
+
+def rows(**chosen: str) -> Iterator[ROW]:
+    """Key, type, default and meaning of each key of these choices."""
+    for action in parser(**CHOSEN | chosen)._actions:
+        if action.dest != "help":
+            cells = (action.dest, str(action.metavar or ""), str(action.default), action.help or "")
+            key, kind, default, meaning = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
+            yield key, "`" + kind.replace("\\|", "` or `") + "`", f"`{default}`", meaning
+
+
+def merged(group: str) -> Iterator[str]:
+    """Table rows of a group whose keys depend on its name; keys of one meaning are one row."""
+    found: dict[tuple[str, str], dict[str, tuple[str, str]]] = {}
+    for choice in CHOICES[group]:
+        for key, kind, default, meaning in rows(**{group: choice}):
+            if key.startswith(f"{group}."):
+                found.setdefault((key, meaning), {})[choice] = (kind, default)
+    for (key, meaning), by in found.items():
+        columns = (" / ".join(dict.fromkeys(values)) for values in zip(*by.values(), strict=True))
+        names = "all" if len(by) == len(CHOICES[group]) else ", ".join(by)
+        yield f"| `{key}` | {' | '.join(columns)} | {meaning} | {names} |"
+
+
+def page() -> str:
+    """The whole page."""
+    lines = [HEAD]
+    for group in CHOICES:
+        lines += [f"## {group}", "", f"| key | type | default | meaning | {group}.name |", "|---|---|---|---|---|"]
+        lines += [*merged(group), ""]
+    lines += ["## All other keys", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+    lines += [
+        f"| `{key}` | {kind} | {default} | {text} |"
+        for key, kind, default, text in rows()
+        if key.partition(".")[0] not in CHOICES
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
