@@ -66,7 +66,7 @@ def measure(turns: int, rows: int, folder: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     x = torch.randn(rows, 256)
     meter = Meter(accelerator, list(model.parameters()), flops=1e6, peak=1e11)
-    tracking_module._HAND_OVER = math.inf  # by hand, below
+    tracking_module._FLUSH_INTERVAL = math.inf  # by hand, below
     tracking = Tracking(accelerator, folder, project="cost", config={})
     done = 0
     display = Display(console=Console(file=io.StringIO()))
@@ -119,7 +119,7 @@ def measure(turns: int, rows: int, folder: Path) -> None:
                 watched(log=True)
                 after.append(seconds(bare) - seconds(bare))
             if turn % (EVERY * TOGETHER) == EVERY * TOGETHER - 1:
-                handed.append(seconds(tracking._hand_over) / TOGETHER)
+                handed.append(seconds(tracking._flush) / TOGETHER)
     drawn, pause = redraw()
     middle = statistics.median(found["bare"])
     print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")

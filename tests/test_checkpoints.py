@@ -235,10 +235,10 @@ def troubled(root: str, sync: bool, rank: int):
     for number in range(4):
         step(model, optimizer, number)
         if world.rank == rank and number in (1, 2):
-            while checkpoints._under_way._pending:  # only the second save runs into the limit
+            while checkpoints._saving._pending:  # only the second save runs into the limit
                 checkpoints.poll()
                 time.sleep(0.01)
-            writing = 0 if sync else checkpoints._under_way._process._process.pid
+            writing = 0 if sync else checkpoints._saving._process._process.pid
             soft = 400 if number == 1 else resource.RLIM_INFINITY
             resource.prlimit(writing, resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
         told.append(checkpoints.save(number, model, optimizer, {"number": number}, keep=Keep(newest=9)))
@@ -278,4 +278,4 @@ def _writers(root: str) -> int:
     checkpoints.save(0, model, optimizer, {})
     checkpoints.finish()
     assert os.getpid()
-    return checkpoints._under_way._process._process.pid
+    return checkpoints._saving._process._process.pid

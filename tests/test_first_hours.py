@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from oneloop import cli
 from oneloop.basics.exit_codes import BadInput
 from oneloop.show.examples import plain
-from oneloop.show.pictures import beside, picture
+from oneloop.show.pictures import picture, side_by_side
 from oneloop.show.report.example_pages import _verdict
 from oneloop.show.terminal import figure, summary_table
 from silent_cases import unfinished
@@ -212,7 +212,7 @@ def test_masks_are_pictures():
     assert shown["text"] == "image, target, prediction" and shown.keys() == {"text", "image"}
     assert shown["image"].shape == (3, 8, 26)  # three of 8, and gaps
     assert (shown["image"][:, 0, 9] == 0).all() and not (shown["image"][:, 3, 12] == 0).all()
-    assert beside([torch.rand(4, 6), torch.rand(1, 8, 12)]).shape == (3, 8, 25)
+    assert side_by_side([torch.rand(4, 6), torch.rand(1, 8, 12)]).shape == (3, 8, 25)
     assert picture(shown["image"]).width > 26
     assert plain({"prediction": torch.tensor(3)}) == {"prediction": "3"}
 

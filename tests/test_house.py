@@ -269,7 +269,7 @@ PATHS = {  # of a thing through the files: in each, the words that lead to the n
             ("run/steps.py", "stopping.requested", "group.stop ="),
             ("train.py", "group.stop", "state.save("),
             ("checkpoint/resume.py", "checkpoints.save("),
-            ("checkpoint/checkpoints.py", "writer.SaveRequest(", "self._under_way."),
+            ("checkpoint/checkpoints.py", "writer.SaveRequest(", "self._saving."),
             ("checkpoint/saving.py", "SaveRequest"),
             ("checkpoint/writer.py", "class SaveRequest"),
         ],

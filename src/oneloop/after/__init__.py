@@ -1,1 +1,1 @@
-"""After training: load the model of a run, compare two runs."""
+"""After training: load the model of a run, or compare two runs."""

@@ -1,4 +1,4 @@
-"""Whether two runs are the same bits, by the hashes of their logs, and where they part; needs no torch."""
+"""Compare two runs by the hashes in their logs, and find the first difference. Needs no torch."""
 
 import base64
 import json
@@ -13,7 +13,7 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.checkpoint.store import Store, read_manifest
 from oneloop.recipe.comparison import difference
 
-_KINDS = ("model", "optimizer", "ema")  # of tensors, by the beginnings of their names
+_KINDS = ("model", "optimizer", "ema")  # first parts of tensor names
 
 
 class FirstDifference(NamedTuple):
@@ -22,7 +22,7 @@ class FirstDifference(NamedTuple):
     step: int
     names: list[str]  # the tensors that differ, in the order of the model; empty if they are not known
     of: int  # number of compared tensors
-    why: str = ""  # what is known instead of the names
+    why: str = ""  # the known reason if there are no names
 
     def __str__(self) -> str:
         more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
@@ -32,19 +32,19 @@ class FirstDifference(NamedTuple):
 def parting(one: Path, other: Path) -> tuple[FirstDifference | None, list[str]]:
     """Compare weights, EMA weights and optimizer state of two runs at every step that both have logged.
 
-    Return where they differ first (None: nowhere), and lines about it. Raise BadInput if a folder holds no such log, or
-    they have no step in common."""
+    Return the first difference (None: bit-identical), and lines that describe it. Raise BadInput if a folder has no
+    such log, or if no step is in both."""
     logs = {folder: _log(folder) for folder in (one, other)}
     steps = sorted(logs[one].keys() & logs[other].keys())
     if not steps:
-        record = " and ".join(f"{folder} ({_some(log)})" for folder, log in logs.items())
+        record = " and ".join(f"{folder} ({_first_steps(log)})" for folder, log in logs.items())
         raise BadInput(f"{record} have logged no step in common; give both the same log.every")
     lines, parted, before = [], None, None
     for step in steps:
-        mine, theirs = logs[one][step], logs[other][step]
-        if mine["bits"] != theirs["bits"]:
+        left, right = logs[one][step], logs[other][step]
+        if left["bits"] != right["bits"]:
             since = "before it nothing was logged" if before is None else f"at step {before} they were bit-identical"
-            parted = FirstDifference(step, *_tensors(one, other, mine, theirs))
+            parted = FirstDifference(step, *_tensors(one, other, left, right))
             lines = [f"they part at step {step} ({since}): {parted}"]
             break
         before = step
@@ -72,13 +72,13 @@ def _log(folder: Path) -> dict[int, Mapping[str, Any]]:
             if isinstance(record.get("bits"), str):
                 found[int(record["step"])] = record
         except (ValueError, KeyError, AttributeError, TypeError, OverflowError):
-            continue  # cut off, or damaged
+            continue  # incomplete or damaged
     if not found:
         raise BadInput(f"{folder} has no hashes in metrics.jsonl; a run logs them if batch.grain is set")
     return found
 
 
-def _some(log: Mapping[int, Any]) -> str:
+def _first_steps(log: Mapping[int, Any]) -> str:
     first = sorted(log)[:3]
     return f"{', '.join(map(str, first))}{', …' if len(log) > len(first) else ''}"
 
@@ -90,10 +90,10 @@ def _recipe(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _tensors(one: Path, other: Path, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[list[str], int, str]:
-    """Which tensors differ, the number of all, and what is known instead."""
+def _tensors(one: Path, other: Path, left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[list[str], int, str]:
+    """Return the names of the tensors that differ, the number of all tensors, and a reason if there are no names."""
     try:
-        hashes = [_short(line["bits_of"]) for line in (mine, theirs)]
+        hashes = [_hashes(line["bits_of"]) for line in (left, right)]
     except (KeyError, ValueError, TypeError, struct.error):
         return [], 0, "the logs do not name the tensors"
     number = len(hashes[0])
@@ -105,14 +105,14 @@ def _tensors(one: Path, other: Path, mine: Mapping[str, Any], theirs: Mapping[st
     return [name for name in names if differ[name]], number, f"{sum(apart) or 'some'} of {number} tensors"
 
 
-def _short(text: str) -> tuple[int, ...]:
+def _hashes(text: str) -> tuple[int, ...]:
     raw = base64.b64decode(text)
     return struct.unpack(f"<{len(raw) // 2}H", raw)
 
 
 def _names(folder: Path, number: int) -> list[str]:
-    """Names of what is hashed, in the order of the model, as a checkpoint of that run has them; empty where it has
-    others."""
+    """Return the names of the hashed tensors, in the order of the model, from a checkpoint of the run; empty if none
+    matches."""
     for path in reversed(Store(folder / "checkpoints").sealed()):
         names = list(read_manifest(path).get("tensors") or {})
         if len(names) == number and all(name.split(".")[0] in _KINDS for name in names):

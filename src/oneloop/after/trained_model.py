@@ -1,4 +1,4 @@
-"""The model of a run, with its weights, on the processes of another command."""
+"""Load the model of a run, with its weights, for another command."""
 
 import json
 import sys
@@ -30,14 +30,14 @@ from oneloop.tasks.protocol import Progress, Task
 
 @dataclass(frozen=True)
 class Trained:
-    """A run's task and model."""
+    """The task and the model of a run."""
 
     recipe: Recipe
     task: Task
     built: BuiltModel
-    about: str  # which weights they are, for a person
+    about: str  # describes the weights in messages
     eval_micro: int | None = None
-    """samples at once in the run's own evaluations: another number pads texts differently, and rounds differently"""
+    """micro-batch size of the run's evaluations: another size pads texts differently, which changes rounding"""
 
     @property
     def model(self) -> nn.Module:
@@ -45,7 +45,7 @@ class Trained:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What its samples are looked at with."""
+        """Return the options for evaluation: micro-batch size, dtype and seed."""
         recipe = self.recipe
         own = recipe.batch.micro if isinstance(recipe.batch.micro, int) else min(recipe.batch.size, 64)
         return {"micro": recipe.eval.micro or self.eval_micro or own, "dtype": torch_dtype(recipe), "seed": recipe.seed}
@@ -54,7 +54,7 @@ class Trained:
 def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:
     """Return the recipe of a run for ``command``; print the file from which its task is imported, if it is the user's.
 
-    ``task`` names the task now; None: as recorded, if that can be trusted. Raise BadInput if there is no recipe.
+    ``task`` overrides the recorded task (None), whose file must be trusted. Raise BadInput if there is no recipe.
     """
     file = run / "recipe.yaml"
     if not file.is_file():
@@ -76,7 +76,7 @@ def _trusted(name: str, run: Path) -> str:
         name = from_there(name, recorded)
     place = source("task", name)
     if ":" in name and recorded.is_file() and place is not None and not place.exists():
-        place = recorded  # which is somewhere else
+        place = recorded  # imported from its recorded path
     elif place is None or not (place.is_relative_to(there) or (":" in name and not place.is_relative_to(here))):
         return name
     where = "which is in the run folder" if place.is_relative_to(there) else "which is not below the current folder"
@@ -102,11 +102,11 @@ def trained(
     device: str,
     accept_changes: bool = False,
 ) -> Trained:
-    """Return task and model of a run, the model not yet on its processes.
+    """Return task and model of a run, before the model is wrapped for distributed execution.
 
     ``checkpoint`` is ``final``, ``newest``, ``best`` or a step (None: ``final/`` if the run has ended, else newest),
-    ``weights`` ``raw`` or the name of an average. ``accept_changes``: accept other data than it was trained with. Raise
-    ValueError if the weights are missing or damaged, the task cannot be made, or its data differs.
+    ``weights`` ``raw`` or the name of an EMA. ``accept_changes`` accepts data other than the training data. Raise
+    ValueError if the weights are missing or damaged, the task cannot be created, or its data differs.
     """
     if weights.startswith("power:"):
         raise ValueError(f"--weights {weights}: only oneloop export can mix EMAs; give raw, or the name of a saved EMA")
@@ -117,11 +117,11 @@ def trained(
     options = recipe.task.options
     named = "base" in read_manifest(chosen)["about"] if chosen.name == FINAL else base_model_of(chosen) is not None
     if not named and recipe.task.name in CHOICES["task"] and options.get("pretrained") not in (None, False):
-        options = {**options, "pretrained": False}  # the weights are the run's own
+        options = {**options, "pretrained": False}  # the run's weights replace the pretrained ones
     bare = replace(recipe, init=InitConfig(), machine=plain, task=replace(recipe.task, options=options))
     task = make_task(bare)
     if not accept_changes:
-        _compare(run, recipe, task)
+        _reject_changed_data(run, recipe, task)
     built = build_model(bare, task, BatchLayout(1, 1), sharded=sharded, device=device)
     origin = getattr(task, "origin", None)
     reject_other_origin(chosen, origin)
@@ -133,14 +133,14 @@ def trained(
         load_tensors(chosen, built.model, weights=weights, cast=True)
     load_task_state(task, chosen)
     if hasattr(task, "progress"):
-        task.progress = Progress(lambda: 1, 1, 1)  # as at the end
+        task.progress = Progress(lambda: 1, 1, 1)  # progress at the end of training
     micro = _recorded(run).get("eval_micro")
     about = f"{chosen.name} of {run}{'' if weights == 'raw' else f', {weights}'}"
     return Trained(recipe, task, built, about, micro if isinstance(micro, int) and micro > 0 else None)
 
 
-def _compare(run: Path, recipe: Recipe, task: Task) -> None:
-    """Rejects data that is not what the run was trained with: its classes and held-out rows might be others."""
+def _reject_changed_data(run: Path, recipe: Recipe, task: Task) -> None:
+    """Raise ValueError if the data differs from the training data: classes and validation split could differ."""
     sealed = Store(run / "checkpoints").sealed()
     try:
         there = json.loads((sealed[-1] / "state.json").read_text())["identity"] if sealed else None

@@ -1,1 +1,1 @@
-"""State on disk."""
+"""Checkpoints and weights on disk."""

@@ -1,4 +1,4 @@
-"""Checkpoints: save while training goes on, load what verifies. Works alone in a plain Accelerate script.
+"""Checkpoints: save during training, load after verification. Usable alone in a plain Accelerate script.
 
 >>> checkpoints = Checkpoints(Path("checkpoints"), accelerator)
 >>> newest = checkpoints.newest()                   # verified, on all ranks; None at first
@@ -22,7 +22,7 @@ from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint import writer
 from oneloop.checkpoint.frozen_weights import Base
 from oneloop.checkpoint.named_checkpoint import base_problems
-from oneloop.checkpoint.saving import UnderWay
+from oneloop.checkpoint.saving import SaveInProgress
 from oneloop.checkpoint.state_dict import (
     buffers_of,
     described,
@@ -41,12 +41,12 @@ class Checkpoints:
     Args:
         root: the folder.
         accelerator: its ranks write together.
-        origin: what frozen parameters were read from, where a checkpoint should name it instead of holding them.
-        sync: write in the training process instead of another one.
-        max_failures: failing saves in a row that do not end the run.
-        patience: factor of the time that a save may take (ten seconds, three times the longest before, ten megabytes a
-            second) before training goes on without a new one, and ends where it must have one; 0: any time.
-        say: how a person is told of bad checkpoints, on rank 0.
+        origin: the base model of the frozen parameters, if a checkpoint should name it instead of storing them.
+        sync: write in the training process instead of a separate one.
+        max_failures: consecutive failed saves that do not end the run.
+        patience: factor of a save's time limit: the largest of 10 s, 3 x the slowest save, and size / (10 MB/s). After
+            it, training continues without a new checkpoint, or ends if it needs one. 0: no limit.
+        say: reports bad checkpoints, on rank 0.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Checkpoints:
         self.store = Store(root)
         self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
         self._sync, self._say = sync, say
-        self._host: Any = dist.new_group(backend="gloo") if self.ranks > 1 else None
-        self._base = Base(self.store, origin=origin, rank=self.rank, agree=self._all, say=say)
+        self._gloo_group: Any = dist.new_group(backend="gloo") if self.ranks > 1 else None
+        self._base = Base(self.store, origin=origin, rank=self.rank, agree=self._gather, say=say)
         self._attempt = 0
-        how: dict[str, Any] = {"agree": self._all if self.ranks > 1 else None, "pin": accelerator.device.type == "cuda"}
-        how |= {"max_failures": max_failures, "patience": patience, "say": say}
-        self._under_way = UnderWay(self.store, rank=self.rank, **how)
+        options: dict[str, Any] = {"max_failures": max_failures, "patience": patience, "say": say}
+        options |= {"agree": self._gather if self.ranks > 1 else None, "pin": accelerator.device.type == "cuda"}
+        self._saving = SaveInProgress(self.store, rank=self.rank, **options)
 
     # --- saving ---
 
@@ -84,24 +84,24 @@ class Checkpoints:
         keep: Keep | None = None,
         flush: Sequence[Path] = (),
     ) -> str | None:
-        """Begins to save; the last save is finished first, and where that takes too long nothing is begun. Every rank
-        must get here.
+        """Start to save, after the previous save has finished. If that takes too long, start nothing. Collective: call
+        on every rank.
 
         Args:
             step: names the checkpoint.
-            model: as prepared.
-            optimizer: over its parameters.
-            state: what else is to be kept, as JSON can hold it; rank 0's is written.
-            extra: more tensors, named ``ema.…``; sharded as the model's are, or the same on all ranks.
-            about: for the manifest (the metric that the best is chosen by).
-            keep: which older ones to leave.
-            flush: files that have to be on disk before it is sealed, since its state tells of them.
+            model: the prepared model.
+            optimizer: the optimizer of its parameters.
+            state: other JSON-serializable state; rank 0's is written.
+            extra: more tensors, named ``ema.…``; sharded like the model, or equal on all ranks.
+            about: entries of the manifest, such as the metric that selects the best checkpoint.
+            keep: which older checkpoints to keep.
+            flush: files that must be on disk before the checkpoint is complete, because its state refers to them.
 
         Returns:
-            What went wrong with the last save, alike on all ranks; None where nothing did.
+            The error of the previous save, equal on all ranks; None if it succeeded.
         """
-        problem = self._under_way.finish(or_go_on=True)
-        if self._under_way.stuck:
+        problem = self._saving.finish(or_go_on=True)
+        if self._saving.stuck:
             return problem
         tensors = self._base.others(model) | optimizer_tensors(model, optimizer) | dict(extra or {})
         mine = pieces(tensors, rank=self.rank, ranks=self.ranks, of_rank_0=buffers_of(model))
@@ -122,55 +122,55 @@ class Checkpoints:
             flush=[str(file.absolute()) for file in flush],
         )
         if self._sync:
-            self._under_way.write_here(request, mine)
-            return self._under_way.finish() or problem
-        self._under_way.begin(request, mine)
+            self._saving.write_here(request, mine)
+            return self._saving.finish() or problem
+        self._saving.begin(request, mine)
         return problem
 
     def poll(self) -> str | None:
-        """This rank's problem with the save under way, if it is known by now; a microsecond, without a wait."""
-        return self._under_way.poll()
+        """Return this rank's error of the save in progress if it is known by now. Does not block (about 1 us)."""
+        return self._saving.poll()
 
     def finish(self) -> str | None:
-        """Waits for the save under way. Every rank must get here.
+        """Wait for the save in progress. Collective: call on every rank.
 
         Returns:
-            What went wrong, alike on all ranks; None where the checkpoint is sealed, or none was under way.
+            The error, equal on all ranks; None if the checkpoint is complete, or no save was in progress.
 
         Raises:
-            OSError: on all ranks: more than ``max_failures`` saves in a row have failed, or this one takes too long.
+            OSError: on all ranks, after more than ``max_failures`` consecutive failures, or after the time limit.
         """
-        return self._under_way.finish()
+        return self._saving.finish()
 
-    def _all(self, value: Any) -> list[Any]:
+    def _gather(self, value: Any) -> list[Any]:
         values: list[Any] = [value]
-        if self._host is not None:
+        if self._gloo_group is not None:
             values = [None] * self.ranks
-            dist.all_gather_object(values, value, group=self._host)
+            dist.all_gather_object(values, value, group=self._gloo_group)
         return values
 
     def close(self) -> None:
-        """Ends the writing process."""
-        self._under_way.close()
+        """End the writing process."""
+        self._saving.close()
 
     # --- loading ---
 
     def whole(self, step: int, otherwise: str) -> bool:
-        """Whether the checkpoint of a step is there and verifies, the same on all ranks; where not, a person is told,
-        and what happens otherwise."""
+        """Return whether the checkpoint of a step exists and is intact, equal on all ranks. If not, log that, and
+        ``otherwise``, which describes the consequence."""
         path = self.store.root / name_of(step)
         wrong: list[str] = []
         if self.rank == 0:
             wrong = (problems(path) or base_problems(path)) if path.is_dir() else ["it does not exist"]
             if wrong:
                 self._say(f"THE BEST CHECKPOINT, {path}, CANNOT BE USED: {'; '.join(wrong[:3])}; {otherwise}")
-        return not self._all(wrong)[0]
+        return not self._gather(wrong)[0]
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that verifies, the same on all ranks; bad ones are told of and set aside.
+        """Return the newest intact checkpoint, equal on all ranks; log and rename damaged ones.
 
         Raises:
-            ValueError: some were sealed, and none is good.
+            ValueError: there are checkpoints, and none is intact.
         """
         chosen: tuple[str | None, str | None] = (None, None)
         if self.rank == 0:
@@ -186,7 +186,7 @@ class Checkpoints:
             else:
                 for line, (path, _) in zip(bad, list(self.store.newest_good()), strict=False):
                     self._say(f"{line}; kept as {self.store.set_aside(path)}")
-        chosen = self._all(chosen)[0]
+        chosen = self._gather(chosen)[0]
         if chosen[1] is not None:
             raise ValueError(chosen[1])
         return Path(chosen[0]) if chosen[0] else None
@@ -200,20 +200,20 @@ class Checkpoints:
         extra: Mapping[str, Tensor] | None = None,
         check: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> dict[str, Any]:
-        """Loads model, optimizer and extra tensors in place and returns the rest. Every rank must get here.
+        """Load model, optimizer and extra tensors in place; return the other state. Collective: call on every rank.
 
         Args:
-            folder: of the checkpoint.
-            model: as prepared.
-            optimizer: over its parameters.
-            extra: more tensors, as :meth:`save` was given them.
-            check: is shown the rest before anything is loaded, and may reject it.
+            folder: the checkpoint.
+            model: the prepared model.
+            optimizer: the optimizer of its parameters.
+            extra: more tensors, as in :meth:`save`.
+            check: receives the other state before anything is loaded, and may raise ValueError.
 
         Raises:
-            ValueError: the checkpoint is damaged, or of another model; or its frozen parameters are, and the model as
-                it is now has others.
+            ValueError: the checkpoint is damaged or of another model, or its frozen parameters are damaged and differ
+                from those of the current model.
         """
-        wrong = self._all(problems(folder) if self.rank == 0 else [])[0]
+        wrong = self._gather(problems(folder) if self.rank == 0 else [])[0]
         if wrong:
             raise ValueError(f"checkpoint {folder} is damaged: {'; '.join(wrong)}; use another checkpoint")
         state: dict[str, Any] = json.loads((folder / "state.json").read_text())

@@ -1,8 +1,8 @@
-"""Frozen parameters as one safetensors file, in an order that only names and types decide.
+"""Frozen parameters as one safetensors file, in an order that depends only on names and dtypes.
 
-The same parameters make the same bytes however they are sharded: so a damaged file can be made anew from the model as
-built, and is taken only where its checksum is the old one. Parameters of somebody else's model are not written at all:
-its name, and what tells it from any other, take the file's place.
+The file's bytes do not depend on the sharding. A damaged file can thus be rewritten from the newly built model, and is
+accepted only if it has the old checksum. Parameters of a base model are not written. Instead, a file records the base
+model's name and revision or checksums.
 """
 
 import json
@@ -34,7 +34,7 @@ from oneloop.checkpoint.store import Store, flush, vouch, write_file
 
 
 def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that are not trained, as a checkpoint names them."""
+    """Return the frozen parameters by their names in a checkpoint."""
     return model_tensors(model, frozen=True)
 
 
@@ -44,14 +44,14 @@ def write_base(folder: Path, tensors: Mapping[str, Tensor], *, rank: int) -> tup
     whole = [Piece(name, tensor, (0,) * tensor.ndim) for name, tensor in sorted(tensors.items())]
     whole.sort(key=lambda piece: -piece.tensor.element_size())
     text, size = header_of(whole)
-    head = text.encode() + b" " * (-len(text.encode()) % 8)
+    padded = text.encode() + b" " * (-len(text.encode()) % 8)
     draft, state, problem, stream = folder.with_name(f".{folder.name}.draft"), xxh3_128(), None, None
     try:
         if rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
             stream = (draft / FILE).open("wb")
-            _put(stream, state, len(head).to_bytes(8, "little") + head)
+            _append(stream, state, len(padded).to_bytes(8, "little") + padded)
     except OSError as error:
         problem = f"{type(error).__name__}: {error}"
     for piece in whole:
@@ -59,19 +59,19 @@ def write_base(folder: Path, tensors: Mapping[str, Tensor], *, rank: int) -> tup
         if stream is None or problem is not None:
             continue
         try:
-            _put(stream, state, tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            _append(stream, state, tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         except OSError as error:
             problem = f"{type(error).__name__}: {error}"
-    entry = {"size": 8 + len(head) + size, "xxh3": state.hexdigest()}
+    entry = {"size": 8 + len(padded) + size, "xxh3": state.hexdigest()}
     if stream is not None:
-        problem = _sealed(stream, draft, folder, entry) if problem is None else problem
+        problem = _finish_file(stream, draft, folder, entry) if problem is None else problem
         with suppress(OSError):
             stream.close()
     return entry, problem
 
 
 def write_origin(folder: Path, origin: BaseModel) -> tuple[dict[str, Any], str | None]:
-    """Write where frozen parameters were read from; call it on one process. Returns as :func:`write_base`."""
+    """Write the base model of frozen parameters; call it on one process. Returns like :func:`write_base`."""
     text = json.dumps({**origin.description, "names": sorted(origin.names)}, indent=1).encode()
     draft = folder.with_name(f".{folder.name}.draft")
     try:
@@ -80,24 +80,24 @@ def write_origin(folder: Path, origin: BaseModel) -> tuple[dict[str, Any], str |
         entry = write_file(draft / NAMED, text)
     except OSError as error:
         return {}, f"{type(error).__name__}: {error}"
-    return {"file": NAMED, **entry}, _in_place(draft, folder, entry, NAMED)
+    return {"file": NAMED, **entry}, _commit(draft, folder, entry, NAMED)
 
 
-def _put(stream: Any, state: Any, data: Any) -> None:
+def _append(stream: Any, state: Any, data: Any) -> None:
     stream.write(data)
     state.update(data)
 
 
-def _sealed(stream: Any, draft: Path, folder: Path, entry: dict[str, Any]) -> str | None:
+def _finish_file(stream: Any, draft: Path, folder: Path, entry: dict[str, Any]) -> str | None:
     try:
         stream.flush()
         os.fsync(stream.fileno())
     except OSError as error:
         return f"{type(error).__name__}: {error}"
-    return _in_place(draft, folder, entry, FILE)
+    return _commit(draft, folder, entry, FILE)
 
 
-def _in_place(draft: Path, folder: Path, entry: dict[str, Any], file: str) -> str | None:
+def _commit(draft: Path, folder: Path, entry: dict[str, Any], file: str) -> str | None:
     try:
         vouch(draft, {}, {file: entry})
         flush(draft)
@@ -110,8 +110,8 @@ def _in_place(draft: Path, folder: Path, entry: dict[str, Any], file: str) -> st
 
 
 class Base:
-    """The frozen parameters of a run's checkpoints. Those of ``origin`` are only named; ``agree`` gathers a value of
-    all ranks, and ``say`` reports repairs on rank 0."""
+    """The frozen parameters of a run's checkpoints, stored or (``origin``) only named. ``agree`` gathers a value of all
+    ranks, and ``say`` reports repairs on rank 0."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Base:
         self._known: tuple[Path, dict[str, Any]] | None = None
 
     def others(self, model: nn.Module) -> dict[str, Tensor]:
-        """What a checkpoint holds of a model itself, by its names there."""
+        """Return the model's tensors that each checkpoint stores, by their names there."""
         if self._origin is None:
             return model_tensors(model, frozen=False)
         names = self._origin.names
@@ -143,7 +143,7 @@ class Base:
         names = self._names(model)
         if not names:
             return {}
-        self._look()
+        self._check_base_model()
         if self._known is None or names_in(self._known[0]) != names:
             store = self._store
             folder = self._agree(fresh(store.root.parent, store.sealed()) if self._rank == 0 else None)[0]
@@ -151,8 +151,8 @@ class Base:
         folder, entry = self._known
         return {"base": {"folder": folder.name, **entry}}
 
-    def _look(self) -> None:
-        """Rejects, on all ranks, to save what stands on something that was changed since."""
+    def _check_base_model(self) -> None:
+        """Raise ValueError on all ranks if the base model has changed since the start."""
         changed = None
         if self._origin is not None and self._rank == 0:
             try:
@@ -174,7 +174,7 @@ class Base:
         self._known = recorded if own else None
         wrong = "; ".join(self._agree(base_problems(checkpoint) if self._rank == 0 else [])[0])
         if recorded is not None and wrong:
-            self._mend(checkpoint, *recorded, model, own=own, wrong=wrong)
+            self._repair(checkpoint, *recorded, model, own=own, wrong=wrong)
         if self._origin is not None:
             other = self._origin.difference(base_model_of(checkpoint) or {}) if self._rank == 0 else ""
             if other := self._agree(other)[0]:
@@ -182,7 +182,7 @@ class Base:
                     f"{checkpoint} needs the base model {other}; set task.model to the model that it was trained with"
                 )
 
-    def _mend(self, checkpoint: Path, folder: Path, entry: Any, model: nn.Module, *, own: bool, wrong: str) -> None:
+    def _repair(self, checkpoint: Path, folder: Path, entry: Any, model: nn.Module, *, own: bool, wrong: str) -> None:
         if not own:
             raise ValueError(f"{folder}, with the frozen parameters of {checkpoint}, is damaged ({wrong}); restore it")
         again = folder.with_name(f".{folder.name}.again")
@@ -193,7 +193,7 @@ class Base:
             if same:
                 again.rename(folder)
                 self._say(f"{folder} was damaged ({wrong}); rewriting it from the initial model")
-        self._agree(None)  # no rank reads it before
+        self._agree(None)  # no rank reads the file before
         if not same:
             why = f"the frozen parameters of {checkpoint.name} are damaged ({wrong}), and the new model has others"
             raise ValueError(f"{folder}: {why}; restore the folder from a copy, or the files of the base model")

@@ -1,4 +1,4 @@
-"""The checkpoint that a user names, and its frozen parameters in ``base/``, or only named there. Needs no torch."""
+"""Find the checkpoint that a user names, and its frozen parameters or base model in ``base/``. Needs no torch."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -19,11 +19,11 @@ from oneloop.checkpoint.store import (
 )
 
 FILE = "frozen.safetensors"
-NAMED = "origin.json"  # in its place: what they were read from, and their names
+NAMED = "origin.json"  # instead of FILE: the base model of the parameters, and their names
 
 
 def base_of(checkpoint: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The folder with a checkpoint's frozen parameters, and what its file should be; None where none are frozen."""
+    """Return the folder with a checkpoint's frozen parameters and its manifest entry; None if none are frozen."""
     entry = read_manifest(checkpoint)["about"].get("base")
     if not entry:
         return None
@@ -31,7 +31,7 @@ def base_of(checkpoint: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def base_problems(checkpoint: Path) -> list[str]:
-    """What is wrong with the frozen parameters of a checkpoint, which is good itself. Reads them whole."""
+    """Return the problems of an intact checkpoint's frozen parameters. Reads them completely."""
     recorded = base_of(checkpoint)
     if recorded is None:
         return []
@@ -41,13 +41,13 @@ def base_problems(checkpoint: Path) -> list[str]:
 
 
 def file_of(entry: Mapping[str, Any]) -> str:
-    """The file's name, of what a manifest says of frozen parameters."""
+    """Return the file name in a manifest entry of frozen parameters."""
     return NAMED if entry.get("file") == NAMED else FILE
 
 
 def base_model_of(checkpoint: Path) -> dict[str, Any] | None:
-    """What a checkpoint's frozen parameters were read from (``place`` with ``files`` or ``commit``) and their
-    ``names``; None where it is not only named."""
+    """Return a checkpoint's base model (``place`` with ``files`` or ``commit``) and its parameters' ``names``; None if
+    the checkpoint does not refer to one."""
     recorded = base_of(checkpoint)
     if recorded is None or file_of(recorded[1]) != NAMED:
         return None
@@ -55,17 +55,17 @@ def base_model_of(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def names_in(folder: Path) -> set[str]:
-    """Names of the parameters in it."""
+    """Return the names of the frozen parameters that a folder contains or refers to."""
     if not (folder / FILE).exists():
         return {f"model.{name}" for name in json.loads((folder / NAMED).read_text())["names"]}
     return set(header(folder / FILE)) - {"__metadata__"}
 
 
 def fresh(run: Path, checkpoints: Iterable[Path]) -> Path:
-    """A folder for frozen parameters that none of these checkpoints names: ``base``, ``base-2``, …"""
+    """Return an unused folder for frozen parameters: ``base``, ``base-2``, …, which none of the checkpoints names."""
     named = set()
     for checkpoint in checkpoints:
-        with suppress(ValueError):  # a damaged one names none
+        with suppress(ValueError):  # a damaged one refers to none
             named.add((base_of(checkpoint) or (run,))[0].name)
     names = ["base", *(f"base-{number}" for number in range(2, len(named) + 3))]
     return run / next(name for name in names if name not in named)
@@ -98,7 +98,7 @@ def _default(run: Path) -> str:
     try:
         about = read_manifest(run / FINAL)["about"]
     except ValueError:
-        return FINAL if (run / FINAL / MANIFEST).exists() else "newest"  # which says what is wrong
+        return FINAL if (run / FINAL / MANIFEST).exists() else "newest"  # chosen_of reports the damage
     end = about.get("end", about.get("step", 0))
     return "newest" if sealed and step_of(sealed[-1]) > end else FINAL
 

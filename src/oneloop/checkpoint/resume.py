@@ -1,4 +1,4 @@
-"""The state of a run as one thing: saved as a whole, and resumed as a whole.
+"""The state of a run as one object, which is saved and resumed as a whole.
 
 >>> state = RunState(model, optimizer, emas=[ema], parts={"counters": count, "ema": ema})
 >>> saved = state.resume(checkpoints, "auto")              # {} at first
@@ -19,26 +19,26 @@ from oneloop.checkpoint.store import Keep, name_of, read_manifest
 
 
 class Average(Protocol):
-    """What is saved of an average beside its ``state_dict``."""
+    """An EMA: its tensors, saved in addition to its ``state_dict``."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by their names in a checkpoint."""
+        """Return its tensors by their names in a checkpoint."""
 
     def begin(self, names: Collection[str]) -> None:
-        """Of these tensors it becomes the weights of now."""
+        """Reset these tensors of the EMA to the current weights."""
 
 
 class RunState:
-    """Model, optimizer, averages, and all else that goes on where it was.
+    """The model, the optimizer, EMAs, and all other state that a resumed run continues.
 
     Args:
-        model: as prepared.
-        optimizer: over its parameters.
-        emas: averages of its parameters.
-        parts: by name, what has a ``state_dict`` of plain values, and takes it back by ``load_state_dict`` where it has
-            one; ``files`` of it are on disk before a checkpoint that tells of them.
-        own: names of parts that belong to a run's own folder: they do not go on from another folder's checkpoint.
-        check: is shown what a checkpoint holds beside tensors before it is loaded, and may reject it.
+        model: the prepared model.
+        optimizer: the optimizer of its parameters.
+        emas: EMAs of its parameters.
+        parts: components by name. Each has a ``state_dict`` of plain values and may have ``load_state_dict``. Its
+            ``files``, if any, are flushed to disk before a checkpoint that refers to them is complete.
+        own: names of components that belong to the run folder; they restart with another folder's checkpoint.
+        check: receives a checkpoint's state other than tensors before it is loaded, and may raise ValueError.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class RunState:
         return {name: tensor for ema in self.emas for name, tensor in ema.tensors().items()}
 
     def size(self, optimizer_share: float, origin: BaseModel | None = None) -> tuple[int, int]:
-        """Bytes of what is written once (the weights with their averages at the end, frozen ones in ``base/``), and of
-        a checkpoint, about.
+        """Return an estimate of the bytes that are written once (final weights, EMAs, frozen weights in ``base/``) and
+        of those of one checkpoint.
 
         Args:
-            optimizer_share: bytes of the optimizer's state for each byte of the trained parameters.
-            origin: of what is only named.
+            optimizer_share: bytes of optimizer state per byte of trained parameters.
+            origin: the base model, if checkpoints only name it.
         """
         elsewhere = {f"model.{name}" for name in origin.names} if origin else set()
         held = {name: tensor for name, tensor in model_tensors(self.model).items() if name not in elsewhere}
@@ -76,31 +76,30 @@ class RunState:
     def save(
         self, checkpoints: Checkpoints, step: int, *, about: Mapping[str, Any] | None = None, keep: Keep | None = None
     ) -> None:
-        """Begins a checkpoint, as :meth:`Checkpoints.save`. Every rank must get here."""
+        """Start to save a checkpoint with :meth:`Checkpoints.save`. Collective: call on every rank."""
         plain = {name: part.state_dict() for name, part in self.parts.items()}
         files = [file for part in self.parts.values() for file in getattr(part, "files", ())]
         more: dict[str, Any] = {"extra": self._extra(), "about": about, "keep": keep, "flush": files}
         checkpoints.save(step, self.model, self.optimizer, plain, **more)
 
     def take(self, checkpoints: Checkpoints, step: int) -> None:
-        """Puts the weights and averages of an earlier checkpoint in place, and nothing else of it. Every rank must get
-        here.
+        """Load only weights and EMAs of an earlier checkpoint, in place. Collective: call on every rank.
 
         Raises:
-            ValueError: there is no such checkpoint.
+            ValueError: the checkpoint does not exist.
         """
         load_tensors(checkpoints.store.root / name_of(step), self.model, extra=self._extra())
 
     def resume(self, checkpoints: Checkpoints, asked: str, *, say: Callable[[str], None] = print) -> dict[str, Any]:
-        """Loads what ``asked`` says: ``auto`` (the newest good checkpoint), ``never``, or a checkpoint's path.
+        """Load the checkpoint that ``asked`` selects: ``auto`` or ``never`` (the newest intact one), or a path.
 
-        A part that the checkpoint has not restarts, where it can. Every rank must get here.
+        A component without saved state restarts if it has ``restart``. Collective: call on every rank.
 
         Returns:
-            The parts' saved state; empty where nothing was ever sealed.
+            The components' saved state; empty if there is no checkpoint.
 
         Raises:
-            ValueError: there is no such checkpoint, it is damaged, or newer ones would be overwritten.
+            ValueError: the checkpoint is missing or damaged, or newer ones would be overwritten.
         """
         path = checkpoints.newest() if asked in ("auto", "never") else Path(asked).expanduser()
         if path is None:
@@ -113,13 +112,13 @@ class RunState:
         saved = checkpoints.load(path, self.model, self.optimizer, extra=self._extra(), check=self._check)
         if not own:
             saved = {name: value for name, value in saved.items() if name not in self._own}
-        there = read_manifest(path).get("tensors") or self._extra()  # the first format does not tell
+        there = read_manifest(path).get("tensors") or self._extra()  # format 1 does not list the tensors
         for ema in self.emas:
-            ema.begin(ema.tensors().keys() - there.keys())  # of what was not trained before
+            ema.begin(ema.tensors().keys() - there.keys())  # parameters that were not trained before
         for name, part in self.parts.items():
             if name in saved and hasattr(part, "load_state_dict"):
                 part.load_state_dict(saved[name])
             elif hasattr(part, "restart"):
-                part.restart()  # an average that is new in this run: it begins with the weights of now
+                part.restart()  # an EMA that is new in this run starts from the current weights
         say(f"resuming from {path}")
         return saved

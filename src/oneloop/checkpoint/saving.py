@@ -22,11 +22,11 @@ from oneloop.checkpoint import writer
 from oneloop.checkpoint.state_dict import Piece, stage
 from oneloop.checkpoint.store import Store
 
-_PATIENCE = 15.0  # seconds that it has for the save under way, when it is told to end
+_PATIENCE = 15.0  # seconds for the save in progress when the writer must end
 
 
 class WritingProcess:
-    """A process that runs ``module``, and the memory it shares with this one: ``size`` bytes, pinned for a GPU."""
+    """A process that runs ``module``, and ``size`` bytes of memory shared with it, pinned if ``pin``."""
 
     def __init__(self, module: str, size: int, *, pin: bool) -> None:
         self.size = size
@@ -47,12 +47,12 @@ class WritingProcess:
         os.close(shared)
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
-        self._heard = b""
+        self._received = b""
 
     def send(self, request: writer.SaveRequest) -> None:
         self._send(writer.as_line(request))
 
-    def call_off(self) -> None:
+    def cancel(self) -> None:
         self._send(writer.as_line(None))
 
     def _send(self, line: bytes) -> None:
@@ -61,14 +61,14 @@ class WritingProcess:
             self._process.stdin.write(line)
             self._process.stdin.flush()
         except BrokenPipeError:
-            return  # it is gone, which answer() will say
+            return  # the process has exited, which answer() reports
 
     def answer(self, seconds: float | None) -> dict[str, Any] | None:
-        """The answer to the last request, if it comes within these seconds (None: whenever); None: it has not."""
+        """Return the answer to the last request, or None after ``seconds`` without one (None: no limit)."""
         assert self._process.stdout is not None
         handle = self._process.stdout.fileno()
         until = None if seconds is None else time.monotonic() + seconds
-        while b"\n" not in self._heard:
+        while b"\n" not in self._received:
             try:
                 more = os.read(handle, 1 << 16)
             except BlockingIOError:
@@ -79,8 +79,8 @@ class WritingProcess:
                 continue
             if not more:
                 return {"error": f"the writing process ended with {self._process.wait()}"}
-            self._heard += more
-        line, _, self._heard = self._heard.partition(b"\n")
+            self._received += more
+        line, _, self._received = self._received.partition(b"\n")
         return json.loads(line)  # type: ignore[no-any-return]
 
     def alive(self) -> bool:
@@ -91,23 +91,23 @@ class WritingProcess:
         self._process.stdin.close()
         try:
             self._process.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:  # its storage hangs, or it waits for a rank that has gone
+        except subprocess.TimeoutExpired:  # its storage hangs, or it waits for a rank that has exited
             self.kill()
 
     def kill(self) -> None:
-        """Ends it at once; one that its storage holds may stay until that lets go."""
+        """Kill the process; if it is blocked in storage I/O, it ends when that returns."""
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
 
 
-WRITER = "oneloop.checkpoint.writer"  # the module that a writing process runs
-_AT_LEAST = 10.0  # seconds that a save may take
-_SLOW = 10e6  # bytes per second that storage makes at least
+WRITER = "oneloop.checkpoint.writer"  # module of the writing process
+_MIN_LIMIT = 10.0  # seconds; minimum of the time limit of a save
+_MIN_THROUGHPUT = 10e6  # bytes per second; assumed minimum throughput of storage
 _STILL = "still"
 
 
-class UnderWay:
+class SaveInProgress:
     """The save in progress on one rank. ``agree`` gathers a value of all ranks (None: one process), ``max_failures``
     bounds consecutive failures, and ``patience`` scales the time limit of a save (0: none)."""
 
@@ -124,17 +124,17 @@ class UnderWay:
     ) -> None:
         self._store, self._rank, self._agree, self._pin, self._say = store, rank, agree, pin, say
         self._process: WritingProcess | None = None
-        self._trouble: str | None = None
+        self._error: str | None = None
         self._pending = False
         self._step, self._size, self._began = 0, 0, 0.0
-        self._longest = 0.0  # seconds that a save has taken
+        self._slowest = 0.0  # seconds of the slowest save so far
         self._patience = patience
         self._shown: Working | None = None
         self._failures, self._max_failures = 0, max_failures
-        self.stuck = False  # whether it has taken longer than a save may, on any rank
+        self.stuck = False  # whether the save exceeds the time limit on any rank
 
     def begin(self, request: writer.SaveRequest, pieces: list[Piece]) -> None:
-        """Copies to host memory, and lets the other process write."""
+        """Copy to host memory and let the writing process write."""
         if self._process is None or self._process.size < request.size or not self._process.alive():
             if self._process is not None:
                 self._process.close()
@@ -146,36 +146,36 @@ class UnderWay:
         self._shown = Working(f"saving step {request.step}")
 
     def write_here(self, request: writer.SaveRequest, pieces: list[Piece]) -> None:
-        """In this process: rank 0 last, when the others' parts are there or known to have failed."""
+        """Write in this process; rank 0 writes last, after all other ranks have finished or failed."""
         buffer = torch.empty(request.size, dtype=torch.uint8)
         stage(pieces, buffer)
         data = buffer.numpy().data
         if self._rank != 0:
-            self._trouble = _attempt(lambda: writer.write(request, data))
-        others = self._all(self._trouble)
+            self._error = _attempt(lambda: writer.write(request, data))
+        others = self._gather(self._error)
         if self._rank == 0 and not any(others):
-            self._trouble = _attempt(lambda: writer.write(request, data))
-        if self._agree is None and self._trouble is None:
+            self._error = _attempt(lambda: writer.write(request, data))
+        if self._agree is None and self._error is None:
             self._failures = 0
 
     def poll(self) -> str | None:
-        """This rank's problem, if it is known by now; a microsecond, without a wait."""
+        """Return this rank's error if it is known by now. Does not block (about 1 us)."""
         if self._pending and self._process is not None:
-            self._note(self._process.answer(0.0))
-        return self._trouble
+            self._record(self._process.answer(0.0))
+        return self._error
 
     def finish(self, *, or_go_on: bool = False) -> str | None:
         """Wait for the save. Return the error, the same on all ranks; None if the checkpoint is complete or none was in
         progress. With ``or_go_on``, leave a slow save running and set ``stuck``. Collective. Raises OSError on all
         ranks after more than ``max_failures`` failures, or if the save takes too long."""
-        if not self._pending and self._trouble is None and self._agree is None:
+        if not self._pending and self._error is None and self._agree is None:
             self.stuck = False
             return None
         with BEATS.phase(SAVING):
-            troubles = self._waited()
-        still = [rank for rank, problem in enumerate(troubles) if problem == _STILL]
+            errors = self._collect_errors()
+        still = [rank for rank, problem in enumerate(errors) if problem == _STILL]
         self.stuck = bool(still)
-        real = [problem for problem in troubles if problem and problem != _STILL]
+        real = [problem for problem in errors if problem and problem != _STILL]
         if still and not real:
             taken = f"the save of step {self._step} did not finish within {time.monotonic() - self._began:.0f} s"
             if or_go_on:
@@ -185,29 +185,29 @@ class UnderWay:
             self._end_process()
             raise OSError(f"{taken} (rank {', '.join(map(str, still))}): its storage does not respond")
         if self._pending:
-            self._end_process()  # another rank's problem: this part is of no use
-        self._trouble, self._pending, self.stuck = None, False, False
+            self._end_process()  # another rank failed, so this rank's shard is useless
+        self._error, self._pending, self.stuck = None, False, False
         if not real:
             self._failures = 0
             return None
         return self._failed(next((first for first in real if not first.startswith("Gone")), real[0]))
 
-    def _waited(self) -> list[str | None]:
-        """Every rank's problem: parts first, then rank 0, which seals."""
+    def _collect_errors(self) -> list[str | None]:
+        """Return the error of every rank. Rank 0 waits last, because it completes the checkpoint."""
         if self._rank != 0:
             self._wait()
-        others = self._all(self._state())
+        others = self._gather(self._state())
         if self._rank == 0 and self._pending and self._process is not None:
             if any(problem not in (None, _STILL) for problem in others[1:]):
-                self._process.call_off()
+                self._process.cancel()
             if _STILL not in others[1:]:
                 self._wait()
-        if self._rank == 0 and (self._trouble or any(problem not in (None, _STILL) for problem in others)):
-            self._store.sweep(drafts=True)  # no writer is at work now, and none begins before all are told
-        return self._all(self._state())
+        if self._rank == 0 and (self._error or any(problem not in (None, _STILL) for problem in others)):
+            self._store.sweep(drafts=True)  # no writer is active, and none starts before all ranks know the result
+        return self._gather(self._state())
 
     def _state(self) -> str | None:
-        return self._trouble or (_STILL if self._pending else None)
+        return self._error or (_STILL if self._pending else None)
 
     def _failed(self, problem: str) -> str:
         self._failures += 1
@@ -219,18 +219,18 @@ class UnderWay:
 
     def _wait(self) -> None:
         if self._pending and self._process is not None:
-            may = self._patience * max(_AT_LEAST, 3 * self._longest, self._size / _SLOW)
-            self._note(self._process.answer(max(0.0, self._began + may - time.monotonic()) if may else None))
+            limit = self._patience * max(_MIN_LIMIT, 3 * self._slowest, self._size / _MIN_THROUGHPUT)
+            self._record(self._process.answer(max(0.0, self._began + limit - time.monotonic()) if limit else None))
 
-    def _note(self, answer: dict[str, Any] | None) -> None:
+    def _record(self, answer: dict[str, Any] | None) -> None:
         if answer is not None:
             self._pending = False
             if self._shown is not None:
                 self._shown.done()
-            self._trouble = answer.get("error")
-            self._longest = max(self._longest, time.monotonic() - self._began)
+            self._error = answer.get("error")
+            self._slowest = max(self._slowest, time.monotonic() - self._began)
 
-    def _all(self, value: Any) -> list[Any]:
+    def _gather(self, value: Any) -> list[Any]:
         return [value] if self._agree is None else self._agree(value)
 
     def _end_process(self) -> None:
@@ -239,7 +239,7 @@ class UnderWay:
             self._process = None
 
     def close(self) -> None:
-        """Ends the writing process."""
+        """End the writing process."""
         if self._process is not None:
             self._process.close()
             self._process = None

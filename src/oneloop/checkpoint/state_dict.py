@@ -1,7 +1,7 @@
-"""The state of a run as one named tree of tensors, its layout in a file, and the way back at any world size.
+"""The state of a run as named tensors: their layout in a file, and loading at any world size.
 
-The files are those of torch.distributed.checkpoint's safetensors storage: any of its readers loads them. Names are the
-bare model's: ``model.<name>``, ``optimizer.<parameter>.<key>``, ``ema.<average>.<parameter>``. Nothing is pickled.
+The files have the format of torch.distributed.checkpoint's safetensors storage, and its readers load them. Names are
+of the unwrapped model: ``model.<name>``, ``optimizer.<parameter>.<key>``, ``ema.<name>.<parameter>``. No pickle.
 """
 
 import json
@@ -30,7 +30,7 @@ _TYPES = {dtype: name for name, dtype in _NAMES.items()}
 
 
 def unsavable(model: nn.Module) -> str:
-    """Why a model's state could not be saved and loaded in place, naming the entry; empty where it can be."""
+    """Return why a model's state cannot be saved and loaded in place, with the entry's name; empty if it can."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name.endswith("_extra_state") or not isinstance(tensor, Tensor):
             kind = f"a {type(tensor).__name__} of get_extra_state()"
@@ -44,8 +44,8 @@ def unsavable(model: nn.Module) -> str:
 
 
 def model_tensors(model: nn.Module, *, frozen: bool | None = None) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by their first name, not copied; if ``frozen``, only frozen parameters,
-    else all others."""
+    """Return parameters and persistent buffers by their first name, not copied. ``frozen`` True selects the frozen
+    parameters, False all others, None everything."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -60,7 +60,7 @@ def model_tensors(model: nn.Module, *, frozen: bool | None = None) -> dict[str, 
 
 
 def optimizer_values(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """What the optimizer keeps that is no tensor: per parameter, and in its groups beyond what it was built with."""
+    """Return the optimizer state that is not tensors: per parameter, and group entries beyond the constructor's."""
     states = {
         name: {key: value for key, value in optimizer.state.get(parameter, {}).items() if not isinstance(value, Tensor)}
         for name, parameter, _ in optimized(model, optimizer)
@@ -70,13 +70,13 @@ def optimizer_values(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def described(tensors: Tensors) -> dict[str, tuple[str, list[int]]]:
-    """Type, as safetensors names it, and global shape of each tensor, for a manifest."""
+    """Return dtype (safetensors name) and global shape of each tensor, for a manifest."""
     return {name: (_TYPES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's part of one tensor."""
+    """One rank's shard of a tensor, and its offset in the global shape."""
 
     name: str
     tensor: Tensor
@@ -84,19 +84,19 @@ class Piece:
 
 
 def buffers_of(model: nn.Module) -> set[str]:
-    """Names, in a checkpoint, of what each rank moves by itself, such as BatchNorm's statistics."""
+    """Return the checkpoint names of buffers, which each rank updates separately (BatchNorm statistics)."""
     return {f"model.{bare_name(name)}" for name, _ in model.named_buffers()}
 
 
 def pieces(tensors: Tensors, *, rank: int, ranks: int, of_rank_0: Collection[str] = frozenset()) -> list[Piece]:
-    """Return what this rank writes: its shard of sharded tensors, and a fair share of the others; those ``of_rank_0``
-    may differ between ranks, and rank 0's are saved. No communication. All ranks pass ``tensors`` in the same order."""
+    """Return what this rank writes: its shards, and its share of the unsharded tensors by bytes. Rank 0 writes those in
+    ``of_rank_0``, which may differ between ranks. No communication. ``tensors`` has the same order on all ranks."""
     mine: list[Piece] = []
     load = [0] * ranks
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            place = tensor.device_mesh.get_coordinate()
-            replica = any(p.is_replicate() and at for p, at in zip(tensor.placements, place or (), strict=True))
+            coordinate = tensor.device_mesh.get_coordinate()
+            replica = any(p.is_replicate() and at for p, at in zip(tensor.placements, coordinate or (), strict=True))
             _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
             if not replica and tensor.to_local().numel():
                 mine.append(Piece(name, tensor.to_local(), tuple(offset)))
@@ -105,11 +105,11 @@ def pieces(tensors: Tensors, *, rank: int, ranks: int, of_rank_0: Collection[str
         load[owner] += tensor.numel() * tensor.element_size() + 1
         if owner == rank:
             mine.append(Piece(name, tensor, (0,) * tensor.ndim))
-    return sorted(mine, key=lambda piece: -piece.tensor.element_size())  # so that every one is aligned
+    return sorted(mine, key=lambda piece: -piece.tensor.element_size())  # keeps every tensor aligned
 
 
 def header_of(mine: list[Piece]) -> tuple[str, int]:
-    """The safetensors header of these pieces, one after the other, and the bytes of their data."""
+    """Return the safetensors header of these pieces in order, and the number of bytes of their data."""
     entries: dict[str, Any] = {}
     end = 0
     for piece in mine:
@@ -125,7 +125,7 @@ def header_of(mine: list[Piece]) -> tuple[str, int]:
 
 @torch.no_grad()
 def stage(mine: list[Piece], buffer: Tensor) -> None:
-    """Copies the pieces into ``buffer`` (host memory, uint8) and waits until they are there. Host sync."""
+    """Copy the pieces into ``buffer`` (host memory, uint8) and wait for the copies. Host sync."""
     views, sources, end = [], [], 0
     for piece in mine:
         start, end = end, end + piece.tensor.numel() * piece.tensor.element_size()
@@ -148,10 +148,10 @@ def load_tensors(
     cast: bool = False,
 ) -> None:
     """Load model, optimizer and ``extra`` tensors in place from a checkpoint of any number of processes. ``weights`` is
-    ``raw`` or the name of an EMA to load instead; ``cast`` converts dtypes. Tensors that the checkpoint only names, and
-    extra ones that it does not hold, are left alone. Raises ValueError if the model does not match."""
-    places, elsewhere = _places(folder)
-    readers = [HuggingFaceStorageReader(str(place)) for place in places]
+    ``raw`` or the name of an EMA to load instead; ``cast`` converts dtypes. Tensors of a base model that the checkpoint
+    only names, and missing extra ones, stay unchanged. Raises ValueError if the model does not match."""
+    folders, elsewhere = _folders(folder)
+    readers = [HuggingFaceStorageReader(str(path)) for path in folders]
     held = [reader.read_metadata().state_dict_metadata for reader in readers]
     saved = {name: about for several in held for name, about in several.items()}
     targets = {name: tensor for name, tensor in model_tensors(model).items() if name not in elsewhere}
@@ -179,16 +179,16 @@ def load_tensors(
                 known = optimizer.state[parameter]
                 key = entry.removeprefix(prefix)
                 if key not in known:
-                    known[key] = _room_for(saved[entry], parameter, key, group)
+                    known[key] = _empty_entry(saved[entry], parameter, key, group)
                 targets[entry] = as_real(known[key])
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads what it holds
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads its own shards
         for reader, names in zip(readers, held, strict=True):
             load({name: targets[name] for name in names if name in targets}, storage_reader=reader, no_dist=True)
 
 
-def _places(folder: Path) -> tuple[list[Path], set[str]]:
-    """Where a checkpoint's tensors lie, and the names of those that it only names."""
+def _folders(folder: Path) -> tuple[list[Path], set[str]]:
+    """Return the folders with a checkpoint's tensors, and the tensor names that it does not contain (base model)."""
     if (named := base_model_of(folder)) is not None:
         return [folder], {f"model.{name}" for name in named["names"]}
     base = base_of(folder)
@@ -196,7 +196,7 @@ def _places(folder: Path) -> tuple[list[Path], set[str]]:
 
 
 def averages_in(saved: Mapping[str, Any]) -> list[str]:
-    """Names of the averages among these tensors' names."""
+    """Return the names of the EMAs among these tensor names."""
     names: dict[str, None] = {}
     for name in saved:
         if name.startswith("ema."):
@@ -207,7 +207,7 @@ def averages_in(saved: Mapping[str, Any]) -> list[str]:
 
 
 def load_values(values: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
-    """Puts back what :func:`optimizer_values` took."""
+    """Restore the result of :func:`optimizer_values`."""
     for name, parameter, _ in optimized(model, optimizer):
         optimizer.state[parameter].update(values["parameters"].get(name, {}))
         if not optimizer.state[parameter]:
@@ -216,8 +216,8 @@ def load_values(values: Mapping[str, Any], model: nn.Module, optimizer: Optimize
         group.update(given)
 
 
-def _room_for(saved: Any, parameter: Tensor, key: str, group: Mapping[str, Any]) -> Tensor:
-    """An empty tensor of the optimizer for ``parameter``, where the optimizer itself would have put it."""
+def _empty_entry(saved: Any, parameter: Tensor, key: str, group: Mapping[str, Any]) -> Tensor:
+    """Return a zero tensor for an entry of the optimizer state, on the device that the optimizer would choose."""
     kind = saved.properties.dtype
     if parameter.is_complex() and tuple(saved.size) == (*parameter.shape, 2):
         return torch.zeros_like(parameter)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run on disk: complete or not there, with a manifest of sizes and checksums. Needs no torch."""
+"""The checkpoints of a run on disk: written atomically, with a manifest of sizes and checksums. Needs no torch."""
 
 import json
 import math
@@ -59,14 +59,14 @@ def tensor_problems(folder: Path, files: Mapping[str, Any], tensors: Mapping[str
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 2
-"""of what is written; 1 did not list the tensors"""
+"""version of the manifest; version 1 did not list the tensors"""
 _READ = (1, 2)
 _NAME = re.compile(r"step-(\d{8,})")
 _CHUNK = 1 << 22
 
 
 def name_of(step: int) -> str:
-    """``step-00000500``."""
+    """Return the folder name of a step's checkpoint, such as ``step-00000500``."""
     return f"step-{step:08d}"
 
 
@@ -77,7 +77,7 @@ def step_of(folder: Path) -> int:
 
 
 def checksum(file: Path) -> str:
-    """The file's xxh3-128, as hexadecimal."""
+    """Return the file's xxh3-128, as hexadecimal."""
     state = xxh3_128()
     with file.open("rb") as stream:
         while chunk := stream.read(_CHUNK):
@@ -86,7 +86,7 @@ def checksum(file: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Makes a file's content, or the names in a folder, last through a power cut."""
+    """Flush a file's content, or a folder's entries, to disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -95,7 +95,7 @@ def flush(path: Path) -> None:
 
 
 def write_file(file: Path, content: bytes) -> dict[str, Any]:
-    """Writes and flushes a file; returns its manifest entry."""
+    """Write and flush a file; return its manifest entry."""
     with file.open("wb") as stream:
         stream.write(content)
         stream.flush()
@@ -105,11 +105,11 @@ def write_file(file: Path, content: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints outlive a prune: the newest, every Mth step for good, the best."""
+    """The checkpoints that a prune keeps: the newest ones, those of every Mth step, and the best."""
 
     newest: int = 2
     every: int = 0
-    """steps; 0: none"""
+    """in steps; 0: none"""
     best: int | None = None
     """step of the best checkpoint"""
 
@@ -125,7 +125,7 @@ class Store:
         self.root = root
 
     def draft(self, step: int, attempt: int = 0) -> Path:
-        """The folder to write a checkpoint into before it is sealed; made where it is missing."""
+        """Return the folder for an incomplete checkpoint; create it if it is missing."""
         path = self.root / f".{name_of(step)}.{attempt}.draft"
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -138,61 +138,61 @@ class Store:
         about: Mapping[str, Any],
         tensors: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Commits a draft: manifest, flush, one rename, flush.
+        """Commit a draft: write the manifest, flush, rename the folder, flush.
 
         Args:
-            draft: holds the files, already flushed.
-            step: of the checkpoint.
+            draft: the folder with the files, already flushed.
+            step: step of the checkpoint.
             files: manifest entries (size and checksum) by name.
-            about: what is in it, for readers.
-            tensors: type (as safetensors has it) and global shape of all tensors in its files, by name.
+            about: description of the content, for readers.
+            tensors: dtype (safetensors name) and global shape of all tensors in its files, by name.
         """
         manifest = {"format": FORMAT, "step": step, "files": dict(sorted(files.items())), "about": dict(about)}
         manifest["tensors"] = dict(tensors or {})
         write_file(draft / MANIFEST, json.dumps({**manifest, "self": _of(manifest)}, indent=1).encode())
         flush(draft)
         sealed = self.root / name_of(step)
-        if sealed.exists():  # an older one of the same step, which a resume passed over
+        if sealed.exists():  # an older one of the same step, which a resume skipped
             sealed.rename(self.root / f".{sealed.name}.replaced")
         draft.rename(sealed)
         flush(self.root)
         return sealed
 
     def sealed(self) -> list[Path]:
-        """Committed checkpoints, oldest first; whether they are still whole, :func:`problems` says."""
+        """Return the committed checkpoints, oldest first; :func:`problems` verifies them."""
         if not self.root.is_dir():
             return []
         return sorted((path for path in self.root.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
 
     def prune(self, keep: Keep) -> list[Path]:
-        """Removes what need not be kept; a kill in the midst leaves no half checkpoint under a checkpoint's name."""
+        """Delete checkpoints that need not be kept. Rename them first, so that a kill leaves no partial checkpoint."""
         sealed = self.sealed()
-        spared = set(sealed[-max(1, keep.newest) :])
-        spared |= {path for path in sealed if keep.every and step_of(path) % keep.every == 0}
-        spared |= {path for path in sealed if step_of(path) == keep.best}
-        gone = [path for path in sealed if path not in spared]
-        for path in gone:
+        keeping = set(sealed[-max(1, keep.newest) :])
+        keeping |= {path for path in sealed if keep.every and step_of(path) % keep.every == 0}
+        keeping |= {path for path in sealed if step_of(path) == keep.best}
+        removed = [path for path in sealed if path not in keeping]
+        for path in removed:
             path.rename(self.root / f".{path.name}.removed")
         self.sweep()
-        return gone
+        return removed
 
     def sweep(self, *, drafts: bool = False) -> None:
-        """Removes what a kill left behind; ``drafts`` too, where no writer can be at work."""
+        """Delete what a killed process left behind; also ``drafts``, if no writer can be active."""
         endings = (".removed", ".replaced", *((".draft",) if drafts else ()))
         for path in self.root.glob(".step-*") if self.root.is_dir() else ():
             if path.name.endswith(endings):
                 shutil.rmtree(path, ignore_errors=True)
 
     def set_aside(self, path: Path) -> Path:
-        """Takes a bad checkpoint out of the row, for a person to look at."""
-        aside = self.root / f"bad-{path.name}"
+        """Rename a damaged checkpoint to ``bad-…``, so that the user can inspect it; return the new path."""
+        renamed = self.root / f"bad-{path.name}"
         with suppress(OSError):
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
-        return aside
+            shutil.rmtree(renamed, ignore_errors=True)
+            path.rename(renamed)
+        return renamed
 
     def newest_good(self) -> Iterator[tuple[Path, list[str]]]:
-        """Committed checkpoints, newest first, each with its problems (none: it is good)."""
+        """Yield the committed checkpoints, newest first, each with its problems (none: it is intact)."""
         for path in reversed(self.sealed()):
             yield path, problems(path)
 
@@ -202,28 +202,28 @@ def _of(manifest: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The checkpoint's manifest.
+    """Return the checkpoint's manifest.
 
     Raises:
         ValueError: it is missing, damaged or of another format.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        vouched = manifest.pop("self")
+        recorded = manifest.pop("self")
         files = manifest["files"]
         plain = {n for n in files if n == Path(n).name and n not in ("", ".", "..")} == set(files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
-    if vouched != _of(manifest) or not plain:
-        raise ValueError(f"{MANIFEST} is damaged: expected checksum {_of(manifest)}, found {vouched}")
+    if recorded != _of(manifest) or not plain:
+        raise ValueError(f"{MANIFEST} is damaged: expected checksum {_of(manifest)}, found {recorded}")
     if manifest.get("format") not in _READ:
         raise ValueError(f"{MANIFEST} is of format {manifest.get('format')}, and this oneloop reads {FORMAT}")
     return manifest  # type: ignore[no-any-return]
 
 
 def vouch(folder: Path, about: Mapping[str, Any], files: Mapping[str, Any] | None = None) -> None:
-    """Writes a manifest of a folder that is no checkpoint, which ``problems_of_files`` reads: of these files, whose
-    entries are known, or of all that lie there."""
+    """Write a manifest for a folder that is not a checkpoint; :func:`problems_of_files` verifies it. ``files`` are
+    known manifest entries (None: of all files in the folder)."""
     files = files or {
         path.name: {"size": path.stat().st_size, "xxh3": checksum(path)}
         for path in sorted(folder.iterdir())
@@ -234,7 +234,7 @@ def vouch(folder: Path, about: Mapping[str, Any], files: Mapping[str, Any] | Non
 
 
 def problems_of_files(folder: Path) -> list[str]:
-    """What is wrong with the files that a folder's manifest names. Reads them whole."""
+    """Return the problems of the files in a folder's manifest. Reads every file completely."""
     try:
         return changed(folder, read_manifest(folder)["files"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -242,7 +242,7 @@ def problems_of_files(folder: Path) -> list[str]:
 
 
 def changed(folder: Path, files: Mapping[str, Any]) -> list[str]:
-    """Which files are not what their entries say, by size and checksum. Reads them whole."""
+    """Return the files whose size or checksum differs from their entry. Reads every file completely."""
     wrong = []
     for name, entry in files.items():
         file = folder / name
@@ -258,7 +258,7 @@ def changed(folder: Path, files: Mapping[str, Any]) -> list[str]:
 
 
 def problems(folder: Path) -> list[str]:
-    """What is wrong with a committed checkpoint: which file, what was expected, what was found. Reads it whole."""
+    """Return the problems of a committed checkpoint: file, expected and found value. Reads it completely."""
     try:
         return _problems(folder, read_manifest(folder))
     except ValueError as error:
@@ -274,8 +274,8 @@ def _problems(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     if wrong:
         return wrong
     wrong = changed(folder, manifest["files"])
-    strangers = {path.name for path in folder.iterdir()} - set(manifest["files"]) - {MANIFEST}
-    wrong += [f"{name}: not in the manifest" for name in sorted(strangers)]
+    unknown = {path.name for path in folder.iterdir()} - set(manifest["files"]) - {MANIFEST}
+    wrong += [f"{name}: not in the manifest" for name in sorted(unknown)]
     if wrong or not manifest.get("tensors"):
         return wrong
     return tensor_problems(folder, manifest["files"], manifest["tensors"])

@@ -1,4 +1,4 @@
-"""Weights as plain safetensors, under the names that the model itself gives them, and back."""
+"""Write weights as plain safetensors under the model's own names, and load them."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -19,40 +19,40 @@ from oneloop.basics.parameter_names import matches
 from oneloop.checkpoint.state_dict import Tensors, model_tensors
 from oneloop.checkpoint.store import MANIFEST, read_manifest
 
-_ADAPTERS = "adapter_model"  # peft's name of a file with adapters
+_ADAPTERS = "adapter_model"  # peft's file name for adapters
 _CONFIG = "adapter_config.json"
 
 
 def tied_names(model: nn.Module) -> set[str]:
-    """Names of parameters and buffers that are another name of an earlier one (tied weights)."""
+    """Return the names of parameters and buffers that are tied to an earlier one."""
     first: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     return {name for name, tensor in state.items() if first.setdefault(id(tensor), name) != name}
 
 
 def gathered_weights(model: nn.Module, origin: BaseModel | None = None) -> dict[str, Tensor]:
-    """The whole model's weights in host memory, on rank 0; empty elsewhere. Every rank must get here.
+    """Return the full weights in host memory on rank 0, nothing on other ranks. Collective: call on every rank.
 
-    Names are those of the bare model: no ``module.``, no ``_orig_mod.``. Tied weights stand there once. Of a model with
-    an ``origin`` only what was not read from there, by the names that it has outside.
+    Names are those of the unwrapped model: no ``module.``, no ``_orig_mod.``. Tied weights occur once. With a base
+    model (``origin``), return only the other weights, under the names in peft's files.
     """
     if origin is not None:
-        return _own_weights(model, origin)
+        return _trained_weights(model, origin)
     state: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    tied, memory = tied_names(bare(model)), set[int]()
+    tied, seen = tied_names(bare(model)), set[int]()
     weights = {}
     for name, tensor in state.items():
         if name in tied:
             continue
         whole = tensor.contiguous()
-        if (place := whole.untyped_storage().data_ptr()) in memory:  # a view of another's, which a file does not hold
+        if (data := whole.untyped_storage().data_ptr()) in seen:  # shared memory, which safetensors rejects
             whole = whole.clone()
-        memory.add(place)
+        seen.add(data)
         weights[name] = whole
     return weights
 
 
-def _own_weights(model: nn.Module, origin: BaseModel) -> dict[str, Tensor]:
+def _trained_weights(model: nn.Module, origin: BaseModel) -> dict[str, Tensor]:
     weights = {}
     for name, tensor in model_tensors(model).items():
         if (name := name.removeprefix("model.")) not in origin.names:
@@ -62,7 +62,7 @@ def _own_weights(model: nn.Module, origin: BaseModel) -> dict[str, Tensor]:
 
 
 def write_weights(file: Path, weights: dict[str, Tensor]) -> None:
-    """One safetensors file, whole or not at all; none where there are no weights."""
+    """Write one safetensors file atomically; write none if there are no weights."""
     if weights:
         file.parent.mkdir(exist_ok=True, parents=True)
         with replacing(file) as draft:
@@ -70,7 +70,7 @@ def write_weights(file: Path, weights: dict[str, Tensor]) -> None:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The model without its DDP wrapper."""
+    """Return the model without its DDP wrapper."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
@@ -82,21 +82,20 @@ def load_weights(
     leave_out: Sequence[str] = (),
     origin: BaseModel | None = None,
 ) -> list[str]:
-    """Loads weights into a model that is not yet wrapped: from a run folder, a folder, a repository of the hub, or a
-    .safetensors file.
+    """Load weights into a model that is not yet wrapped.
 
     Args:
-        model: to load into.
-        source: where from.
-        weights: ``raw``, or the name of an average (``ema``).
-        leave_out: patterns of names that stay as they are, as of :func:`oneloop.basics.tensors.matches`.
-        origin: of the model's frozen parameters, which stay as they are too.
+        model: the model.
+        source: a run folder, another folder, a hub repository, or a .safetensors file.
+        weights: ``raw``, or the name of an EMA (``ema``).
+        leave_out: patterns of names that stay unchanged, as in :func:`oneloop.basics.parameter_names.matches`.
+        origin: the base model of the frozen parameters, which stay unchanged, too.
 
     Returns:
         The names that were left out.
 
     Raises:
-        ValueError: there are none, they are not this model's, or a pattern takes none of its names.
+        ValueError: there are no weights, they are of another model, or a pattern matches no name.
     """
     file = _file_of(source, weights, origin)
     try:
@@ -104,7 +103,7 @@ def load_weights(
     except (SafetensorError, OSError) as error:
         raise ValueError(f"init.from {source!r}: {file} cannot be read: {error}") from error
     if origin is not None:
-        about = _config_beside(file, source)
+        about = _config_next_to(file, source)
         _reject_other_origin(file.parent, source, origin, about)
         inside = {origin.outside(name): name for name in model.state_dict() if name not in origin.names}
         loaded = {inside.get(name, name): tensor for name, tensor in loaded.items()}
@@ -127,24 +126,24 @@ def _file_of(source: str, weights: str, origin: BaseModel | None) -> Path:
     hub = source.startswith(HUB)
     own, other = ("model", _ADAPTERS) if origin is None else (origin.file, "model")
     if Path(source).suffix == ".safetensors" and not hub:
-        tried = [source]
+        candidates = [source]
         found = Path(source) if Path(source).is_file() else None
     else:
         folders = [""] if hub else ["final/", ""]
         names = [f"{folder}{own if weights == 'raw' else weights}.safetensors" for folder in folders]
-        tried = [f"{source}/{name}" for name in names]
+        candidates = [f"{source}/{name}" for name in names]
         found = next((file for name in names if (file := fetched(source, name)) is not None), None)
         if found is None and any(fetched(source, f"{folder}{other}.safetensors") for folder in folders):
             one, other = ("adapters", "no adapters") if origin is None else ("a whole model", "only adapters to train")
             raise ValueError(f"init.from {source!r} holds {one}, and the model has {other}; set it as task.model")
     if found is None:
-        raise ValueError(f"init.from {source!r}: no weights there (looked for {' and '.join(tried)})")
+        raise ValueError(f"init.from {source!r}: no weights there (looked for {' and '.join(candidates)})")
     return found
 
 
-def _config_beside(weights: Path, source: str) -> dict[str, Any]:
+def _config_next_to(weights: Path, source: str) -> dict[str, Any]:
     if source.startswith(HUB):
-        for name in (_CONFIG, MANIFEST):  # which are put beside them
+        for name in (_CONFIG, MANIFEST):  # downloads them next to the weights
             fetched(source, name)
     file = weights.parent / _CONFIG
     return dict(json.loads(file.read_text())) if file.is_file() else {}
@@ -165,7 +164,7 @@ def _reject_other_origin(folder: Path, source: str, origin: BaseModel, about: Ma
 
 
 def _reject_others(own: Tensors, loaded: Tensors, known: Collection[str], source: str, file: Path) -> None:
-    """Rejects weights that are not the model's; ``known`` need not be there."""
+    """Reject weights whose names or shapes differ from the model's; names in ``known`` may be missing."""
     missing = sorted(own.keys() - loaded.keys() - set(known))
     unexpected = sorted(loaded.keys() - own.keys())
     shapes = [

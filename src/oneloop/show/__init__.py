@@ -1,1 +1,1 @@
-"""Where metrics go: files, trackers, bars, the terminal and the report."""
+"""Output of metrics: files, trackers, progress bars, the terminal and the report."""

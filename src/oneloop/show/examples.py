@@ -1,11 +1,11 @@
-"""Held-out samples as a person sees them: some that stay the same, the worst mistakes, and which classes are confused.
+"""Readable validation samples: fixed ones, those with the largest loss, and the confusion matrix.
 
 >>> examples = Examples()
 >>> evaluate(task, model, dataset, accelerator=accelerator, micro=64, examples=examples)
 >>> examples.samples        # [{"index": 7, "loss": 4.2, "worst": True, "image": …, "target": "3", …}, …]
 >>> examples.confusion      # {"classes": ["0", …], "counts": [[31, 0, …], …]}, rows are the true classes
 
-How a sample looks is its task's to say (``show`` and ``generate`` of :class:`oneloop.tasks.protocol.Task`).
+The task formats a sample (``show`` and ``generate`` of :class:`oneloop.tasks.protocol.Task`).
 """
 
 from collections.abc import Callable, Mapping
@@ -15,24 +15,24 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from oneloop.show.pictures import beside, data_url
+from oneloop.show.pictures import data_url, side_by_side
 
 _PICTURES = ("image", "target", "prediction")
 
 
 class Shows(Protocol):
-    """What is asked of a task that can show a sample; it may also ``generate``."""
+    """The protocol of a task that can show samples; it may also have ``generate``."""
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """As of a task."""
+        """Return the summed loss and the outputs, as in a task."""
 
     def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
-        """How a person sees a sample."""
+        """Return a sample and its outputs in readable form."""
 
 
 class Examples:
-    """What one evaluation leaves to look at: ``fixed`` samples, spread evenly over the set and the same at every
-    evaluation, and the ``worst`` ones, which have the largest loss."""
+    """The samples that one evaluation shows: ``fixed`` ones, evenly spread over the set and equal at every evaluation,
+    and the ``worst`` ones, which have the largest loss."""
 
     def __init__(self, *, fixed: int = 8, worst: int = 8) -> None:
         self._fixed, self._most = fixed, worst
@@ -43,18 +43,18 @@ class Examples:
         self.problem = ""  # why a sample is missing
 
     def take(self, batch: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
-        """Remembers the worst samples of a micro-batch, on the device, by their mean loss; no host sync."""
+        """Keep the samples of a micro-batch with the largest mean loss, on the device. No host sync."""
         each = outputs.get("loss") if isinstance(outputs, Mapping) else None
         indices = batch["index"]
         if not self._most or not torch.is_tensor(each) or not each.ndim or len(each) != len(indices):
             return  # not a loss per sample
         each = each.detach().flatten(1).float() if each.ndim > 1 else each.detach().float()[:, None]
-        losses = each.sum(1) / (each != 0).sum(1).clamp(min=1)  # padding's loss is zero
+        losses = each.sum(1) / (each != 0).sum(1).clamp(min=1)  # the loss of padding is zero
         losses = losses.nan_to_num(nan=torch.inf, posinf=torch.inf)  # worse than all others
         if self._losses is not None and self._indices is not None:
             losses, indices = torch.cat([self._losses, losses]), torch.cat([self._indices, indices])
-        self._losses, places = losses.topk(min(self._most, len(losses)))
-        self._indices = indices[places]
+        self._losses, positions = losses.topk(min(self._most, len(losses)))
+        self._indices = indices[positions]
 
     def look(
         self,
@@ -66,7 +66,7 @@ class Examples:
         micro: int,
         accelerator: Accelerator,
     ) -> None:
-        """Look at the chosen samples of a set of ``number`` once more. Collective: call on every rank.
+        """Load and show the chosen samples of a set of ``number`` samples. Collective: call on every rank.
 
         ``load`` returns the samples of some indices, and their batch on the device. The model must be in eval mode.
         """
@@ -81,8 +81,8 @@ class Examples:
         indices = torch.zeros(self._most, dtype=torch.int64, device=accelerator.device)
         if self._losses is not None and self._indices is not None:
             losses[: len(self._losses)], indices[: len(self._losses)] = self._losses, self._indices
-        largest, places = accelerator.gather(losses).topk(self._most)
-        chosen = accelerator.gather(indices)[places]
+        largest, positions = accelerator.gather(losses).topk(self._most)
+        chosen = accelerator.gather(indices)[positions]
         return {index: loss for index, loss in zip(chosen.tolist(), largest.tolist(), strict=True) if loss > -torch.inf}
 
     def _show(
@@ -107,7 +107,7 @@ class Examples:
             about = {"index": index, "worst": bool(known), "loss": known.get(index)}
             try:
                 shown = plain(task.show(sample, {name: value[row] for name, value in rows.items()}))
-            except Exception as error:  # what cannot be shown is no reason to stop a run
+            except Exception as error:  # a failure here must not stop the run
                 self.problem = (
                     f"sample {index} cannot be shown ({type(task).__name__}.show: {type(error).__name__}: {error})"
                 )
@@ -115,7 +115,7 @@ class Examples:
             self.samples.append(about | shown)
 
     def _generated(self, task: Any, model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """More outputs, of the model without DDP around it; none where that fails, which is no reason to stop a run."""
+        """Return the outputs of ``generate`` (without the DDP wrapper); empty if it fails."""
         try:
             of = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
             return dict(task.generate(of, batch))
@@ -126,18 +126,18 @@ class Examples:
             return {}
 
     def plain(self) -> dict[str, Any]:
-        """All of it as JSON can hold it; images as PNG in data URLs."""
+        """Return everything in JSON-serializable form, images as PNG in data URLs."""
         samples = [
             {**sample, "image": data_url(sample["image"])} if "image" in sample else sample for sample in self.samples
         ]
         return {"samples": samples, "confusion": self.confusion}
 
 
-_EARLIER = 8  # texts of earlier evaluations that are kept of a sample; of more every other one
+_EARLIER = 8  # earlier texts kept per sample; above it, every second one is dropped
 
 
 def with_earlier(now: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Add to each text that the model wrote those of the evaluations before; skip a ``before`` of a later step."""
+    """Add the texts of earlier evaluations to each generated text; ignore those of later steps in ``before``."""
     old_samples = before.get("samples")
     written = [one for one in old_samples if "continuation" in one] if isinstance(old_samples, list) else []
     known = {one.get("index"): one for one in written}
@@ -152,14 +152,14 @@ def with_earlier(now: dict[str, Any], before: Mapping[str, Any]) -> dict[str, An
 
 
 def plain(shown: Mapping[str, Any]) -> dict[str, Any]:
-    """What a task shows of a sample, as plain data but for the image, to whose right lie targets and predictions that
-    are pictures too (masks). Raise ValueError if nothing of it can be shown."""
+    """Return the result of a task's ``show`` as plain data and an image tensor. Targets and predictions that are images
+    (masks) are drawn to the right of it. Raise ValueError if nothing can be shown."""
     if not isinstance(shown, Mapping):
         raise ValueError(f"a dict is needed, not a {type(shown).__name__}")
     pictures = {name: torch.as_tensor(shown[name]) for name in _PICTURES if getattr(shown.get(name), "ndim", 0) >= 2}
     if pictures.keys() - {"image"}:
         rest = {name: value for name, value in shown.items() if name not in pictures}
-        shown = {"text": ", ".join(pictures), **rest, "image": beside([*pictures.values()])}
+        shown = {"text": ", ".join(pictures), **rest, "image": side_by_side([*pictures.values()])}
     clean: dict[str, Any] = {
         name: value.tolist() if torch.is_tensor(value) and name != "image" else value for name, value in shown.items()
     }

@@ -1,4 +1,4 @@
-"""A model as a graph of its operations, for TensorBoard: drawn while a real batch goes through it.
+"""A model's graph of operations for TensorBoard, recorded during the forward pass of a real batch.
 
 >>> writer.file_writer.add_graph((model_graph(model, loss, batch), RunMetadata()))
 """
@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 def model_graph(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Mapping[str, Any]) -> Any:
-    """Return one forward pass as a TensorBoard ``GraphDef``: a node for each operation, under the module that makes it.
+    """Return one forward pass as a TensorBoard ``GraphDef``: a node per operation, under the module that runs it.
 
     The model must be in eval mode, and the batch on its device.
     """
@@ -26,7 +26,7 @@ def model_graph(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: 
 
 
 class Drawing(TorchDispatchMode):
-    """Record each operation that runs inside it, and where its inputs come from: parameters and ``batch`` by name."""
+    """A context that records each operation and the source of its inputs; parameters and ``batch`` have names."""
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         from tensorboard.compat.proto.graph_pb2 import GraphDef
@@ -34,15 +34,15 @@ class Drawing(TorchDispatchMode):
 
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph: Any = GraphDef(versions=VersionDef(producer=22))
-        self.problem = ""  # why something is missing in it
+        self.problem = ""  # why the graph is incomplete
         self._tracker: Any = ModuleTracker()
-        self._root = type(model).__name__.removeprefix("FSDP")  # which fully_shard puts before it
+        self._root = type(model).__name__.removeprefix("FSDP")  # fully_shard adds this prefix
         self._model = model
         self._names: Counter[str] = Counter()
-        self._made: Any = WeakTensorKeyDictionary()
+        self._producers: Any = WeakTensorKeyDictionary()
         for name, value in batch.items():
             if torch.is_tensor(value):
-                self._made[value] = self._node(f"batch/{name}", "Input", (), value)
+                self._producers[value] = self._node(f"batch/{name}", "Input", (), value)
 
     def __enter__(self) -> "Drawing":
         self._tracker.__enter__()
@@ -52,22 +52,22 @@ class Drawing(TorchDispatchMode):
         super().__exit__(*of)  # type: ignore[no-untyped-call]
         self._tracker.__exit__(*of)
 
-    def _inside(self) -> str:
-        """Dotted name of the innermost module that runs."""
+    def _running_module(self) -> str:
+        """Return the dotted name of the innermost running module."""
         name = str(max(self._tracker.parents - {"Global"}, key=len, default=self._root))
         return ".".join([self._root, *name.split(".")[1:]])
 
     def _source(self, value: Tensor) -> str | None:
-        """The node that made a tensor; the parameters of the module that runs get theirs at their first use."""
-        if value not in self._made:
-            inside = self._inside()
+        """Return the node that produced a tensor; create a parameter's node at its first use."""
+        if value not in self._producers:
+            inside = self._running_module()
             module = self._model
             for part in inside.split(".")[1:]:
                 module = getattr(module, part, module)
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter is value:
-                    self._made[value] = self._node(f"{inside}.{name}".replace(".", "/"), "Parameter", (), value)
-        return self._made.get(value)  # type: ignore[no-any-return]
+                    self._producers[value] = self._node(f"{inside}.{name}".replace(".", "/"), "Parameter", (), value)
+        return self._producers.get(value)  # type: ignore[no-any-return]
 
     def _node(self, name: str, kind: str, inputs: Iterable[str], tensor: Tensor) -> str:
         self._names[name] += 1
@@ -82,7 +82,7 @@ class Drawing(TorchDispatchMode):
         result = operation(*args, **(kwargs or {}))
         try:
             self._draw(operation, tree_leaves((args, kwargs or {})), tree_leaves(result))
-        except Exception as error:  # a picture is not worth a run
+        except Exception as error:  # a failure here must not stop the run
             self.problem = f"{type(error).__name__}: {error}"
         return result
 
@@ -92,6 +92,6 @@ class Drawing(TorchDispatchMode):
             return
         inputs = [source for value in given if torch.is_tensor(value) and (source := self._source(value))]
         kind = operation.overloadpacket.__name__
-        name = self._node(f"{self._inside().replace('.', '/')}/{kind}", kind, inputs, made[0])
+        name = self._node(f"{self._running_module().replace('.', '/')}/{kind}", kind, inputs, made[0])
         for value in made:
-            self._made[value] = name
+            self._producers[value] = name

@@ -1,8 +1,8 @@
-"""metrics.jsonl as a file: lines that are whole or not there, cut back at a resume, and mended where it was damaged.
+"""The file metrics.jsonl: lines are written atomically, truncated at a resume, and repaired after damage.
 
 >>> lines = Lines(Path("metrics.jsonl"))
 >>> lines.append({"step": 1, "train/loss": 2.3})
->>> state = lines.state_dict()                  # how far it goes, and what is in it up to there
+>>> state = lines.state_dict()                  # length, last step and checksum
 """
 
 import json
@@ -19,35 +19,35 @@ _CHUNK = 1 << 22
 
 
 class Lines:
-    """A file of JSON objects, one a line; ``say`` reports damage to it."""
+    """A file of JSON objects, one per line; ``say`` reports damage to it."""
 
     def __init__(self, path: Path, *, say: Callable[[str], object] = print) -> None:
         self.path, self._say = path, say
-        self._good, self._step = 0, 0  # bytes of whole lines, and the step of the last one
-        self._digest = xxh3_64()  # of those bytes
+        self._good, self._step = 0, 0  # bytes of complete lines, and the step of the last one
+        self._digest = xxh3_64()  # of the first ``_good`` bytes
         self._file: IO[bytes] | None = None
-        self._broken = True  # whether a part of a line may stand after the last whole one
+        self._broken = True  # whether an incomplete line may follow the last complete one
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it is written, and a checksum of it up to there."""
+        """Return the bytes written, the last step and a checksum."""
         return {"bytes": self._good, "step": self._step, "xxh3": self._digest.hexdigest()}
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Writes one line. NaN and Inf are written as text: JSON has none."""
+        """Write one line, with NaN and Inf as text, since JSON does not have them."""
         self._write(dumps(line).encode() + b"\n")
         self._step = int(line.get("step", self._step))
 
     def begin(self) -> None:
-        """Begins with an empty file."""
+        """Start with an empty file."""
         self._cut(0)
 
     def back_to(self, state: Mapping[str, Any], *, kept: bytes) -> None:
-        """Cuts back what was written after ``state``, but for whole lines that hold ``kept``.
+        """Truncate the file to ``state``, but keep later complete lines that contain ``kept``.
 
-        Where the file is not what the state tells of (it was cut or damaged), the lines up to its step that can be read
-        are kept, and a person is told.
+        If the file does not match the state (it was truncated or damaged), keep the readable lines up to its step, and
+        report that.
         """
-        if self._aside() or not self._holds(state):
+        if self._move_invalid() or not self._holds(state):
             good = [line for line in self._readable() if json.loads(line)["step"] <= state.get("step", float("inf"))]
             rest = f"the {len(good)} readable lines before it are kept; the curves have a gap"
             self._say(f"{self.path} does not match the checkpoint (cut or damaged): {rest}")
@@ -69,19 +69,19 @@ class Lines:
 
     def _opened(self) -> IO[bytes]:
         if self._file is None:
-            self._aside()
+            self._move_invalid()
             self._file = self.path.open("r+b" if self.path.exists() else "w+b", buffering=0)
         return self._file
 
-    def _aside(self) -> bool:
-        """Takes away what is no file, or a link, which may lead elsewhere; whether there was anything."""
+    def _move_invalid(self) -> bool:
+        """Rename the path if it is a link or not a regular file; return whether it was."""
         if not self.path.is_symlink() and (not self.path.exists() or self.path.is_file()):
             return False
         self.path.rename(self.path.with_name(f"bad-{self.path.name}-{time.time_ns()}"))
         return True
 
     def _holds(self, state: Mapping[str, Any]) -> bool:
-        """Whether the file begins as the state tells; leaves the digest of that."""
+        """Return whether the file begins with the content of ``state``; set the digest to it."""
         length, self._digest = int(state["bytes"]), xxh3_64()
         file = self._opened()
         file.seek(0)
@@ -102,7 +102,7 @@ class Lines:
                 yield line + b"\n"
 
     def _cut(self, good: int) -> None:
-        """Nothing after so many bytes; the digest is that of what is before."""
+        """Truncate the file to ``good`` bytes, whose digest is already set."""
         if not good:
             self._digest = xxh3_64()
         file = self._opened()
@@ -111,7 +111,7 @@ class Lines:
         self._good, self._broken = good, False
 
     def _write(self, lines: bytes) -> None:
-        """After the last whole line: of what a full disk takes only a part of, nothing stays."""
+        """Append after the last complete line, which removes a line that a full disk has cut off."""
         file = self._opened()
         if self._broken:
             file.truncate(self._good)

@@ -1,4 +1,4 @@
-"""A model card, as the Hugging Face hub shows it: what a model stands on, what it learned from, and how well."""
+"""A model card for the Hugging Face hub: base model, training data and results."""
 
 import math
 from collections.abc import Mapping
@@ -8,20 +8,20 @@ from typing import Any
 import yaml
 
 from oneloop.show.run_reader import Record, read_record
-from oneloop.show.watch import Drawn, plotted
+from oneloop.show.watch import PlotCurve, plotted
 
 _KINDS = {"image_classification": "image-classification", "token_classification": "token-classification"}
 _KINDS |= dict.fromkeys(("causal_lm", "sft"), "text-generation")
 _KINDS |= dict.fromkeys(("text_classification", "text_regression"), "text-classification")
-"""the hub's names of what a task's models do"""
+"""the hub's task names (pipeline tags) by oneloop's"""
 _HUB = "hf:"
 
 
 def model_card(run: Path, name: str, about: Mapping[str, Any], *, licence: str | None, language_model: bool) -> str:
     """Return the card of a run's weights in the repository ``name``.
 
-    ``about`` is what the manifest says of the weights; its ``base`` is the base model of adapters. ``licence`` is the
-    hub's identifier, or None. ``language_model`` says whether transformers, or peft, can load the weights.
+    ``about`` is the manifest's entry of the weights; its ``base`` is the base model of adapters. ``licence`` is the
+    hub's identifier, or None. ``language_model``: whether transformers, or peft, can load the weights.
     """
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -36,33 +36,33 @@ def model_card(run: Path, name: str, about: Mapping[str, Any], *, licence: str |
     results = [
         EvalResult(
             task_type=kind or "other",
-            dataset_type=place.removeprefix(_HUB).partition("@")[0],
-            dataset_name=place,
+            dataset_type=source.removeprefix(_HUB).partition("@")[0],
+            dataset_name=source,
             dataset_split=key.partition("/")[0].replace("eval", "validation"),
             metric_type=key.partition("/")[2],
             metric_value=value,
         )
         for key, value in metrics.items()
-        for place in data[:1]
+        for source in data[:1]
     ]
-    how: dict[str, Any] = {"datasets": [found for place in data if (found := _of_the_hub(place))] or None}
-    how |= {"tags": ["oneloop", *(["lora"] if "base" in about else [])], "base_model": _of_the_hub(base)}
-    how |= {"license": licence, "library_name": library, "pipeline_tag": kind, "eval_results": results or None}
-    head = ModelCardData(model_name=name.rpartition("/")[2], **how)
+    fields: dict[str, Any] = {"datasets": [found for source in data if (found := _repository_of(source))] or None}
+    fields |= {"tags": ["oneloop", *(["lora"] if "base" in about else [])], "base_model": _repository_of(base)}
+    fields |= {"license": licence, "library_name": library, "pipeline_tag": kind, "eval_results": results or None}
+    head = ModelCardData(model_name=name.rpartition("/")[2], **fields)
     parts = [f"# {name}", _sentence(record, about, base), _results(metrics), _content(record, base, about)]
     parts += [_curves(record), "## Recipe\n\nAs `recipe.yaml` in this repository, in full.\n\n" + _recipe(record)]
     return f"---\n{head.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _of_the_hub(place: Any) -> str | None:
-    """The repository that a place names; None of a folder of somebody's machine."""
-    return place.removeprefix(_HUB).partition("@")[0] if isinstance(place, str) and place.startswith(_HUB) else None
+def _repository_of(source: Any) -> str | None:
+    """Return the hub repository of a source; None for a local path."""
+    return source.removeprefix(_HUB).partition("@")[0] if isinstance(source, str) and source.startswith(_HUB) else None
 
 
 def _data(record: Record) -> list[str]:
     data = record.recipe.get("task", {}).get("data")
-    places = [one.get("data") for one in data] if isinstance(data, list) else [data]
-    return [str(place) for place in places if place is not None]
+    sources = [entry.get("data") for entry in data] if isinstance(data, list) else [data]
+    return [str(source) for source in sources if source is not None]
 
 
 def _sentence(record: Record, about: Mapping[str, Any], base: str | None) -> str:
@@ -115,7 +115,7 @@ def _curves(record: Record) -> str:
             if len(points) < 2:
                 continue
             steps, values = zip(*points, strict=True)
-            drawn: list[Drawn] = [(steps, values, None)]
+            drawn: list[PlotCurve] = [(steps, values, None)]
             title = f"{metric} over steps{f' ({weights})' if weights not in ('', 'raw') else ''}"
             charts.append("\n".join([title, *(line.rstrip() for line in plotted(drawn, width=60, height=10))]))
     return "## Curves\n\n```text\n" + "\n\n".join(charts) + "\n```" if charts else ""

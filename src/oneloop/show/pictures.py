@@ -21,7 +21,7 @@ _GOOD, _BAD, _INK = (24, 110, 60), (180, 35, 45), (30, 36, 48)
 
 
 def picture(image: Tensor) -> Image.Image:
-    """An image of (channels, height, width) or (height, width), of any range; small ones grow by whole factors."""
+    """Convert (channels, height, width) or (height, width) to an image; scale values, and small images up."""
     values = image.detach().float().cpu()
     values = values[None] if values.ndim == 2 else values[:3] if len(values) >= 3 else values[:1]
     low, high = values.amin(), values.amax()
@@ -35,7 +35,7 @@ def picture(image: Tensor) -> Image.Image:
     return drawn
 
 
-def beside(images: Sequence[Tensor]) -> Tensor:
+def side_by_side(images: Sequence[Tensor]) -> Tensor:
     """Return images and masks from left to right, as high as the highest, each over its own range: (3, height, width).
 
     A two-dimensional tensor of whole numbers is a mask, whose classes get a colour each (0: black).
@@ -62,25 +62,25 @@ def _rgb(image: Tensor) -> Tensor:
 
 
 def data_url(image: Tensor) -> str:
-    """The image as a PNG in a data URL."""
+    """Return the image as a PNG in a data URL."""
     data = io.BytesIO()
     picture(image).save(data, "PNG")
     return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
 
 
 def tiles(samples: Sequence[Mapping[str, Any]]) -> NDArray[np.uint8]:
-    """Samples with an "image", in rows of 8, what was predicted under each: (height, width, 3)."""
+    """Draw samples with an "image" in rows of 8, each above its target and prediction: (height, width, 3)."""
     drawn = [picture(sample["image"]) for sample in samples]
     width = max(90, *(image.width for image in drawn)) + 8
     height = max(image.height for image in drawn) + 2 * _LINE + 10
     columns = min(8, len(drawn))
     sheet = Image.new("RGB", (columns * width, math.ceil(len(drawn) / columns) * height), "white")
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default()
-    for place, (sample, image) in enumerate(zip(samples, drawn, strict=True)):
-        x, y = place % columns * width + 4, place // columns * height + 4
+    for index, (sample, image) in enumerate(zip(samples, drawn, strict=True)):
+        x, y = index % columns * width + 4, index // columns * height + 4
         sheet.paste(image, (x, y))
-        judged = (_GOOD if sample["right"] else _BAD) if "right" in sample else _INK
-        for line, (name, word, ink) in enumerate((("target", "label", _INK), ("prediction", "model", judged))):
+        colour = (_GOOD if sample["right"] else _BAD) if "right" in sample else _INK
+        for line, (name, word, ink) in enumerate((("target", "label", _INK), ("prediction", "model", colour))):
             if name in sample:
                 text = f"{word} {sample[name]}"[:14]
                 pen.text((x, y + image.height + 1 + line * _LINE), text, fill=ink, font=font)
@@ -88,7 +88,7 @@ def tiles(samples: Sequence[Mapping[str, Any]]) -> NDArray[np.uint8]:
 
 
 def matrix(confusion: Mapping[str, Any]) -> NDArray[np.uint8]:
-    """A confusion matrix, rows the true classes, shaded by their share of the row: (height, width, 3)."""
+    """Draw a confusion matrix; rows are the true classes, shades the share of the row: (height, width, 3)."""
     classes, counts = confusion["classes"], np.asarray(confusion["counts"], dtype=float)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     size = len(classes)

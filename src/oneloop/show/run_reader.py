@@ -1,4 +1,4 @@
-"""What a run folder tells of its run, finished or not, however long it was and whatever is in its files.
+"""Read a run folder: of a finished or unfinished run, in bounded memory, even if its files are damaged.
 
 >>> steps, losses = read_record(Path("runs/digits")).curve("train/loss")
 """
@@ -14,19 +14,19 @@ from typing import Any
 
 import yaml
 
-_STRETCHES = 1024  # of a curve with more points, at least so many stretches are shown by two or three
-_LINES = 1 << 16  # that are kept of a run that is followed
-EVENTS = 2000  # of a run that has more, some saves are left out
+_STRETCHES = 1024  # a longer curve has at least this many stretches of two or three points each
+_LINES = 1 << 16  # lines kept of a followed run
+EVENTS = 2000  # events kept of a run; some saves are dropped above it
 _NOT_FINITE = ("nan", "inf", "-inf", "NaN", "Infinity", "-Infinity")
-_AT_ONCE = 1 << 25  # bytes of metrics.jsonl that are followed line by line; of a longer file samples are taken
+_AT_ONCE = 1 << 25  # bytes of metrics.jsonl; more new content is only sampled
 
 
 Point = tuple[int, float]  # step and value
 
 
 class Curve:
-    """One metric over the steps. Of many points those that matter are kept: of each stretch of the run the lowest, the
-    highest and the first that is not finite; the first of all and the last."""
+    """One metric over the steps. Of many points, each stretch of the run keeps its lowest, its highest and its first
+    non-finite one; the first and last point of the run stay."""
 
     __slots__ = ("_first", "_pending", "_stretches", "_width")
 
@@ -34,7 +34,7 @@ class Curve:
         self._first: Point | None = None
         self._stretches: list[list[Point]] = []
         self._pending: list[Point] = []
-        self._width = 1  # points of a stretch
+        self._width = 1  # points per stretch
 
     def add(self, step: int, value: float) -> None:
         self._pending.append((step, value))
@@ -44,58 +44,58 @@ class Curve:
     def _end_stretch(self) -> None:
         if self._first is None:
             self._first = self._pending[0]
-        self._stretches.append(_telling(self._pending))
+        self._stretches.append(_extremes(self._pending))
         self._pending = []
         if len(self._stretches) >= 2 * _STRETCHES:
             pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
-            self._stretches = [_telling(one + other) for one, other in pairs]
+            self._stretches = [_extremes(one + other) for one, other in pairs]
             self._width *= 2
 
     def points(self) -> tuple[list[int], list[float]]:
-        """Steps and values."""
-        end = self._pending and [*_telling(self._pending), self._pending[-1]]
+        """Return steps and values."""
+        end = self._pending and [*_extremes(self._pending), self._pending[-1]]
         kept = [point for stretch in (*self._stretches, end) for point in stretch]
         if self._first is not None:
             kept = [self._first, *kept]
-        kept = [point for place, point in enumerate(kept) if not place or point is not kept[place - 1]]
+        kept = [point for index, point in enumerate(kept) if not index or point is not kept[index - 1]]
         return [step for step, _ in kept], [value for _, value in kept]
 
 
-def _telling(points: list[Point]) -> list[Point]:
-    """The lowest, the highest and the first that is not finite, in their order."""
+def _extremes(points: list[Point]) -> list[Point]:
+    """Return the lowest, the highest and the first non-finite point, in order of steps."""
     if len(points) < 3:
         return points
     values = [value for _, value in points]
     low, high = min(values), max(values)
     if low - low == 0 == high - high and sum(values) - sum(values) == 0:  # all are finite
-        places = {values.index(low), values.index(high)}
+        indices = {values.index(low), values.index(high)}
     else:
-        finite = [place for place, value in enumerate(values) if math.isfinite(value)]
-        places = {next(place for place, value in enumerate(values) if not math.isfinite(value))}
-        places |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)} if finite else set()
-    return [points[place] for place in sorted(places)]
+        finite = [index for index, value in enumerate(values) if math.isfinite(value)]
+        indices = {next(index for index, value in enumerate(values) if not math.isfinite(value))}
+        indices |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)} if finite else set()
+    return [points[index] for index in sorted(indices)]
 
 
 @dataclass
 class Record:
-    """What was written down of a run."""
+    """The recorded content of a run folder."""
 
     name: str
     curves: dict[str, dict[str, Curve]] = field(default_factory=lambda: defaultdict(dict))
-    """by metric, and by the weights that were evaluated (empty: a metric of training)"""
-    happened: list[dict[str, Any]] = field(default_factory=list)  # events; of very many saves only some
+    """by metric, and by the evaluated weights (empty: a training metric)"""
+    event_lines: list[dict[str, Any]] = field(default_factory=list)  # events; many saves are thinned out
     last: int | None = None  # step of the last line
-    summary: dict[str, Any] = field(default_factory=dict)  # empty while it is not finished, as all that is missing
+    summary: dict[str, Any] = field(default_factory=dict)  # empty until the run has finished
     recipe: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     examples: dict[str, Any] = field(default_factory=dict)
 
     def take(self, line: dict[str, Any]) -> None:
-        """Takes in one line of metrics.jsonl."""
+        """Add one line of metrics.jsonl."""
         step = self.last = line["step"]
         if "event" in line:
-            self.happened.append(line)
-            if len(self.happened) > 2 * EVENTS:
+            self.event_lines.append(line)
+            if len(self.event_lines) > 2 * EVENTS:
                 self._thin_events()
             return
         weights = line.get("weights", "")
@@ -111,12 +111,12 @@ class Record:
                 of[weights].add(step, value)
 
     def _thin_events(self) -> None:
-        """Every second save goes; where there are few, of all others those in the middle."""
-        events = [event for place, event in enumerate(self.happened) if event["event"] != "save" or place % 2]
-        self.happened = events if len(events) <= EVENTS else [*events[: EVENTS // 2], *events[-EVENTS // 2 :]]
+        """Drop every second save; if too many events remain, also drop those in the middle."""
+        events = [event for index, event in enumerate(self.event_lines) if event["event"] != "save" or index % 2]
+        self.event_lines = events if len(events) <= EVENTS else [*events[: EVENTS // 2], *events[-EVENTS // 2 :]]
 
     def curve(self, metric: str, weights: str | None = None) -> tuple[list[int], list[float]]:
-        """Steps and values of one metric; of an evaluation, with these weights."""
+        """Return steps and values of one metric; ``weights`` selects the evaluated weights (None: all)."""
         of = self.curves.get(metric, {})
         chosen = list(of.values()) if weights is None else [of[weights]] if weights in of else []
         if len(chosen) == 1:
@@ -126,20 +126,20 @@ class Record:
         return [step for step, _ in points], [value for _, value in points]
 
     def metrics(self) -> list[str]:
-        """Names of all metrics, in the order of their appearance."""
+        """Return the names of all metrics, in order of appearance."""
         return list(self.curves)
 
     def weights(self) -> list[str]:
-        """What was evaluated: raw, and the averages by name."""
+        """Return the names of the evaluated weights: raw, and the EMAs."""
         return list(dict.fromkeys(weights for of in self.curves.values() for weights in of if weights))
 
     def events(self) -> list[dict[str, Any]]:
-        """Saves, resumes and bad steps."""
-        return self.happened
+        """Return the events: saves, resumes and bad steps."""
+        return self.event_lines
 
 
 def number(value: Any) -> float:
-    """A metric as a number; NaN where it is none. (NaN and Inf are written as text.)"""
+    """Convert a logged metric to a float; NaN if it is not a number. (NaN and Inf are logged as text.)"""
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
             return float(value)
@@ -170,7 +170,7 @@ def read_record(folder: Path) -> Record:
 
 
 def parsed(lines: Any) -> Iterator[dict[str, Any]]:
-    """The whole lines of metrics.jsonl; one that is being written, or is damaged, is left out."""
+    """Yield the parsed lines of metrics.jsonl; skip incomplete and damaged ones."""
     for line in lines:
         try:
             content = json.loads(line)
@@ -183,7 +183,7 @@ def parsed(lines: Any) -> Iterator[dict[str, Any]]:
 
 
 def distinct(records: list[Record]) -> list[Record]:
-    """Runs of one name get a number."""
+    """Append a number to the names of runs that have the same name."""
     names = [record.name for record in records]
     return [
         replace(record, name=f"{record.name} [{number}]") if names.count(record.name) > 1 else record
@@ -192,9 +192,9 @@ def distinct(records: list[Record]) -> list[Record]:
 
 
 class Follower:
-    """The lines of a run that may go on: each :meth:`read` reads what is new, or all where the file was cut back.
+    """The lines of a run in progress: each :meth:`read` reads new lines, or all if the file was truncated.
 
-    Of a long file the first look takes samples, spread over it, and its end.
+    The first read of a long file takes samples that are spread over it, and its end.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -206,11 +206,11 @@ class Follower:
         self._tail = b""
 
     def read(self) -> bool:
-        """Whether there is anything by now."""
+        """Read new lines; return whether there are any lines yet."""
         try:
             with self._file.open("rb") as file:
                 file.seek(self._read - len(self._tail))
-                if file.read(len(self._tail)) != self._tail:  # a resume has cut the file back
+                if file.read(len(self._tail)) != self._tail:  # a resume has truncated the file
                     file.seek(0)
                     self.lines, self._read, self._tail, self.sampled = [], 0, b"", False
                 size = file.seek(0, 2)
@@ -224,12 +224,12 @@ class Follower:
         self._read += len(whole)
         self._tail = (self._tail + whole)[-256:]
         self.lines += parsed(whole.splitlines())
-        if len(self.lines) > _LINES:  # of a long look every second line, but for the newest
+        if len(self.lines) > _LINES:  # drop every second line, except the newest
             self.lines, self.sampled = self.lines[:-1000:2] + self.lines[-1000:], True
         return bool(self.lines)
 
     def _sample(self, file: Any, size: int) -> None:
-        """Some lines at a hundred places of what was not read yet, up to a megabyte before its end."""
+        """Read some lines at a hundred positions of the unread part, up to a megabyte before its end."""
         end = size - (1 << 20)
         for part in range(100):
             file.seek(self._read + part * (end - self._read) // 100)
@@ -243,12 +243,12 @@ class Follower:
 
     @property
     def ended(self) -> bool:
-        """Whether the run has written its summary."""
+        """Return whether the run has written its summary."""
         return (self.folder / "summary.json").exists()
 
     @property
     def age(self) -> float:
-        """Seconds since the last line."""
+        """Return the seconds since the last line."""
         try:
             return time.time() - self._file.stat().st_mtime
         except OSError:

@@ -1,8 +1,8 @@
-"""What a person sees while a run goes on: bars on a terminal, plain lines elsewhere; nothing on other ranks.
+"""Output during a run: progress bars on a terminal, plain lines elsewhere, nothing on other ranks.
 
 >>> with Display() as display:
 ...     display.begin(lambda: step, total=1000)
-...     for batch in tracked(loader, "evaluating", total=len(loader)):   # a bar of its own, from any depth
+...     for batch in tracked(loader, "evaluating", total=len(loader)):   # a nested bar, at any call depth
 ...         ...
 """
 
@@ -30,9 +30,9 @@ from oneloop.basics.progress import BARS
 
 
 class _Bars(Progress):
-    """Asks how far the run is when it draws itself, so that a step has nothing to do for it.
+    """Progress bars that read the current step when they are drawn, so that a step costs nothing.
 
-    A redraw holds the interpreter for about 2 ms, so there is one a second (rich: ten).
+    A redraw holds the interpreter for about 2 ms, so it happens once a second (default of rich: ten times).
     """
 
     def __init__(self, *columns: Any, console: Console) -> None:
@@ -47,7 +47,7 @@ class _Bars(Progress):
 
 
 class _Console(Console):
-    """One that is gone on without, where nobody reads any more (``| head``)."""
+    """A console that becomes quiet when its output pipe is closed (``| head``)."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -55,10 +55,10 @@ class _Console(Console):
 
 
 class Display:
-    """Shows steps, metrics and whatever else takes its time; ``with Display(...) as display``.
+    """The display of steps, metrics and other progress; ``with Display(...) as display``.
 
-    ``shown`` is False on all ranks but one. ``quiet`` leaves only :meth:`say`. ``as_json`` prints JSON lines, for other
-    programs. A console that is a terminal gets bars, others plain lines, at least ``interval`` seconds apart.
+    ``shown`` is False on all ranks but one. ``quiet`` leaves only :meth:`say`. ``as_json`` prints JSON lines for other
+    programs. A terminal shows bars; other output gets plain lines, at least ``interval`` seconds apart.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Display:
             )
 
     def begin(self, now: Callable[[], int], *, total: int) -> None:
-        """To which step the run goes on; ``now`` says at which one it is, also from another thread."""
+        """Show progress up to step ``total``; ``now`` returns the current step, also in another thread."""
         self._start, self._total, self._began = now(), total, time.monotonic()
         if self.bars:
             self.bars.steps = self.bars.add_task("step", total=total, completed=self._start, text=""), now
@@ -107,7 +107,7 @@ class Display:
             self.bars.stop()
 
     def metrics(self, step: int, metrics: Mapping[str, float], remarks: Iterable[str] = ()) -> None:
-        """Shows the training metrics of a log step, and what there is to say of them."""
+        """Show the training metrics of a log step, after its remarks."""
         self.lines(remarks)
         if self._as_json and not self._quiet:
             self._json({"step": step, **metrics})
@@ -123,7 +123,7 @@ class Display:
             self.lines([f"step {step}/{self._total}  {text}  {left:.0f} s left"])
 
     def results(self, step: int, results: Mapping[str, float], weights: str = "raw") -> None:
-        """Shows an evaluation, of the weights or of an average of them."""
+        """Show the metrics of an evaluation, of the raw weights or of an EMA."""
         if self._as_json and not self._quiet:
             self._json({"step": step, **results, "weights": weights})
         if self._as_json:
@@ -133,16 +133,16 @@ class Display:
         self.lines([f"step {step}  {metrics}"])
 
     def summary(self, summary: Mapping[str, Any]) -> None:
-        """Shows what came of the run, as a table."""
+        """Show the summary of the run as a table."""
         if not self._quiet and not self._as_json and "samples" in summary:
             self._console.print(summary_table(summary))
 
     def say(self, text: str) -> None:
-        """Shows one line that stays, also when all else is quiet."""
+        """Show one permanent line, even if ``quiet``."""
         self._print(text)
 
     def lines(self, texts: Iterable[str]) -> None:
-        """Shows lines that stay."""
+        """Show permanent lines, unless ``quiet``."""
         for text in texts:
             if not self._quiet:
                 self._print(text)
@@ -158,17 +158,17 @@ class Display:
 
 
 def metric(value: float) -> str:
-    """Four places behind the point; of large ones none."""
+    """Format a metric with four decimals, or with none from 10,000 on."""
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4f}"
 
 
 def _plain(name: str) -> Text:
-    """A name in a table, whatever it is made of: no markup, no control characters."""
+    """Return a name as table text without markup and control characters."""
     return Text(printable(name))
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """Results by weights (raw, averages), then what the run took; of summary.json."""
+    """Return a table of summary.json: results by weights (raw, EMAs), then steps, samples and time."""
     best = summary.get("best") or {}
     names = [name for name, value in summary.items() if "/" in name and isinstance(value, float)]
     averages = {name: name.partition("/")[0] for name in names if name.partition("/")[2] in summary}
@@ -187,6 +187,6 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         if name in summary:
             table.add_row(name, f"{summary[name]:,}")
     if summary.get("seconds"):
-        pace = f"{summary['samples'] / summary['seconds']:,.0f} samples/s in all" if summary.get("samples") else ""
-        table.add_row("time", f"{summary['seconds']:,.1f} s, {pace}")
+        rate = f"{summary['samples'] / summary['seconds']:,.0f} samples/s in all" if summary.get("samples") else ""
+        table.add_row("time", f"{summary['seconds']:,.1f} s, {rate}")
     return table

@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl, and the trackers that accelerate knows. Only rank 0 writes."""
+"""Write metrics to metrics.jsonl and to Accelerate's trackers. Only rank 0 writes."""
 
 import json
 import time
@@ -19,7 +19,7 @@ from oneloop.show.examples import Examples, with_earlier
 from oneloop.show.metrics_file import Lines
 from oneloop.show.pictures import matrix, tiles
 
-_HAND_OVER = 5.0  # seconds between two times that TensorBoard gets what was logged: together, and waited for
+_FLUSH_INTERVAL = 5.0  # seconds between two flushes to TensorBoard, which block
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -33,13 +33,13 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Tracking:
-    """One JSON object per line in metrics.jsonl, and the same metrics to the trackers. Only the main process writes.
+    """A log of metrics: one JSON object per line in metrics.jsonl, and the trackers. Only the main process writes.
 
-    A problem with a tracker, or with the disk under metrics.jsonl, never ends a run: it is said once, and the rest goes
-    on.
+    An error of a tracker or of the disk under metrics.jsonl does not end the run: it is reported once, and training
+    continues.
 
-    ``resumed`` is the state of an earlier start, at ``step``: what was written after it is cut off (None: everything).
-    At the first start trackers get ``config``, the resolved recipe, and TensorBoard also ``graph``, a ``GraphDef``.
+    ``resumed`` is the state of an earlier start at ``step``; later lines are deleted (None: all lines). At the first
+    start trackers receive ``config``, the resolved recipe, and TensorBoard also ``graph``, a ``GraphDef``.
     """
 
     def __init__(
@@ -55,21 +55,21 @@ class Tracking:
         say: Callable[[str], object] = print,
     ) -> None:
         self._accelerator, self._say, self._folder = accelerator, say, folder
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._lines = Lines(folder / "metrics.jsonl", say=say)
-        self._waiting: list[tuple[Mapping[str, float], int, float]] = []
+        self._buffered: list[tuple[Mapping[str, float], int, float]] = []
         """metrics for TensorBoard, their steps and times (seconds since 1970)"""
-        self._handed_over = time.monotonic()
+        self._flushed = time.monotonic()
         self._writes = accelerator.is_main_process
         if self._writes:
-            with self._bearing("metrics.jsonl"):
+            with self._report_errors("metrics.jsonl"):
                 if resumed:
-                    self._go_on(resumed)
+                    self._resume_files(resumed)
                 else:
                     self._lines.begin()
         flat = {name: str(value) for name, value in flattened(config).items()}
         for name in map(str, accelerator.log_with):
-            with self._bearing(f"tracker {name}"):
+            with self._report_errors(f"tracker {name}"):
                 tracker = self._started(name, project, step + 1 if resumed else 0)
                 if not resumed:
                     tracker.store_init_configuration(flat)
@@ -79,7 +79,7 @@ class Tracking:
     def _started(self, name: str, project: str, first: int) -> Any:
         kind = LOGGER_TYPE_TO_CLASS[name]
         where = [self._accelerator.logging_dir] if kind.requires_logging_directory else []
-        # TensorBoard hides what an earlier start wrote from this step on.
+        # TensorBoard hides the events of an earlier start from this step on.
         tracker = kind(project, *where, **({"purge_step": first} if name == "tensorboard" else {}))
         tracker.start()
         self._accelerator.trackers.append(tracker)
@@ -88,35 +88,35 @@ class Tracking:
     def _draw(self, writer: Any, graph: Any) -> None:
         from tensorboard.compat.proto.config_pb2 import RunMetadata
 
-        with self._bearing("the model's graph"):
+        with self._report_errors("the model's graph"):
             writer.file_writer.add_graph((graph, RunMetadata()))
 
     @contextmanager
-    def _bearing(self, what: str) -> Iterator[None]:
+    def _report_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if what not in self._told:
-                self._told.add(what)
+            if what not in self._reported:
+                self._reported.add(what)
                 self._say(f"{what} cannot be written ({type(error).__name__}: {error}); training continues without it")
 
     @property
     def files(self) -> list[Path]:
-        """What has to be on disk before a checkpoint that tells of it."""
+        """Return the files that must be on disk before a checkpoint that refers to them."""
         return [self._lines.path]
 
     def state_dict(self) -> dict[str, Any]:
-        """How far metrics.jsonl is written; TensorBoard gets all up to here, since a resume does not write it again."""
-        self._hand_over()
+        """Return the position in metrics.jsonl. Flush to TensorBoard first, since a resume does not log again."""
+        self._flush()
         return self._lines.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cuts back what was written after ``state``, but for events: a rewind is not forgotten by the next one."""
+        """Delete later lines than ``state``, except events, so that a second rewind still has the first one."""
         if self._writes:
-            with self._bearing("metrics.jsonl"):
+            with self._report_errors("metrics.jsonl"):
                 self._lines.back_to(state, kept=b'"event"')
 
-    def _go_on(self, resumed: Mapping[str, Any]) -> None:
+    def _resume_files(self, resumed: Mapping[str, Any]) -> None:
         self._lines.back_to(resumed, kept=b'"event": "resume"')
         examples = self._folder / "examples.json"
         try:
@@ -130,79 +130,79 @@ class Tracking:
             examples.rename(examples.with_name(f"bad-{examples.name}"))
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Writes one line; its numbers also go to the trackers."""
+        """Write one line; also log its numbers to the trackers."""
         if not self._writes:
             return
-        with self._bearing("metrics.jsonl"):
+        with self._report_errors("metrics.jsonl"):
             self._lines.append(metrics)
-        head = f"{metrics['weights']}/" if metrics.get("weights", "raw") != "raw" else ""  # an average's own curve
+        head = f"{metrics['weights']}/" if metrics.get("weights", "raw") != "raw" else ""  # one curve per EMA
         numbers = {
             f"{head}{name}": value for name, value in metrics.items() if "/" in name and isinstance(value, int | float)
         }
         for tracker in self._accelerator.trackers if numbers else ():
-            with self._bearing(f"tracker {tracker.name}"):
+            with self._report_errors(f"tracker {tracker.name}"):
                 if tracker.name == "tensorboard":
-                    self._waiting.append((numbers, metrics["step"], time.time()))
+                    self._buffered.append((numbers, metrics["step"], time.time()))
                 else:
                     tracker.log(numbers, step=metrics["step"])
-        if time.monotonic() - self._handed_over > _HAND_OVER:
-            self._hand_over()
+        if time.monotonic() - self._flushed > _FLUSH_INTERVAL:
+            self._flush()
 
     def show(self, step: int, examples: Examples) -> None:
-        """Keeps what is to be looked at in examples.json, and gives it to the trackers that take pictures or texts."""
-        if examples.problem and self._writes and "show" not in self._told:
-            self._told.add("show")
+        """Write the samples to examples.json, and log them to the trackers that support images or texts."""
+        if examples.problem and self._writes and "show" not in self._reported:
+            self._reported.add("show")
             self._say(f"{examples.problem}; training continues (--eval.samples 0 turns examples off)")
         if not self._writes or not (examples.samples or examples.confusion):
             return
-        place = self._folder / "examples.json"
-        with self._bearing("examples.json"):
-            found = with_earlier({"step": step, **examples.plain()}, _read(place))
-            with replacing(place) as draft:
+        path = self._folder / "examples.json"
+        with self._report_errors("examples.json"):
+            found = with_earlier({"step": step, **examples.plain()}, _read(path))
+            with replacing(path) as draft:
                 draft.write_text(dumps(vouched(found)))
         for tracker in self._accelerator.trackers:
-            with self._bearing(f"tracker {tracker.name}"):
-                _give(tracker, step, examples)
+            with self._report_errors(f"tracker {tracker.name}"):
+                _log_examples(tracker, step, examples)
 
-    def _hand_over(self) -> None:
-        """To TensorBoard, one event for all metrics of a step.
+    def _flush(self) -> None:
+        """Write to TensorBoard, with one event for all metrics of a step.
 
-        accelerate makes an event for each, and waits for the disk: that takes thirty times as long.
+        accelerate writes one event per metric and waits for the disk, which takes thirty times as long.
         """
-        waiting, self._waiting, self._handed_over = self._waiting, [], time.monotonic()
-        if not waiting:
+        buffered, self._buffered, self._flushed = self._buffered, [], time.monotonic()
+        if not buffered:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         (writer,) = (tracker.tracker for tracker in self._accelerator.trackers if tracker.name == "tensorboard")
-        with self._bearing("tracker tensorboard"):
-            for numbers, step, when in waiting:
+        with self._report_errors("tracker tensorboard"):
+            for numbers, step, when in buffered:
                 values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
                 writer.file_writer.add_summary(Summary(value=values), step, when)
             writer.flush()
 
     def close(self) -> None:
-        """Ends the trackers, and the file."""
-        self._hand_over()
+        """Close the trackers and the file."""
+        self._flush()
         for tracker in self._accelerator.trackers:  # not end_training(), which also ends the process group
-            with self._bearing(f"tracker {tracker.name}"):
+            with self._report_errors(f"tracker {tracker.name}"):
                 tracker.finish()
         self._lines.close()
 
 
-def _read(place: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(place.read_bytes()))
+        return dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError):
         return {}
 
 
-def _give(tracker: Any, step: int, examples: Examples) -> None:
+def _log_examples(tracker: Any, step: int, examples: Examples) -> None:
     if hasattr(tracker, "log_images"):
         layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
         for name, picture in _pictures(examples).items():
-            several = picture if tracker.name == "aim" else picture[None]  # aim takes one, the others a list
-            tracker.log_images({name: several}, step=step, **layout)
+            images = picture if tracker.name == "aim" else picture[None]  # aim takes one image, the others a list
+            tracker.log_images({name: images}, step=step, **layout)
     texts = _texts(examples)
     if texts and tracker.name == "tensorboard":
         tracker.log(texts, step=step)

@@ -1,4 +1,4 @@
-"""``oneloop watch``: metrics of runs, drawn in the terminal."""
+"""``oneloop watch``: charts of the metrics of runs in the terminal."""
 
 import math
 import time
@@ -18,34 +18,34 @@ from rich.text import Text
 from oneloop.basics.files import printable
 from oneloop.show.run_reader import Follower, number
 
-Drawn = tuple[Sequence[float], Sequence[float], str | None]
-"""steps, finite values (at least one), and a colour of the terminal"""
+PlotCurve = tuple[Sequence[float], Sequence[float], str | None]
+"""steps, finite values (at least one), and a terminal colour"""
 
 
-def plotted(curves: Sequence[Drawn], *, width: int, height: int) -> list[str]:
-    """Return the lines of a chart of at least one curve; a curve with a colour gets the terminal's codes.
+def plotted(curves: Sequence[PlotCurve], *, width: int, height: int) -> list[str]:
+    """Return the lines of a chart of one or more curves; colours become terminal escape codes.
 
-    ``width`` (in letters) and ``height`` (in lines) are those of the area inside the axes.
+    ``width`` (characters) and ``height`` (lines) are the size of the area inside the axes.
     """
-    metric: Any = plotille.Metric()
-    metric.width, metric.height = width, height
-    metric.color_mode, metric.with_colors = "names", any(colour for *_, colour in curves)
-    metric.x_label = metric.y_label = ""
-    metric.x_ticks_fkt = lambda low, _: f"{low:,.0f}"
-    metric.y_ticks_fkt = lambda low, _: f"{low:.4g}"
+    figure: Any = plotille.Metric()
+    figure.width, figure.height = width, height
+    figure.color_mode, figure.with_colors = "names", any(colour for *_, colour in curves)
+    figure.x_label = figure.y_label = ""
+    figure.x_ticks_fkt = lambda low, _: f"{low:,.0f}"
+    figure.y_ticks_fkt = lambda low, _: f"{low:.4g}"
     for steps, values, colour in curves:
-        draw = metric.plot if len(steps) > 1 else metric.scatter
+        draw = figure.plot if len(steps) > 1 else figure.scatter
         draw(steps, values, lc=colour)
     low = min(min(values) for _, values, _ in curves)
     high = max(max(values) for _, values, _ in curves)
     margin = 0.05 * (high - low) or max(abs(high) * 0.05, 1e-9)
-    metric.set_x_limits(0, 1.02 * max(1, *(steps[-1] for steps, _, _ in curves)))
-    metric.set_y_limits(low - margin, high + margin)
-    return [line.replace("-> ()", "") for line in metric.show().splitlines()[1:]]  # without the axes' names
+    figure.set_x_limits(0, 1.02 * max(1, *(steps[-1] for steps, _, _ in curves)))
+    figure.set_y_limits(low - margin, high + margin)
+    return [line.replace("-> ()", "") for line in figure.show().splitlines()[1:]]  # without the axes' names
 
 
-_NARROWEST = 56  # columns that a run needs
-_LEAST = 36
+_MIN_WIDTH = 56  # minimum columns of a run
+_MIN_PANEL = 36
 _CHART = 12  # lines of a chart
 _COLOURS = [f"bright_{colour}" for colour in ("blue", "yellow", "green", "magenta", "cyan", "red")] + ["blue", "green"]
 
@@ -82,15 +82,15 @@ def watch(
 
 
 def view(runs: Sequence[Follower], metrics: Sequence[str], *, width: int, height: int) -> RenderableType:
-    """All runs, next to each other where the width suffices; at most ``height`` lines (0: as many as it takes)."""
-    across = max(1, min(len(runs), width // _NARROWEST))
-    each = max(_LEAST, width // across - 1)
+    """Return all runs, side by side if the width suffices, in at most ``height`` lines (0: no limit)."""
+    across = max(1, min(len(runs), width // _MIN_WIDTH))
+    each = max(_MIN_PANEL, width // across - 1)
     rows = math.ceil(len(runs) / across)
-    room = height // rows if height else 0
+    lines = height // rows if height else 0
     names = [run.folder.resolve().name for run in runs]
     titles = [name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)]
     titles = [printable(title) for title in titles]
-    panels = [_panel(run, title, metrics, width=each, height=room) for run, title in zip(runs, titles, strict=True)]
+    panels = [_panel(run, title, metrics, width=each, height=lines) for run, title in zip(runs, titles, strict=True)]
     return Columns(panels, width=each, padding=(0, 1, 0, 0)) if across > 1 else Group(*panels)
 
 
@@ -99,12 +99,12 @@ def _panel(run: Follower, title: str, metrics: Sequence[str], *, width: int, hei
         return Panel("nothing yet", title=Text(title), width=width)
     head = _head(run)
     groups = [[name] for name in metrics] or _usual(run)
-    beside = 2 if width >= 2 * _NARROWEST else 1
-    fits = max(1, (height - head.row_count - 3) // _CHART) * beside if height else len(groups)
-    charts = [_chart(run, names, width=(width - 5) // beside) for names in groups[:fits]]
-    grid = Table.grid(*([""] * beside), padding=(0, 1, 0, 0))
-    for at in range(0, len(charts), beside):
-        grid.add_row(*charts[at : at + beside])
+    columns = 2 if width >= 2 * _MIN_WIDTH else 1
+    fits = max(1, (height - head.row_count - 3) // _CHART) * columns if height else len(groups)
+    charts = [_chart(run, names, width=(width - 5) // columns) for names in groups[:fits]]
+    grid = Table.grid(*([""] * columns), padding=(0, 1, 0, 0))
+    for at in range(0, len(charts), columns):
+        grid.add_row(*charts[at : at + columns])
     return Panel(Group(head, grid), title=Text(title), width=width)
 
 
@@ -138,7 +138,7 @@ def _head(run: Follower) -> Table:
 
 
 def _chart(run: Follower, names: Sequence[str], *, width: int) -> RenderableType:
-    title, curves = Text(), list[Drawn]()
+    title, curves = Text(), list[PlotCurve]()
     kinds = dict.fromkeys((name, line.get("weights", "raw")) for name in names for line in run.lines if name in line)
     for (name, weights), colour in zip(kinds, cycle(_COLOURS), strict=False):
         points = [

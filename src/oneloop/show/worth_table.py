@@ -1,4 +1,4 @@
-"""What techniques are worth, as a table in the terminal and as a page with bars."""
+"""The gain of each technique: a table for the terminal and a page with bars."""
 
 import html
 import math
@@ -13,7 +13,7 @@ _HEAD = ("technique", "alone", "spread", "on top of the others", "spread", "memo
 
 
 def as_table(results: Mapping[str, Any]) -> Table:
-    """The results of :func:`oneloop.plan.worth.measured` for a terminal."""
+    """Return the results of :func:`oneloop.plan.worth.measured` as a terminal table."""
     shown = Table(*_HEAD, show_edge=False, pad_edge=False)
     for row in _rows(results):
         shown.add_row(*row)
@@ -21,7 +21,7 @@ def as_table(results: Mapping[str, Any]) -> Table:
 
 
 def sentences(results: Mapping[str, Any]) -> list[str]:
-    """What the table is held against."""
+    """Return the lines above the table: the baseline, all techniques together, and the control."""
     none, whole, control = results["none"], results["all"], results["control"]
     rates = f"{none['median']:,.0f} samples/s ({none['min']:,.0f} to {none['max']:,.0f})"
     how = f"{results['steps']} steps a run, {results['rounds']} rounds"
@@ -34,7 +34,7 @@ def sentences(results: Mapping[str, Any]) -> list[str]:
 
 
 def as_page(results: Mapping[str, Any]) -> str:
-    """One HTML page: bars with their spread, and the table."""
+    """Return an HTML page with bars, their spread, and the table."""
     title = f"Gain of each technique: {results['recipe']}"
     machine = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
     lines = [*sentences(results), f"{results['date']}, {machine}"]

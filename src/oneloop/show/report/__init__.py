@@ -1,1 +1,1 @@
-"""One page about a run, or about several: self-contained HTML, from what the run folders hold."""
+"""One page about a run, or about several: self-contained HTML, from the files in the run folders."""

@@ -1,4 +1,4 @@
-"""What is drawn: plotly's traces and layouts as plain data, made of records."""
+"""The charts of the report: plotly's traces and layouts as plain data, from records."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -23,29 +23,29 @@ _SINGLE = {
 
 
 def charts(runs: Sequence[Record]) -> list[dict[str, Any]]:
-    """``{"title", "data", "layout"}`` of all charts that have something to show."""
+    """Return ``{"title", "data", "layout"}`` of every chart that has data."""
     return [chart for chart in _all(runs) if chart["data"]]
 
 
 def _all(runs: Sequence[Record]) -> Iterable[dict[str, Any]]:
-    def some(*metrics: str) -> list[dict[str, Any]]:
+    def traces_of(*metrics: str) -> list[dict[str, Any]]:
         return [trace for run in runs for metric in metrics for trace in _traces(run, metric, runs)]
 
-    losses = [*some("train/loss"), *some("eval/loss"), *_event_marks(runs)]
-    yield _chart("Loss", losses, log=_wide(runs, "train/loss"))
+    losses = [*traces_of("train/loss"), *traces_of("eval/loss"), *_event_marks(runs)]
+    yield _chart("Loss", losses, log=_is_logarithmic(runs, "train/loss"))
     evaluated = dict.fromkeys(name for run in runs for name in run.metrics() if name.startswith("eval/"))
     own = dict.fromkeys(name for run in runs for name in run.metrics() if name.startswith("train/"))
     for name in own:
         if name not in ("train/loss", "train/epoch", *_SINGLE):
-            yield _chart(f"In training: {name.removeprefix('train/').replace('_', ' ')}", some(name))
+            yield _chart(f"In training: {name.removeprefix('train/').replace('_', ' ')}", traces_of(name))
     for name in evaluated:
         if name != "eval/loss":
-            yield _chart(name.removeprefix("eval/").replace("_", " ").capitalize(), some(name))
+            yield _chart(name.removeprefix("eval/").replace("_", " ").capitalize(), traces_of(name))
     known = (*_TRAINING, "eval/", "test/", "profile/")
     for name in dict.fromkeys(name for run in runs for name in run.metrics() if not name.startswith(known)):
-        yield _chart(name.replace("/", ": ").replace("_", " ").capitalize(), some(name))
+        yield _chart(name.replace("/", ": ").replace("_", " ").capitalize(), traces_of(name))
     for metric, title in _SINGLE.items():
-        yield _chart(title, some(metric), log=_wide(runs, metric))
+        yield _chart(title, traces_of(metric), log=_is_logarithmic(runs, metric))
         if metric == "speed/mfu":
             yield from (_shares(run, several=len(runs) > 1) for run in runs)
     for run in runs:
@@ -72,8 +72,8 @@ def _traces(run: Record, metric: str, runs: Sequence[Record]) -> list[dict[str, 
         steps, values = run.curve(metric, weights)
         if not steps:
             continue
-        what = metric if evaluation else metric.partition("/")[2]
-        words = [run.name if len(runs) > 1 else "", what, f"({weights})" if weights not in (None, "raw") else ""]
+        label = metric if evaluation else metric.partition("/")[2]
+        words = [run.name if len(runs) > 1 else "", label, f"({weights})" if weights not in (None, "raw") else ""]
         number = runs.index(run) if len(runs) > 1 else 1 + run.weights().index(weights) if weights else 0
         dash = "solid" if weights is None else "dot" if weights == "raw" else "dash"
         traces.append(
@@ -90,7 +90,7 @@ def _traces(run: Record, metric: str, runs: Sequence[Record]) -> list[dict[str, 
 
 
 def _event_marks(runs: Sequence[Record]) -> list[dict[str, Any]]:
-    """One trace of marks per kind of event, at the height of the training loss then."""
+    """Return one trace of markers per kind of event, at the training loss of the nearest step."""
     traces = []
     for run in runs:
         curve = [pair for pair in zip(*run.curve("train/loss"), strict=True) if math.isfinite(pair[1])]
@@ -113,7 +113,7 @@ def _event_marks(runs: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def matrix_of(confusion: Any) -> dict[str, Any] | None:
-    """A confusion matrix, where it is one."""
+    """Return a confusion matrix, or None if the content is invalid."""
     if not isinstance(confusion, dict):
         return None
     classes, counts = confusion.get("classes"), confusion.get("counts")
@@ -155,7 +155,7 @@ def _confusion(confusion: dict[str, Any], of: str) -> dict[str, Any]:
 
 
 def rows(chart: dict[str, Any]) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """The metrics of a chart as a table: its head, and its rows."""
+    """Return the metrics of a chart as a table: its header and its rows."""
     if chart["data"][0]["type"] == "heatmap":
         trace = chart["data"][0]
         cells = [
@@ -170,8 +170,8 @@ def rows(chart: dict[str, Any]) -> tuple[list[str], list[tuple[Any, ...]]]:
     ]
 
 
-def _wide(runs: Sequence[Record], metric: str) -> bool:
-    """Whether the values are positive and span more than a decade: such an axis is logarithmic."""
+def _is_logarithmic(runs: Sequence[Record], metric: str) -> bool:
+    """Return whether the axis is logarithmic: all values are positive and span more than a factor of 20."""
     values = [value for run in runs for value in run.curve(metric)[1] if math.isfinite(value)]
     return (
         metric not in ("train/lr", "speed/mfu") and bool(values) and min(values) > 0 and max(values) / min(values) > 20

@@ -1,4 +1,4 @@
-"""Samples and classes on the report page."""
+"""The samples and classes of the report page."""
 
 import html
 import math
@@ -32,7 +32,7 @@ _DARKEST = 8.0  # loss (nats) of a token with the full shade
 
 
 def sections(examples: Mapping[str, Any], *, of: str = "") -> list[str]:
-    """HTML sections of what the last evaluation left to look at."""
+    """Return the HTML sections of the last evaluation's samples."""
     given = examples.get("samples")
     samples = [sample for sample in given if isinstance(sample, Mapping)] if isinstance(given, list) else []
     at = f"at step {examples.get('step')}"
@@ -86,7 +86,7 @@ def _verdict(sample: Mapping[str, Any]) -> str:
 
 
 def _measured(text: Any) -> bool:
-    """Whether it is a number with a fraction, which is neither right nor wrong."""
+    """Return whether the text is a non-integer number (regression), which is neither right nor wrong."""
     try:
         return not float(text).is_integer()
     except (TypeError, ValueError):
@@ -99,7 +99,7 @@ def _body(sample: Mapping[str, Any]) -> str:
         parts += [f"predicted {sample['prediction']}"] if "prediction" in sample else []
         shown = _safe(": ".join([f"sample {sample.get('index')}", *([", ".join(parts)] if parts else [])]))
         picture = str(sample["image"])
-        if not _PICTURE.fullmatch(picture):  # of a run it always is; anything else might be fetched
+        if not _PICTURE.fullmatch(picture):  # a run writes only data URLs; another URL might be fetched
             return f'<pre tabindex="0">{shown}</pre>'
         text = f"<p>{_safe(sample['text'])}</p>" if sample.get("text") else ""
         return f'<img src="{picture}" alt="{shown}">{text}'
@@ -111,9 +111,9 @@ def _body(sample: Mapping[str, Any]) -> str:
 
 
 def _pairs(given: Any) -> list[Any]:
-    """The pairs in a list: tokens and their losses (None: not trained), or steps and texts."""
-    several = given if isinstance(given, list | tuple) else ()
-    return [one for one in several if isinstance(one, list | tuple) and len(one) == 2]
+    """Return the pairs in a list: tokens and their losses (None: not trained), or steps and texts."""
+    items = given if isinstance(given, list | tuple) else ()
+    return [pair for pair in items if isinstance(pair, list | tuple) and len(pair) == 2]
 
 
 def _token(text: str, loss: float | None) -> str:

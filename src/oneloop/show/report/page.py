@@ -1,9 +1,9 @@
-"""The page itself.
+"""Assemble the report page.
 
 >>> Path("report.html").write_text(report([Path("runs/digits")]))
 
-Curves are drawn by plotly, whose code is in the page: nothing is fetched. Colours follow the reader's light or dark
-theme; every chart has its metrics as a table beside it, for screen readers and for copying.
+plotly draws the curves; its code is in the page, so that nothing is fetched. Colours follow the reader's light or dark
+theme. Every chart also has its metrics as a table, for screen readers and for copying.
 """
 
 import base64
@@ -28,7 +28,7 @@ _TABLE_ROWS = 200
 
 
 def report(folders: Sequence[Path]) -> str:
-    """Return the page of one run, or of several laid over one another. Raise ValueError if a folder holds no run."""
+    """Return the page of one run, or of several in the same charts. Raise ValueError if a folder holds no run."""
     runs = distinct([read_record(folder) for folder in folders])
     several = len(runs) > 1
     drawn = charts(runs)
@@ -46,7 +46,7 @@ def report(folders: Sequence[Path]) -> str:
 
 
 def assembled(title: str, body: Sequence[str], charts: Sequence[Mapping[str, Any]]) -> str:
-    """One page with all that it needs: HTML sections, and charts as :func:`chart_section` lays them out."""
+    """Return a self-contained page of HTML sections and charts, which :func:`chart_section` has placed."""
     drawn = [{"data": _escaped(chart["data"]), "layout": chart["layout"]} for chart in charts]
     data = json.dumps(drawn, allow_nan=False)
     here = Path(__file__).parent
@@ -64,7 +64,7 @@ def assembled(title: str, body: Sequence[str], charts: Sequence[Mapping[str, Any
 
 
 def _escaped(value: Any, key: str = "") -> Any:
-    """A chart's names and texts as plotly takes them: it reads some HTML in them."""
+    """Escape a chart's names and texts, since plotly interprets some HTML in them."""
     if isinstance(value, str):
         return html.escape(value) if key in ("name", "text", "x", "y") else value
     if isinstance(value, Mapping):
@@ -75,19 +75,19 @@ def _escaped(value: Any, key: str = "") -> Any:
 
 
 def _sha256(code: str) -> str:
-    """As a content security policy names a script that may run."""
+    """Return a script's hash for the content security policy."""
     return base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
 
 
 def _plotly() -> str:
-    """The library's code as its package brings it; importing the package would take a second for nothing."""
+    """Return plotly's JavaScript from its package, without the import, which takes a second."""
     package = find_spec("plotly")
     assert package is not None and package.submodule_search_locations
     return (Path(package.submodule_search_locations[0]) / "package_data" / "plotly.min.js").read_text()
 
 
 def chart_section(number: int, chart: dict[str, Any]) -> str:
-    """Room for a chart, and its metrics as a table."""
+    """Return the HTML of a chart's container and of its metrics as a table."""
     head, lines = rows(chart)
     every = math.ceil(len(lines) / _TABLE_ROWS)
     more = f" (every {every}-th of {len(lines)})" if every > 1 else ""
@@ -176,12 +176,12 @@ def _about(run: Record, *, several: bool) -> str:
 
 
 def _command(environment: Mapping[str, Any]) -> str:
-    words = [str(word) for word in _list(environment.get("command"))[1:]]
-    if "--run.dir" in words[:-1]:  # a finished run's folder would not take another
-        at = words.index("--run.dir") + 1
-        words[at] = f"{words[at]}-again"
+    arguments = [str(word) for word in _list(environment.get("command"))[1:]]
+    if "--run.dir" in arguments[:-1]:  # a finished run's folder rejects another run
+        at = arguments.index("--run.dir") + 1
+        arguments[at] = f"{arguments[at]}-again"
     else:
-        words += ["--run.dir", "runs/again"]
+        arguments += ["--run.dir", "runs/again"]
     settings, processes = environment.get("accelerate"), environment.get("processes", 1)
     settings = {name: str(value) for name, value in settings.items()} if isinstance(settings, dict) else {}
     processes = processes if isinstance(processes, int) else 1
@@ -189,8 +189,8 @@ def _command(environment: Mapping[str, Any]) -> str:
     sharded = settings.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     config = "fsdp2" if sharded else "ddp" if processes > 1 else "single"
     several = ["--num_processes", str(processes)] if processes > 1 else []
-    precise = ["--mixed_precision", precision] if precision != "no" else []
-    return shlex.join(["oneloop", "launch", "--config_file", config, *several, *precise, *words])
+    mixed = ["--mixed_precision", precision] if precision != "no" else []
+    return shlex.join(["oneloop", "launch", "--config_file", config, *several, *mixed, *arguments])
 
 
 def _list(value: Any) -> list[Any]:
@@ -202,7 +202,7 @@ def _region(name: str, table: str) -> str:
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
-    """An HTML table."""
+    """Return an HTML table."""
     cells = "".join(f'<th scope="col">{_safe(title)}</th>' for title in head)
     body = "".join(f"<tr>{''.join(f'<td>{_safe(_short(cell))}</td>' for cell in row)}</tr>" for row in lines)
     return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
