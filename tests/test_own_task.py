@@ -145,7 +145,7 @@ def test_a_file_that_was_changed_is_read_again(written, monkeypatch):
 
 def test_arguments_and_docstrings_are_on_the_command_line(written):
     helped = run(_helped, str(written), folder=written.parent)
-    assert helped.codes == [0] and "how far they lie from their spiral" in helped.output
+    assert helped.codes == [0] and "distance from the spiral" in helped.output
     assert "--task.noise" in helped.output and "--batch.size" in helped.output
 
 

@@ -82,7 +82,7 @@ def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, sample
         one, weight = make_batch(contract, job, run, [first])
         two, twice = make_batch(contract, job, run, [first, first])
         if contract.additive and not contract.draws:
-            contract.doubles("weight", weight, twice, 1e-6)
+            contract.check_doubling("weight", weight, twice, 1e-6)
         before = random_states(run.device)
         draw_graph = run.main and "tensorboard" in job.recipe.track
         inner = model.module if isinstance(model, Wrapped) else model
@@ -94,14 +94,14 @@ def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, sample
             again = float(contract.loss(model, one)[0])  # a repeat that differs comes from a private generator
             contract.draws = abs(again - once) > tolerance * abs(once)
             if not contract.draws:
-                contract.doubles("loss", once, both, tolerance)
+                contract.check_doubling("loss", once, both, tolerance)
         for dataset in job.eval_sets.values():
             evaluation_set = SeededSamples(dataset, seed=job.recipe.seed)
             positions = [(0, index) for index in range(min(SAMPLED, job.layout.each, len(dataset)))]
             evaluated = theirs(job.task, "eval_sets()", lambda: [evaluation_set[position] for position in positions])  # noqa: B023
             evaluation_contract = Contract(job.task)  # whose batches may have other keys
             batch, _ = make_batch(evaluation_contract, job, run, evaluated, trained=False)
-            evaluation_contract.measured(batch, evaluation_contract.loss(model, batch)[1], run.device)
+            evaluation_contract.check_metrics(batch, evaluation_contract.loss(model, batch)[1], run.device)
             break
     return graph_drawing.graph if graph_drawing is not None else None
 
@@ -130,7 +130,7 @@ def _check_training(
     _reject(job, run, last, moved, unit_error, (first.loss, last.loss) if stateful else None)
     draws, linear = contract.draws or any(one.draws for one in (first, *halves, last)), True
     if halves and not draws and not stateful:
-        contract.adds_up(first.loss, [one.loss for one in halves], tolerance)
+        contract.check_sum(first.loss, [one.loss for one in halves], tolerance)
         linear = all(
             _near(total, sum(one.gradients.get(name, (0.0, 0.0))[0] for one in halves), 10 * tolerance, size)
             for name, (total, size) in last.gradients.items()

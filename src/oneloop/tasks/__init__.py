@@ -1,1 +1,1 @@
-"""What is learned: each task is a plug-in that knows nothing of ranks, devices or accelerators."""
+"""Tasks: what a run trains. A task is a plug-in that knows nothing about ranks, devices or accelerators."""

@@ -1,4 +1,4 @@
-"""Packaged image sets, and images as a model reads them: resized, augmented, mixed."""
+"""Packaged image data sets, and the image transforms: resize, augmentation, mixup and cutmix."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,28 +28,28 @@ class _InMemory:
         return self.images[index], self.labels[index]
 
 
-def _divided(images: Tensor, labels: Tensor, shares: tuple[float, ...]) -> list[_InMemory]:
-    """Parts with the same mix of classes, by a fixed rule: every class is dealt out in a fixed random order."""
-    parts: list[list[Tensor]] = [[] for _ in shares]
+def _stratified(images: Tensor, labels: Tensor, shares: tuple[float, ...]) -> list[_InMemory]:
+    """Return stratified splits with these ``shares``: each class is shuffled with seed 0 and divided."""
+    splits: list[list[Tensor]] = [[] for _ in shares]
     shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     for label in labels.unique():
         members = shuffled[labels[shuffled] == label]
         bounds = [round(sum(shares[:i]) * len(members)) for i in range(len(shares) + 1)]
-        for part, start, stop in zip(parts, bounds, bounds[1:], strict=False):
-            part.append(members[start:stop])
-    return [_InMemory(images[chosen], labels[chosen]) for chosen in (torch.cat(part) for part in parts)]
+        for split, start, stop in zip(splits, bounds, bounds[1:], strict=False):
+            split.append(members[start:stop])
+    return [_InMemory(images[chosen], labels[chosen]) for chosen in (torch.cat(split) for split in splits)]
 
 
 def digits() -> tuple[dict[str, Any], list[str]]:
-    """1,797 handwritten digits of 8x8 pixels: 70 % to train, 15 % validation, 15 % test."""
+    """Return splits and class names of 1,797 handwritten digits (8x8): 70 % train, 15 % validation, 15 % test."""
     pixels, labels = _sklearn_digits()
     images = torch.tensor(pixels, dtype=torch.float32)[:, None] / 8 - 1
-    parts = _divided(images, torch.tensor(labels), (0.7, 0.15, 0.15))
-    return dict(zip(("train", "validation", "test"), parts, strict=True)), [str(digit) for digit in range(10)]
+    splits = _stratified(images, torch.tensor(labels), (0.7, 0.15, 0.15))
+    return dict(zip(("train", "validation", "test"), splits, strict=True)), [str(digit) for digit in range(10)]
 
 
 def _sklearn_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Pixels (samples, 8, 8) and labels of scikit-learn's load_digits, from its file: importing it takes seconds."""
+    """Return pixels (samples, 8, 8) and labels of load_digits, from its file: importing scikit-learn takes seconds."""
     package = find_spec("sklearn")
     if package is None or package.origin is None:
         raise ImportError("task.data digits comes with scikit-learn, which is not installed; pip install scikit-learn")
@@ -66,49 +66,49 @@ def torchvision_set(data: str, root: str, download: bool) -> tuple[dict[str, Any
     except RuntimeError as error:
         advice = "copy it there, or set --task.download true"
         raise ValueError(f"task.data {data!r} is not under task.root {root!r}; {advice}") from error
-    pixels = [torch.as_tensor(part.data) for part in sets]
+    pixels = [torch.as_tensor(split.data) for split in sets]
     pixels = [(x[:, None] if x.ndim == 3 else x.permute(0, 3, 1, 2)).float() / 127.5 - 1 for x in pixels]
-    labels = [torch.as_tensor(part.targets) for part in sets]
-    train, validation = _divided(pixels[0], labels[0], (0.9, 0.1))
+    labels = [torch.as_tensor(split.targets) for split in sets]
+    train, validation = _stratified(pixels[0], labels[0], (0.9, 0.1))
     return {"train": train, "validation": validation, "test": _InMemory(pixels[1], labels[1])}, list(sets[0].classes)
 
 
-_MOST = 100  # parameter of a Beta distribution: 1 is uniform, and so large a one next to always a half
+_MAX_ALPHA = 100  # largest Beta parameter: 1 is uniform; at 100 nearly all shares are near 0.5
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What is done to training images at random, in this order."""
+    """Random augmentations of training images, in the order in which they are applied."""
 
-    crop: float = 0.0  # least share of the image that is cut out and brought to size (0: all of it)
-    randaugment: int = 0  # magnitude of two operations of RandAugment, 1 to 30 (0: none)
-    shift: bool = False  # moved by up to an eighth of a side
-    mirror: bool = False  # left and right swapped, half the time
-    erasing: float = 0.0  # how often a rectangle is overwritten
+    crop: float = 0.0  # minimum area share of the random resized crop (0: off)
+    randaugment: int = 0  # magnitude of two RandAugment operations, 1 to 30 (0: off)
+    shift: bool = False  # shift by up to an eighth of a side
+    mirror: bool = False  # horizontal flip with probability 0.5
+    erasing: float = 0.0  # probability of random erasing
 
     def __post_init__(self) -> None:
-        for name, most in (("crop", 1), ("randaugment", 30), ("erasing", 1)):
-            if not 0 <= getattr(self, name) <= most:
-                raise ValueError(f"task.{name} {getattr(self, name)} must be between 0 and {most}")
+        for name, limit in (("crop", 1), ("randaugment", 30), ("erasing", 1)):
+            if not 0 <= getattr(self, name) <= limit:
+                raise ValueError(f"task.{name} {getattr(self, name)} must be between 0 and {limit}")
 
     @property
-    def of_pixels(self) -> bool:
-        """Whether it needs the pixels as they are stored."""
+    def needs_stored_pixels(self) -> bool:
+        """Whether an augmentation needs the stored pixels."""
         return bool(self.crop or self.randaugment)
 
 
 def prepared(
     size: int | None, mean: Sequence[float], std: Sequence[float], how: Augmentation | None = None
 ) -> Callable[[Any], Tensor]:
-    """Return what turns a PIL image, or centred pixels, into the model's input of ``size`` pixels a side (None:
-    unchanged). One channel of ``mean`` makes it grey; ``how`` augments training images."""
+    """Return a transform from a PIL image, or normalized pixels, to the model's input of ``size`` pixels a side (None:
+    unchanged). With one channel in ``mean``, images become grey; ``how`` augments training images."""
     how = how or Augmentation()
     if len(mean) != len(std) or len(mean) not in (1, 3):
         raise ValueError(f"task.mean {list(mean)} and task.std {list(std)} are not of 3 channels each, or of one")
 
     def make(image: Any) -> Tensor:
-        if not isinstance(image, Tensor) or how.of_pixels or size not in (None, image.shape[-1]):
-            image = _pixels(size, tuple(mean), tuple(std), how)(_as_bytes(image, mean, std))
+        if not isinstance(image, Tensor) or how.needs_stored_pixels or size not in (None, image.shape[-1]):
+            image = _pipeline(size, tuple(mean), tuple(std), how)(_as_bytes(image, mean, std))
         if how.shift and not how.crop:
             image = shifted(image, max(1, image.shape[-1] // 8))
         if how.mirror and torch.rand(()) < 0.5:
@@ -123,21 +123,21 @@ def prepared(
 
 
 def _as_bytes(image: Any, mean: Sequence[float], std: Sequence[float]) -> Any:
-    """Pixels that are around 0 as those they were made of."""
+    """Undo the normalization of pixels (uint8); return other images unchanged."""
     if not isinstance(image, Tensor):
         return image
     scale, zero = (torch.tensor(values)[:, None, None] for values in (std, mean))
     return ((image * scale + zero) * 255).round().clamp(0, 255).to(torch.uint8)
 
 
-_made: dict[Any, Callable[[Any], Tensor]] = {}  # kept: a pipeline is made once in each process
+_pipelines: dict[Any, Callable[[Any], Tensor]] = {}  # cache: one pipeline per setting and process
 
 
-def _pixels(
+def _pipeline(
     size: int | None, mean: Sequence[float], std: Sequence[float], how: Augmentation
 ) -> Callable[[Any], Tensor]:
-    if made := _made.get((size, mean, std, how)):
-        return made
+    if pipeline := _pipelines.get((size, mean, std, how)):
+        return pipeline
     from torchvision.transforms import v2
 
     steps: list[Any] = []
@@ -147,47 +147,47 @@ def _pixels(
     steps += [v2.Grayscale()] if len(mean) == 1 else []
     steps += [v2.RandAugment(2, how.randaugment)] if how.randaugment else []
     steps += [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std), v2.ToPureTensor()]
-    return _made.setdefault((size, mean, std, how), v2.Compose(steps))
+    return _pipelines.setdefault((size, mean, std, how), v2.Compose(steps))
 
 
 def shifted(image: Tensor, most: int) -> Tensor:
-    """The image moved by up to ``most`` pixels each way, at random; the border is repeated."""
+    """Shift the image randomly by up to ``most`` pixels in each direction; the border is repeated."""
     down, right = torch.randint(0, 2 * most + 1, (2,)).tolist()
     padded = F.pad(image, (most, most, most, most), mode="replicate")
     return padded[:, down : down + image.shape[1], right : right + image.shape[2]]
 
 
 class Images(Mapped):
-    """Images prepared by ``make`` (of :func:`prepared`), with their labels."""
+    """Images transformed by ``make`` (from :func:`prepared`), with their labels."""
 
     def __init__(self, part: Any, make: Callable[[Any], Tensor]) -> None:
         super().__init__(part, lambda sample: (make(sample[0]), sample[1]))
 
 
 class Blended(Mapped):
-    """Each image mixed with another one of the set: mixup (Zhang et al. 2018) or cutmix (Yun et al. 2019), by Beta
-    distributions with these parameters (0: off; both: one of them for each sample, at even odds).
+    """Images mixed with another image of the set by mixup (Zhang et al. 2018) or cutmix (Yun et al. 2019), with these
+    Beta parameters (0: off; both above 0: each sample uses one of the two with probability 0.5).
 
-    The partner is drawn from the whole set, or from the same row group if it is read in windows. The label becomes the
-    shares of the classes, shape (classes,).
+    The partner is drawn from the whole set, or from the same row group if the set is read in windows. The label becomes
+    the share of each class, shape (classes,).
     """
 
     def __init__(self, images: Any, classes: int, *, mixup: float, cutmix: float) -> None:
         super().__init__(images, None)  # type: ignore[arg-type]
         self.classes, self.mixup, self.cutmix = classes, mixup, cutmix
         for name, alpha in (("mixup", mixup), ("cutmix", cutmix)):
-            if not 0 <= alpha <= _MOST:
-                raise ValueError(f"task.{name} {alpha} must be between 0 and {_MOST}; common values are 0.2 to 1")
+            if not 0 <= alpha <= _MAX_ALPHA:
+                raise ValueError(f"task.{name} {alpha} must be between 0 and {_MAX_ALPHA}; common values are 0.2 to 1")
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         cut = bool(self.cutmix) and (not self.mixup or bool(torch.rand(()) < 0.5))
         alpha = torch.tensor(self.cutmix if cut else self.mixup)
         share = torch.distributions.Beta(alpha, alpha).sample()
-        among = self.near(index)
-        other = among[int(torch.randint(len(among), ()))]
-        (image, label), (image_2, label_2) = self.rows[index], self.rows[other]
+        candidates = self.near(index)
+        partner = candidates[int(torch.randint(len(candidates), ()))]
+        (image, label), (image_2, label_2) = self.rows[index], self.rows[partner]
         if cut:
-            image, share = _pasted(image, image_2, share)
+            image, share = _paste(image, image_2, share)
         else:
             image = image * share + image_2 * (1 - share)
         return image, self._soft(label) * share + self._soft(label_2) * (1 - share)
@@ -196,9 +196,9 @@ class Blended(Mapped):
         return label if isinstance(label, Tensor) else F.one_hot(torch.tensor(label), self.classes).float()
 
 
-def _pasted(image: Tensor, other: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """A rectangle of ``other`` in the image, of 1 - share of its area but for what lies outside; and the share that is
-    left."""
+def _paste(image: Tensor, other: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """Paste a rectangle of ``other`` with area 1 - share into the image, clipped at the border. Return the image and
+    the share of its own pixels."""
     height, width = image.shape[-2:]
     side = (1 - share).sqrt()
     rows, columns = int(height * side), int(width * side)

@@ -1,5 +1,5 @@
-"""Causal language modelling: GPT-2 and Llama shapes from scratch, on bytes or on a BPE trained on the spot; or a model
-that transformers knows, with its own tokenizer."""
+"""Causal language modelling: GPT-2 or Llama from scratch, on bytes or on a BPE that is trained first; or a model of
+transformers with its tokenizer."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from oneloop.tasks.language.sequences import IGNORE, Packed, Padded, collated, s
 from oneloop.tasks.language.texts import Texts, all_texts, texts_of
 from oneloop.tasks.language.tokens import BPE, Blocks, Bytes, Vocabulary
 
-_WRITTEN, _TEMPERATURE = 48, 0.8
+_MAX_NEW_TOKENS, _TEMPERATURE = 48, 0.8
 
 
 class CausalLM(LanguageModel):
@@ -56,79 +56,79 @@ class CausalLM(LanguageModel):
         self.column, self.window, self.pack, self.block = column, window, pack, block
         sources = named_sources(data, {"column": column})
         texts = [texts_of(source, share=held_out, window=window) for source in sources]
-        trained = [parts["train"] for parts in texts]
-        fingerprints = [part.fingerprint() for part in trained]
-        kept = None if None in fingerprints else fingerprints
-        whole = (text for part in trained for text in part)
+        trained = [splits["train"] for splits in texts]
+        fingerprints = [split.fingerprint() for split in trained]
+        content = None if None in fingerprints else fingerprints
+        training_texts = (text for split in trained for text in split)
         self.tokenizer: Any
         if self.name is not None:
             self.tokenizer = Vocabulary(self.known_tokenizer(), self.name)
-            self._made_by = [self.tokenizer.content]
+            self._cache_key = [self.tokenizer.content]
         else:
-            self.tokenizer = Bytes() if tokenizer == "bytes" else BPE(whole, vocab, kept=kept)
-            self._made_by = [tokenizer, *([] if tokenizer == "bytes" else [vocab, kept])]
+            self.tokenizer = Bytes() if tokenizer == "bytes" else BPE(training_texts, vocab, cache_key=content)
+            self._cache_key = [tokenizer, *([] if tokenizer == "bytes" else [vocab, content])]
         self.begin = self.end = self.tokenizer.separator
-        self._sizes = torch.from_numpy(self.tokenizer.token_bytes)
-        each = [{name: self._samples(part, name) for name, part in parts.items()} for parts in texts]
+        self._token_bytes = torch.from_numpy(self.tokenizer.token_bytes)
+        each = [{name: self._samples(split, name) for name, split in splits.items()} for splits in texts]
         self._sets = combined(sources, each)
-        self._most = max(getattr(sets["train"], "most", 1) for sets in each)
+        self._max_documents = max(getattr(sets["train"], "most", 1) for sets in each)
         self.sample_weight = float(block) if pack == "concat" else None
         if pack == "concat":
-            self._of_data.append(
+            self._data_notes.append(
                 "texts are joined and cut: a sample may hold several, and each sees those before it; see task.pack"
             )
         elif pack == "padded" and len(sources) > 1:
-            self._of_data.append(
+            self._data_notes.append(
                 "a mixture defines its own order, so samples are not sorted by length and need more padding"
             )
-        self.notes = self._of_data
+        self.notes = self._data_notes
 
     def _samples(self, part: Texts, name: str) -> Any:
-        tokens = part.tokens(self.tokenizer.encode, made_by=self._made_by, what=f"tokenizing {name}")
+        tokens = part.tokens(self.tokenizer.encode, made_by=self._cache_key, what=f"tokenizing {name}")
         content = part.fingerprint()
         if self.pack == "concat":
             return Blocks(tokens, self.block, whole=name == "train", content=content)
-        made = spans(tokens, self.block, "split")
-        self._of_data += [f"{name}: {line}" for line in made.about("split")]
-        return Packed(made, content) if self.packed and name == "train" else Padded(made, content)
+        samples = spans(tokens, self.block, "split")
+        self._data_notes += [f"{name}: {line}" for line in samples.about("split")]
+        return Packed(samples, content) if self.packed and name == "train" else Padded(samples, content)
 
     @property
     def entries(self) -> int:
-        return len(self._sizes)
+        return len(self._token_bytes)
 
     @property
     def token_bytes(self) -> Tensor | None:
-        return self._sizes if self._sizes.any() else None
+        return self._token_bytes if self._token_bytes.any() else None
 
     def train_set(self) -> Any:
         return self._sets["train"]
 
     def eval_sets(self) -> dict[str, Any]:
-        return {name: part for name, part in self._sets.items() if name != "train"}
+        return {name: data_set for name, data_set in self._sets.items() if name != "train"}
 
     def samples_of(self, data: str, *, labelled: bool) -> Any:
         return self._samples(all_texts(Source(data, {"column": self.column}), window=self.window), "texts")
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
-        """Samples of one more token than the block; shorter ones are padded, and their padding is not counted."""
+        """Return samples of ``block + 1`` tokens as one batch; padding of shorter samples is no target."""
         if self.pack == "concat":
             batch = collated(samples)
             del batch["padding"]
             return batch
-        return collated(samples, width=self.block if isinstance(samples[0], list) else 0, most=self._most)
+        return collated(samples, width=self.block if isinstance(samples[0], list) else 0, most=self._max_documents)
 
     def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the model writes after the first half of each text, at a temperature of 0.8; the same each time."""
-        given = ((batch["target"] != IGNORE).sum(1) // 2).clamp(min=1)
-        draw = torch.Generator().manual_seed(0)
+        """Continue the first half of each text at temperature 0.8, with a fixed seed."""
+        prompt_lengths = ((batch["target"] != IGNORE).sum(1) // 2).clamp(min=1)
+        generator = torch.Generator().manual_seed(0)
 
         def choose(logits: Tensor) -> Tensor:
-            likely = (logits / _TEMPERATURE).nan_to_num(nan=0.0, posinf=1e9, neginf=-1e9).softmax(-1).cpu()
-            return torch.multinomial(likely, 1, generator=draw)[:, 0].to(logits.device)
+            probabilities = (logits / _TEMPERATURE).nan_to_num(nan=0.0, posinf=1e9, neginf=-1e9).softmax(-1).cpu()
+            return torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)
 
-        prompts = [row[:length] for row, length in zip(batch["input"], given.tolist(), strict=True)]
-        count = max(1, min(_WRITTEN, self.block // 2))
-        return {"written": written(model, prompts, count, choose=choose), "prompt": given}
+        prompts = [row[:length] for row, length in zip(batch["input"], prompt_lengths.tolist(), strict=True)]
+        count = max(1, min(_MAX_NEW_TOKENS, self.block // 2))
+        return {"written": written(model, prompts, count, choose=choose), "prompt": prompt_lengths}
 
     def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
         tokens = sample.tolist()

@@ -1,4 +1,4 @@
-"""What an evaluation measures beside the loss: sums over samples, and the metrics that they make.
+"""Evaluation metrics besides the loss: sums over samples, and the metrics that are computed from the sums.
 
 A task's ``metrics()`` returns a new :class:`Metrics`, or a ``torchmetrics.MetricCollection``; its ``update`` feeds it.
 """
@@ -13,91 +13,91 @@ from torch import Tensor
 
 
 class Metrics(Protocol):
-    """What is measured in one evaluation."""
+    """The metrics of one evaluation."""
 
     @property
     def higher_is_better(self) -> Mapping[str, bool]:
-        """The metrics by name, and whether a larger one is the better."""
+        """Metric names, and whether a larger value is better."""
 
     def to(self, device: torch.device) -> Any:
-        """Itself, with its sums on the device."""
+        """Move the sums to the device, and return itself."""
 
     def sums(self) -> Sequence[Tensor]:
-        """Its state: tensors that are summed over the ranks, in place, before :meth:`compute`."""
+        """Return the state: tensors that are summed over the ranks in place before :meth:`compute`."""
 
     def compute(self) -> Mapping[str, Any]:
-        """Metrics by name, as numbers or tensors of one element; also a confusion matrix, (classes, classes)."""
+        """Return metrics by name, as numbers or one-element tensors; may add a (classes, classes) confusion matrix."""
 
 
 class ClassCounts:
-    """Accuracy, the mean F1 of the classes (of two also that of the second), Matthews' correlation, and the confusion
-    matrix (rows are true classes).
+    """Accuracy, macro F1 (with two classes also the F1 of the second), Matthews correlation coefficient, and the
+    confusion matrix (rows are true classes).
 
     Args:
-        classes: how many. Above ``pictured`` there is no matrix.
-        top: count it too where the true class is among the so many likeliest (0: not).
-        pictured: a larger matrix is no picture any more.
+        classes: number of classes.
+        top: k of an additional top-k accuracy (0: none).
+        matrix_limit: maximum number of classes for a confusion matrix.
     """
 
-    def __init__(self, classes: int, *, top: int = 0, pictured: int = 100) -> None:
+    def __init__(self, classes: int, *, top: int = 0, matrix_limit: int = 100) -> None:
         self.higher_is_better = {"accuracy": True, "macro_f1": True, "matthews": True}
         self.higher_is_better |= {"f1": True} if classes == 2 else {}
         self.top = top
         self.higher_is_better |= {f"top{top}_accuracy": True} if top else {}
-        self._among = torch.zeros(1 if top else 0, dtype=torch.int64)
-        self._matrix = torch.zeros((classes, classes) if classes <= pictured else (0, 0), dtype=torch.int64)
-        self._counts = torch.zeros(3, classes, dtype=torch.int64)  # of each class: right, predicted, there
+        self._in_top = torch.zeros(1 if top else 0, dtype=torch.int64)
+        self._matrix = torch.zeros((classes, classes) if classes <= matrix_limit else (0, 0), dtype=torch.int64)
+        self._counts = torch.zeros(3, classes, dtype=torch.int64)  # per class: true positives, predictions, targets
 
     def to(self, device: torch.device) -> "ClassCounts":
-        self._matrix, self._counts, self._among = (x.to(device) for x in (self._matrix, self._counts, self._among))
+        self._matrix, self._counts, self._in_top = (x.to(device) for x in (self._matrix, self._counts, self._in_top))
         return self
 
     def update(self, logits: Tensor, target: Tensor) -> None:
-        """Takes in samples; no host sync.
+        """Add samples to the counts, without a host sync.
 
         Args:
             logits: (samples, classes).
-            target: (samples,), the true classes; below 0 where a sample does not count. Or (samples, classes), their
-                shares: the largest is the true one.
+            target: (samples,), the true classes; negative targets are ignored. Or (samples, classes), class
+                probabilities; the class with the largest one counts as true.
         """
         target = target.argmax(1) if target.ndim == 2 else target
-        chosen = logits.argmax(1)
-        ones = (target >= 0).to(target.dtype)
+        prediction = logits.argmax(1)
+        counted = (target >= 0).to(target.dtype)
         target = target.clamp(min=0)
-        right, predicted, there = self._counts
-        right.index_add_(0, target, (chosen == target).to(target.dtype) * ones)
-        predicted.index_add_(0, chosen, ones)
-        there.index_add_(0, target, ones)
+        right, predicted, targets = self._counts
+        right.index_add_(0, target, (prediction == target).to(target.dtype) * counted)
+        predicted.index_add_(0, prediction, counted)
+        targets.index_add_(0, target, counted)
         if self.top:
-            self._among += ((logits.topk(self.top).indices == target[:, None]).any(1).to(target.dtype) * ones).sum()
+            self._in_top += ((logits.topk(self.top).indices == target[:, None]).any(1).to(target.dtype) * counted).sum()
         if self._matrix.numel():
-            self._matrix.view(-1).index_add_(0, target * len(self._matrix) + chosen, ones)
+            self._matrix.view(-1).index_add_(0, target * len(self._matrix) + prediction, counted)
 
     def sums(self) -> Sequence[Tensor]:
-        return [sums for sums in (self._counts, self._matrix, self._among) if sums.numel()]
+        return [sums for sums in (self._counts, self._matrix, self._in_top) if sums.numel()]
 
     def compute(self) -> dict[str, Any]:
-        """F1 is 2 right / (predicted + there), averaged over the classes that occur (as torchmetrics does). Matthews'
-        correlation is that of several classes (Gorodkin 2004); 0 where only one is there, or only one predicted."""
-        right, predicted, there = self._counts.double().cpu()
-        occurs = predicted + there > 0
-        f1 = 2 * right / (predicted + there).clamp(min=1)
-        metrics: dict[str, Any] = {"accuracy": float(right.sum() / there.sum()), "macro_f1": float(f1[occurs].mean())}
-        total = there.sum()
-        spread = math.sqrt(float((total**2 - (predicted**2).sum()) * (total**2 - (there**2).sum())))
-        together = float(right.sum() * total - (predicted * there).sum())
-        metrics["matthews"] = together / spread if spread else 0.0
+        """Return the metrics. F1 is 2 right / (predicted + targets), averaged over occurring classes (as torchmetrics).
+        Matthews is the multiclass coefficient (Gorodkin 2004); 0 if only one class occurs or is predicted."""
+        right, predicted, targets = self._counts.double().cpu()
+        occurs = predicted + targets > 0
+        f1 = 2 * right / (predicted + targets).clamp(min=1)
+        metrics: dict[str, Any] = {"accuracy": float(right.sum() / targets.sum()), "macro_f1": float(f1[occurs].mean())}
+        total = targets.sum()
+        spread = math.sqrt(float((total**2 - (predicted**2).sum()) * (total**2 - (targets**2).sum())))
+        covariance = float(right.sum() * total - (predicted * targets).sum())
+        metrics["matthews"] = covariance / spread if spread else 0.0
         metrics |= {"f1": float(f1[1])} if len(f1) == 2 else {}
-        metrics |= {f"top{self.top}_accuracy": float(self._among.double() / total)} if self.top else {}
+        metrics |= {f"top{self.top}_accuracy": float(self._in_top.double() / total)} if self.top else {}
         return metrics | ({"confusion": self._matrix} if self._matrix.numel() else {})
 
 
 class TextSums:
-    """Perplexity and accuracy per token, bits per byte of text, and the share of texts that are wholly right.
+    """Perplexity and accuracy per token, bits per byte of text, and the share of texts with only correct tokens.
 
     Args:
-        by_bytes: whether it is known how many bytes each token is of.
-        whole: whether texts are counted.
+        by_bytes: whether the number of bytes of each token is known.
+        whole: whether to count fully correct texts (``exact``).
     """
 
     def __init__(self, *, by_bytes: bool = True, whole: bool = False) -> None:
@@ -105,7 +105,7 @@ class TextSums:
         self.higher_is_better |= {"bits_per_byte": False} if by_bytes else {}
         self.higher_is_better |= {"exact": True} if whole else {}
         self._sums = torch.zeros(6, dtype=torch.float64)
-        """nats, tokens, of them right, bytes, texts, of them wholly right"""
+        """nats, tokens, correct tokens, bytes, texts, fully correct texts"""
 
     def to(self, device: torch.device) -> "TextSums":
         self._sums = self._sums.to(device, torch.float32 if device.type == "mps" else torch.float64)
@@ -114,19 +114,19 @@ class TextSums:
     def update(
         self, nats: Tensor, tokens: Tensor, *, right: Tensor, text: Tensor | None = None, whole: Tensor | None = None
     ) -> None:
-        """Takes in sums of a micro-batch; no host sync.
+        """Add the sums of a micro-batch, without a host sync.
 
         Args:
-            nats: its loss, 0-dim.
-            tokens: its target tokens, 0-dim.
-            right: those of them that are the likeliest, 0-dim.
-            text: their bytes, 0-dim.
-            whole: (texts,), whether all tokens of each are right.
+            nats: summed loss, 0-dim.
+            tokens: number of target tokens, 0-dim.
+            right: number of target tokens with the largest logit, 0-dim.
+            text: number of bytes of the target tokens, 0-dim.
+            whole: (texts,), whether all target tokens of a text are correct.
         """
-        none = torch.zeros_like(tokens)
-        sums = [nats, tokens, right, none if text is None else text]
-        sums += [none, none] if whole is None else [none + len(whole), whole.sum()]
-        self._sums += torch.stack([one.to(self._sums.dtype) for one in sums])
+        zero = torch.zeros_like(tokens)
+        sums = [nats, tokens, right, zero if text is None else text]
+        sums += [zero, zero] if whole is None else [zero + len(whole), whole.sum()]
+        self._sums += torch.stack([value.to(self._sums.dtype) for value in sums])
 
     def sums(self) -> Sequence[Tensor]:
         return [self._sums]
@@ -145,7 +145,7 @@ class TextSums:
 
 
 class _Collection:
-    """A torchmetrics.MetricCollection as :class:`Metrics`; it reduces over the ranks itself. Raises ValueError if a
+    """A torchmetrics.MetricCollection as :class:`Metrics`; torchmetrics reduces over the ranks. Raises ValueError if a
     metric computes several unnamed values."""
 
     def __init__(self, collection: Any) -> None:
@@ -153,7 +153,7 @@ class _Collection:
 
     @property
     def higher_is_better(self) -> Mapping[str, bool]:
-        """Whether larger is better, by the name of each logged metric (found by computing each metric of nothing)."""
+        """Whether larger is better, by logged name (the names come from computing each metric without samples)."""
         return {
             logged: bool(metric.higher_is_better)
             for name, metric in self._collection.items()
@@ -175,19 +175,19 @@ class _Collection:
 
 
 def _names_of(name: str, metric: Any) -> Sequence[str]:
-    empty = _of_nothing(metric)
+    empty = _compute_empty(metric)
     if isinstance(empty, Tensor) and empty.numel() != 1:
         advice = "wrap it in torchmetrics' ClasswiseWrapper, or average it"
         raise ValueError(f"the metric {name!r} returns {empty.numel()} values without names; {advice}")
     return list(empty) if isinstance(empty, dict) else [name]
 
 
-def _of_nothing(metric: Any) -> Any:
-    """What the metric computes before it has seen anything: of the shape of its results. None where it rejects."""
+def _compute_empty(metric: Any) -> Any:
+    """Return what a metric computes without samples, which shows the shape of its results; None if it raises."""
     try:
         empty = metric.clone()
-        for part in empty.modules():  # a wrapper's metrics too
-            part.distributed_available_fn = lambda: False  # no rank waits for another
+        for module in empty.modules():  # including metrics inside wrappers
+            module.distributed_available_fn = lambda: False  # no collective
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return empty.compute()
@@ -196,23 +196,23 @@ def _of_nothing(metric: Any) -> Any:
 
 
 def _is_matrix(metric: Any) -> bool:
-    """Whether it is a confusion matrix: a picture, not a metric."""
+    """Whether a metric is a confusion matrix, which is plotted and not logged."""
     return type(metric).__name__.endswith("ConfusionMatrix")
 
 
-# --- of a task --------------------------------------------------------------------------------------------------------
+# --- task metrics ----------------------------------------------------------------------------------------------------
 
 
 def prefix(name: str) -> str:
-    """How a set's metrics are headed: the validation set's are the evaluation."""
+    """Return the prefix of the metrics of an evaluation set: ``eval`` for validation, else the name."""
     return "eval" if name == "validation" else name
 
 
 def adapted(metrics: Any) -> Metrics:
-    """What a task's ``metrics()`` returned, as :class:`Metrics`.
+    """Return the result of a task's ``metrics()`` as :class:`Metrics`.
 
     Raises:
-        ValueError: it is nothing that measures.
+        ValueError: it is neither a MetricCollection nor a Metrics.
     """
     if hasattr(metrics, "sums"):
         return metrics  # type: ignore[no-any-return]
@@ -223,7 +223,7 @@ def adapted(metrics: Any) -> Metrics:
 
 
 def directions(task: object) -> dict[str, bool]:
-    """What :func:`oneloop.evaluate.evaluate` returns for this task by name, and whether a larger value is the better.
+    """Return the metric names of :func:`oneloop.evaluate.evaluate` for a task, and whether a larger value is better.
 
     Raises:
         ValueError: a metric computes several values without names.
@@ -233,12 +233,12 @@ def directions(task: object) -> dict[str, bool]:
 
 
 def scalars(computed: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics among what was computed."""
+    """Return the scalar metrics, without matrices."""
     return {name: float(value) for name, value in computed.items() if not _is_table(value)}
 
 
 def confusion(task: object, computed: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The confusion matrix with its classes' names; None where there is none, or one for each label."""
+    """Return the confusion matrix with class names; None if there is none, or one per label."""
     tables = [value for value in computed.values() if _is_table(value) and value.ndim == 2]
     if not tables:
         return None

@@ -1,4 +1,4 @@
-"""Image classification: scikit-learn's digits, MNIST, CIFAR, or images of one's own; a small CNN or any other model."""
+"""Image classification: packaged sets (digits, MNIST, CIFAR) or your own images; a small CNN or another model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,14 +11,14 @@ from torch.nn import functional as F
 from oneloop.data.rows.open_data import Source, named_sources, notes_of, opened, sets_of, whole
 from oneloop.data.rows.rows import Mapped, Row
 from oneloop.tasks.augmentation import TORCHVISION, Augmentation, Blended, Images, digits, prepared, torchvision_set
-from oneloop.tasks.columns import columns_of, decoded, is_image, rejected
+from oneloop.tasks.columns import columns_of, decoded, is_image, wrong_type
 from oneloop.tasks.evaluation_metrics import ClassCounts
 from oneloop.tasks.image_models import Pretrained, image_model, statistics
 from oneloop.tasks.labels import are_shares, classes_of, counts_of, likeliest, numbers_of, shares_of
 from oneloop.tasks.protocol import Task
 from oneloop.tasks.transformers_models import is_transformers
 
-Statistics = tuple[Sequence[float], Sequence[float]]  # mean and deviation of pixels, by channel
+Statistics = tuple[Sequence[float], Sequence[float]]  # mean and standard deviation of the pixels, by channel
 
 
 class ImageClassification(Task):
@@ -102,52 +102,52 @@ class ImageClassification(Task):
         self.weights: dict[str, Any] = {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
         self.width, self.smoothing, self.dropout, self.top_k = width, smoothing, dropout, top_k
         self.columns, self.window, self.pixel_limit = {"image": image, "label": label}, window, pixel_limit
-        self._of_data, self._counts = list[str](), cast(Callable[[], list[int]], list)
+        self._data_notes, self._class_counts = list[str](), cast(Callable[[], list[int]], list)
         if isinstance(data, str) and data in ("digits", *TORCHVISION):
-            parts, about = self._packaged(data, root, download)
-            side = parts["train"].images.shape[-1] if crop or test_size else None
+            sets, pixel_statistics = self._packaged(data, root, download)
+            side = sets["train"].images.shape[-1] if crop or test_size else None
         else:
-            own = statistics(model)
-            about, side = (mean or own[0], std or own[1]), image_size
-            parts = self._own([opened(s, held_out=held_out, window=window) for s in named_sources(data, self.columns)])
-        self._seen = prepared(test_size or side, *about)
-        self._train: Any = Images(parts.pop("train"), prepared(side, *about, how))
-        self._evals = {name: Images(part, self._seen) for name, part in parts.items()}
+            expected = statistics(model)
+            pixel_statistics, side = (mean or expected[0], std or expected[1]), image_size
+            sets = self._open([opened(s, held_out=held_out, window=window) for s in named_sources(data, self.columns)])
+        self._evaluation_transform = prepared(test_size or side, *pixel_statistics)
+        self._train: Any = Images(sets.pop("train"), prepared(side, *pixel_statistics, how))
+        self._evals = {name: Images(data_set, self._evaluation_transform) for name, data_set in sets.items()}
         self.shape = tuple(self._train[0][0].shape)
         if mixup or cutmix:
             self._train = Blended(self._train, len(self.classes), mixup=mixup, cutmix=cutmix)
-        self.notes = list(self._of_data)
-        self.class_weights = self._on_device = self._weights(class_weights)
+        self.notes = list(self._data_notes)
+        self.class_weights = self._on_device = self._class_weights(class_weights)
         if self.class_weights is None:
             self.sample_weight = 1.0
         if not 0 <= top_k < len(self.classes):
             raise ValueError(f"task.top_k {top_k} must be below the number of classes, {len(self.classes)}")
 
     def _packaged(self, data: str, root: str, download: bool) -> tuple[dict[str, Any], Statistics]:
-        """Data sets by part, in memory, and the mean and deviation of their pixels."""
-        parts, self.classes = digits() if data == "digits" else torchvision_set(data, root, download)
-        labels, channels = torch.tensor(parts["train"].labels), parts["train"].images.shape[1]
-        self._counts = lambda: torch.bincount(labels, minlength=len(self.classes)).tolist()
-        return parts, ([0.5] * channels, [0.5] * channels)
+        """Return a packaged data set by split, in memory, and mean and standard deviation of its pixels."""
+        splits, self.classes = digits() if data == "digits" else torchvision_set(data, root, download)
+        labels, channels = torch.tensor(splits["train"].labels), splits["train"].images.shape[1]
+        self._class_counts = lambda: torch.bincount(labels, minlength=len(self.classes)).tolist()
+        return splits, ([0.5] * channels, [0.5] * channels)
 
-    def _own(self, sources: Sequence[Source]) -> dict[str, Any]:
-        """Data sets by part: images as they are stored, with the numbers or the shares of their classes."""
+    def _open(self, sources: Sequence[Source]) -> dict[str, Any]:
+        """Return the user's data sets by split: decoded images with class numbers or class probabilities."""
         _check_images(sources)
         if are_shares(sources):
-            self.classes, self._of_data = shares_of(sources), notes_of(sources)
+            self.classes, self._data_notes = shares_of(sources), notes_of(sources)
             return sets_of(sources, lambda source: _labelled(source, torch.tensor, self.pixel_limit))
         self.classes, numbers = classes_of(sources, "label")
-        self._of_data = notes_of(sources)
-        self._counts = lambda: counts_of(sources, numbers, len(self.classes))
+        self._data_notes = notes_of(sources)
+        self._class_counts = lambda: counts_of(sources, numbers, len(self.classes))
         return sets_of(sources, lambda source: _labelled(source, numbers[source.name], self.pixel_limit))
 
     def model(self) -> nn.Module:
         if self.architecture == "cnn":
-            if asked := self.weights["pretrained"]:
-                raise ValueError(f"task.pretrained {asked} is given, and cnn has no such weights; see --init.from")
+            if pretrained := self.weights["pretrained"]:
+                raise ValueError(f"task.pretrained {pretrained} is given, and cnn has no such weights; see --init.from")
             return CNN(self.shape[0], len(self.classes), width=self.width, dropout=self.dropout)
         model, notes = image_model(self.architecture, self.classes, **self.weights)
-        self.notes = [*self._of_data, *notes]
+        self.notes = [*self._data_notes, *notes]
         return model
 
     def train_set(self) -> Any:
@@ -165,11 +165,11 @@ class ImageClassification(Task):
             number = torch.tensor
         elif labelled:
             number = numbers_of(source, "label", self.classes)
-        made, seen = _labelled(source, number, self.pixel_limit), self._seen
+        labelled_image, transform = _labelled(source, number, self.pixel_limit), self._evaluation_transform
 
         def sample(row: Row) -> tuple[Tensor, Any]:
-            image, label = made(row)
-            return seen(image), label
+            image, label = labelled_image(row)
+            return transform(image), label
 
         return Files(source.parts["all"], sample, source.columns["image"])
 
@@ -177,16 +177,16 @@ class ImageClassification(Task):
         if len(classes) != len(self.classes):
             raise ValueError(f"{data}: shares of {len(classes)} classes, and the model has {len(self.classes)}")
 
-    def _weights(self, asked: str | list[float]) -> Tensor | None:
-        """What a sample of each class weighs; None where all weigh 1."""
-        if isinstance(asked, list):
-            if len(asked) != len(self.classes) or not all(0 < weight < float("inf") for weight in asked):
+    def _class_weights(self, setting: str | list[float]) -> Tensor | None:
+        """Return the weight of each class, shape (classes,); None if all are 1."""
+        if isinstance(setting, list):
+            if len(setting) != len(self.classes) or not all(0 < weight < float("inf") for weight in setting):
                 names = f"{', '.join(self.classes[:8])}{', …' if len(self.classes) > 8 else ''}"
-                raise ValueError(f"task.class_weights {asked}: {len(self.classes)} weights above 0 for {names}")
-            return torch.tensor(asked)
-        if asked == "none":
+                raise ValueError(f"task.class_weights {setting}: {len(self.classes)} weights above 0 for {names}")
+            return torch.tensor(setting)
+        if setting == "none":
             return None
-        counts = self._counts()
+        counts = self._class_counts()
         if not counts or not all(counts):
             raise ValueError("task.class_weights balanced needs one label for each sample, and a sample of each class")
         return torch.tensor([sum(counts) / (len(counts) * count) for count in counts])
@@ -205,7 +205,7 @@ class ImageClassification(Task):
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         logits = model(batch["image"])
-        logits = getattr(logits, "logits", logits)  # transformers returns more
+        logits = getattr(logits, "logits", logits)  # transformers models return an object
         label, weights = batch["label"], self.class_weights
         if label.ndim == 2:
             label = label.to(logits.dtype)
@@ -216,7 +216,7 @@ class ImageClassification(Task):
         return each.sum(), {"logits": logits.detach(), "loss": each.detach()}
 
     def save(self, model: nn.Module, folder: Path) -> None:
-        """Of a model of transformers the files that make ``from_pretrained`` load the folder."""
+        """Save the configuration of a transformers model, so that ``from_pretrained`` can load the folder."""
         if is_transformers(self.architecture):
             model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
 
@@ -232,16 +232,16 @@ class ImageClassification(Task):
     def show(self, sample: tuple[Tensor, Any], outputs: dict[str, Tensor]) -> dict[str, Any]:
         image, label = sample
         label = int(label.argmax()) if isinstance(label, Tensor) else label
-        confidence, found = outputs["logits"].float().softmax(-1).max(-1)
-        shown = {"image": image, "target": self.classes[label], "prediction": self.classes[int(found)]}
-        return {**shown, "right": int(found) == label, "confidence": float(confidence)}
+        confidence, predicted = outputs["logits"].float().softmax(-1).max(-1)
+        shown = {"image": image, "target": self.classes[label], "prediction": self.classes[int(predicted)]}
+        return {**shown, "right": int(predicted) == label, "confidence": float(confidence)}
 
 
 class CNN(nn.Module):
-    """Three convolutions with GroupNorm; no dropout unless asked, no batch statistics.
+    """Three convolutions with GroupNorm, without batch statistics; dropout is off by default.
 
-    It averages where others take a maximum: a near-tie under a maximum sends the gradient one way or the other by
-    rounding alone, and two splits of a batch would then part by 1e-3 within 40 float32 steps instead of 1e-7.
+    It uses average pooling: in max pooling, rounding can decide a near-tie and so redirect the gradient. Two parallel
+    layouts would then differ by 1e-3 after 40 float32 steps instead of 1e-7.
     """
 
     def __init__(self, channels: int, classes: int, *, width: int = 32, dropout: float = 0.0) -> None:
@@ -257,24 +257,24 @@ class CNN(nn.Module):
         return self.head(self.features(images))  # type: ignore[no-any-return]
 
 
-# --- people's own -----------------------------------------------------------------------------------------------------
+# --- the user's data --------------------------------------------------------------------------------------------------
 
 
 def _labelled(source: Source, number: Callable[[Any], Any], limit: int) -> Callable[[Row], tuple[Any, Any]]:
-    """A row's image, decoded, and what its label is for the model."""
+    """Return a function from a row to its decoded image and its label (``number`` of the stored label)."""
     image, label = source.columns["image"], source.columns["label"]
     return lambda row: (decoded(row[image], limit=limit), number(row.get(label, 0)))
 
 
 class Files(Mapped):
-    """Images of rows, which can say what their files are called."""
+    """Images of rows that know the names of their files."""
 
     def __init__(self, rows: Any, make: Callable[[Any], Any], image: str) -> None:
         super().__init__(rows, make)
         self.image = image
 
     def file(self, index: int) -> str | None:
-        """The path of the image; None where it lies in the row itself."""
+        """Return the path of the image; None if its bytes are in the row."""
         value = self.rows[index][self.image]
         return value.get("path") if isinstance(value, Mapping) else None
 
@@ -282,4 +282,4 @@ class Files(Mapped):
 def _check_images(sources: Sequence[Source]) -> None:
     for source, _, rows, column in columns_of(sources, "image"):
         if not is_image(rows.types[column]):
-            raise rejected(source, "image", rows.types[column], "images are needed (files, or their bytes)")
+            raise wrong_type(source, "image", rows.types[column], "images are needed (files, or their bytes)")

@@ -1,4 +1,4 @@
-"""Image models by name: transformers', timm's, torchvision's or a class of one's own, from scratch or pretrained."""
+"""Image models by name, from transformers, timm, torchvision or your own class, from scratch or pretrained."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from oneloop.basics.base_models import HUB, fetched
 from oneloop.tasks.transformers_models import auto_model, is_transformers, listed
 
-Pretrained = bool | str | None  # nothing, the name's own weights, or a file or folder of them
+Pretrained = bool | str | None  # no weights, the public weights, or a file or folder with weights
 _TIMM = "timm:"
 _WEIGHTS = "model.safetensors"
 
@@ -23,49 +23,49 @@ _WEIGHTS = "model.safetensors"
 def image_model(
     name: str, classes: Sequence[str], *, pretrained: Pretrained = None, trust_remote_code: bool = False
 ) -> tuple[nn.Module, list[str]]:
-    """Build a model of these classes; return it and a line for the log. See ImageClassification for ``name``,
-    ``pretrained`` and ``trust_remote_code``. If the weights are of other classes, the last layer is new. Raises
-    ValueError."""
+    """Build a model with an output per class; return it and lines for the log. See ImageClassification for ``name``,
+    ``pretrained`` and ``trust_remote_code``. If the classes of the weights differ, the last layer is re-initialized.
+    Raise ValueError."""
     if is_transformers(name):
         if isinstance(pretrained, str):
             raise ValueError(f"task.model {name!r} has its own weights; remove task.pretrained {pretrained!r}")
         how = {"pretrained": pretrained is not False, "trust_remote_code": trust_remote_code}
         return auto_model("AutoModelForImageClassification", name, classes, **how)
     if name.startswith(_TIMM):
-        model = _of_timm(name.removeprefix(_TIMM), len(classes))
+        model = _timm_model(name.removeprefix(_TIMM), len(classes))
     elif "/" in name:
         raise ValueError(f"task.model {name!r} is not a folder saved by transformers: {name}/config.json is missing")
     elif "." in name:
-        model = _own(name, len(classes))
+        model = _user_model(name, len(classes))
     else:
-        model = _of_torchvision(name, len(classes))
+        model = _torchvision_model(name, len(classes))
     if pretrained in (None, False):
         return model, []
-    return model, fitted(model, _weights_of(name, model, pretrained), len(classes))
+    return model, fitted(model, _load_weights(name, model, pretrained), len(classes))
 
 
 def statistics(name: str) -> tuple[Sequence[float], Sequence[float]]:
     """Return the mean and standard deviation of the pixels (0 to 1) that a model expects, by channel; default 0.5.
-    Raises ValueError for an unknown model."""
-    about: Mapping[str, Any] = {}
+    Raise ValueError for an unknown model."""
+    values: Mapping[str, Any] = {}
     if is_transformers(name):
         file = None
         with suppress(ValueError):
             file = fetched(name, "preprocessor_config.json")
         config = json.loads(file.read_text()) if file else {}
-        about = {"mean": config.get("image_mean"), "std": config.get("image_std")}
+        values = {"mean": config.get("image_mean"), "std": config.get("image_std")}
     elif name.startswith(_TIMM):
         import timm
 
-        _of_timm_known(name.removeprefix(_TIMM))
-        about = vars(timm.get_pretrained_cfg(name.removeprefix(_TIMM), allow_unregistered=True))
-    return about.get("mean") or [0.5] * 3, about.get("std") or [0.5] * 3
+        _check_timm_name(name.removeprefix(_TIMM))
+        values = vars(timm.get_pretrained_cfg(name.removeprefix(_TIMM), allow_unregistered=True))
+    return values.get("mean") or [0.5] * 3, values.get("std") or [0.5] * 3
 
 
-# --- where they are from ----------------------------------------------------------------------------------------------
+# --- sources of models ---------------------------------------------------------------------------------------------
 
 
-def _of_timm_known(name: str) -> None:
+def _check_timm_name(name: str) -> None:
     try:
         import timm
     except ImportError as error:
@@ -76,15 +76,15 @@ def _of_timm_known(name: str) -> None:
         raise ValueError(f"task.model timm:{name} is not one of timm's {len(timm.list_models()):,} models{hint}")
 
 
-def _of_timm(name: str, classes: int) -> nn.Module:
-    _of_timm_known(name)
+def _timm_model(name: str, classes: int) -> nn.Module:
+    _check_timm_name(name)
     import timm
 
-    made: nn.Module = timm.create_model(name, pretrained=False, num_classes=classes)
-    return made
+    model: nn.Module = timm.create_model(name, pretrained=False, num_classes=classes)
+    return model
 
 
-def _of_torchvision(name: str, classes: int) -> nn.Module:
+def _torchvision_model(name: str, classes: int) -> nn.Module:
     from torchvision import models
 
     known = models.list_models(module=models)
@@ -92,70 +92,70 @@ def _of_torchvision(name: str, classes: int) -> nn.Module:
         own = f"one of torchvision's {len(known)} classification models (resnet18, vit_b_16, …)"
         names = f"cnn, a folder saved by transformers, hf:ID, timm:NAME, module.Class or {own}"
         raise ValueError(f"task.model {name!r} is unknown; use {names}")
-    made: nn.Module = models.get_model(name, num_classes=classes)
-    return made
+    model: nn.Module = models.get_model(name, num_classes=classes)
+    return model
 
 
-def _own(path: str, classes: int) -> nn.Module:
+def _user_model(path: str, classes: int) -> nn.Module:
     module, _, attribute = path.rpartition(".")
     if module.partition(".")[0] in sys.stdlib_module_names:
         raise ValueError(f"task.model {path!r} is in Python's standard library, which has no models")
     try:
-        made = getattr(import_module(module), attribute)(num_classes=classes)
+        model = getattr(import_module(module), attribute)(num_classes=classes)
     except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(f"task.model {path!r} cannot be built with num_classes={classes}: {error}") from error
-    if not isinstance(made, nn.Module):
-        raise ValueError(f"task.model {path!r} returned a {type(made).__name__}, expected a torch.nn.Module")
-    return made
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"task.model {path!r} returned a {type(model).__name__}, expected a torch.nn.Module")
+    return model
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
 def fitted(model: nn.Module, weights: Mapping[str, Any], classes: int) -> list[str]:
-    """Load weights, without the last layer if their classes differ; return a line for the log. Raises ValueError if
-    they are of another model."""
+    """Load weights, without the last layer if their classes differ; return lines for the log. Raise ValueError if the
+    weights are of another model."""
     own = model.state_dict()
-    other = {name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape}
-    missing = own.keys() - weights.keys() - _tied(model, weights)
-    heads = _heads(model, other, classes)
-    new = {name for name in (*missing, *other) if name.rpartition(".")[0] in heads}
-    wrong = {"missing": sorted(missing - new), "unexpected": sorted(weights.keys() - own.keys())}
-    wrong |= {"of another shape": sorted(other - new)}
-    if any(wrong.values()):
-        found = listed(wrong)
+    mismatched = {name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape}
+    missing = own.keys() - weights.keys() - _tied_names(model, weights)
+    layers = _head_layers(model, mismatched, classes)
+    new = {name for name in (*missing, *mismatched) if name.rpartition(".")[0] in layers}
+    errors = {"missing": sorted(missing - new), "unexpected": sorted(weights.keys() - own.keys())}
+    errors |= {"of another shape": sorted(mismatched - new)}
+    if any(errors.values()):
+        found = listed(errors)
         raise ValueError(f"task.pretrained: the weights are of another model ({found}); name the model they are of")
     with torch.no_grad():
-        for name in (own.keys() & weights.keys()) - other:
+        for name in (own.keys() & weights.keys()) - mismatched:
             own[name].copy_(weights[name])
-    heads = {name.rpartition(".")[0] for name in new}
-    return [f"the last layer ({', '.join(sorted(heads))}) is new: the weights are of other classes"] if new else []
+    layers = {name.rpartition(".")[0] for name in new}
+    return [f"the last layer ({', '.join(sorted(layers))}) is new: the weights are of other classes"] if new else []
 
 
-def _tied(model: nn.Module, weights: Mapping[str, Tensor]) -> set[str]:
-    """Names that a file need not have: it has another one of the same tensor."""
+def _tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> set[str]:
+    """Return names of tied tensors of which the weights contain at least one name."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
-    return {name for several in names.values() if any(name in weights for name in several) for name in several}
+    return {name for aliases in names.values() if any(name in weights for name in aliases) for name in aliases}
 
 
-def _heads(model: nn.Module, other: Iterable[str], classes: int) -> set[str]:
-    """Layers with an output for each class: those that timm names so, else those that are of another shape."""
-    about = getattr(model, "pretrained_cfg", None) or {}
-    classifier = about.get("classifier") or ()
-    found = {name.rpartition(".")[0] for name in other} | (
+def _head_layers(model: nn.Module, mismatched: Iterable[str], classes: int) -> set[str]:
+    """Return the layers with one output per class, among timm's classifiers and layers with a different shape."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    classifier = config.get("classifier") or ()
+    layers = {name.rpartition(".")[0] for name in mismatched} | (
         {classifier} if isinstance(classifier, str) else set(classifier)
     )
     modules = dict(model.named_modules())
     outputs = {
         name: getattr(modules.get(name), "out_features", getattr(modules.get(name), "out_channels", 0))
-        for name in found
+        for name in layers
     }
     return {name for name, number in outputs.items() if name and number == classes}
 
 
-def _weights_of(name: str, model: nn.Module, pretrained: bool | str | None) -> dict[str, Tensor]:
+def _load_weights(name: str, model: nn.Module, pretrained: bool | str | None) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""What a task promises, tried on real samples: each member is called once as a run calls it, and what is wrong is told.
+"""Checks of the task protocol on real samples: call each method as a run calls it, and report what is wrong.
 
 >>> contract = Contract(task)
 >>> batch = contract.collated(samples)
@@ -19,27 +19,27 @@ from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput, Inexact
 
-_TAKES: dict[str, tuple[str, ...]] = dict.fromkeys(("model", "train_set", "eval_sets", "metrics", "state_dict"), ())
-_TAKES |= {"collate": ("samples",), "weight": ("batch",), "loss": ("model", "batch"), "save": ("model", "folder")}
-_TAKES |= {"update": ("metrics", "batch", "outputs"), "show": ("sample", "outputs"), "generate": ("model", "batch")}
-_TAKES |= {"load_state_dict": ("state",)}
-"""what each member is called with"""
+_ARGUMENTS: dict[str, tuple[str, ...]] = dict.fromkeys(("model", "train_set", "eval_sets", "metrics", "state_dict"), ())
+_ARGUMENTS |= {"collate": ("samples",), "weight": ("batch",), "loss": ("model", "batch"), "save": ("model", "folder")}
+_ARGUMENTS |= {"update": ("metrics", "batch", "outputs"), "show": ("sample", "outputs"), "generate": ("model", "batch")}
+_ARGUMENTS |= {"load_state_dict": ("state",)}
+"""arguments of each method"""
 
 
 def named(task: Any) -> str:
-    """``my_task.py: Sines``: the file of a task's class, and its name."""
+    """Return file and name of a task's class: ``my_task.py: Sines``."""
     kind = type(task)
     try:
         return f"{inspect.getsourcefile(kind)}: {kind.__name__}"
-    except TypeError:  # of a class typed into an interpreter
+    except TypeError:  # a class that was typed into an interpreter
         return kind.__name__
 
 
 def theirs(task: Any, member: str, call: Callable[[], Any]) -> Any:
-    """The result of ``call``, which is someone else's code.
+    """Return the result of ``call``, which runs the task's code.
 
     Raises:
-        BadInput: whatever it raised, with file and line. (Too little memory is passed on as it is.)
+        BadInput: the code raised an exception; names file and line. (Out-of-memory errors are raised unchanged.)
     """
     try:
         return call()
@@ -49,20 +49,20 @@ def theirs(task: Any, member: str, call: Callable[[], Any]) -> Any:
         if "DefaultCPUAllocator" in str(error):
             raise
         if isinstance(error, ValueError) and _by_oneloop(task, error):
-            raise BadInput(str(error)) from error  # said for the user by a task of oneloop
+            raise BadInput(str(error)) from error  # a packaged task's message is for the user already
         raise BadInput(
-            f"{named(task)}.{member} failed: {type(error).__name__}: {error} ({_place(task, error)})"
+            f"{named(task)}.{member} failed: {type(error).__name__}: {error} ({_source_line(task, error)})"
         ) from error
 
 
 def _by_oneloop(task: Any, error: Exception) -> bool:
-    """Whether a packaged task itself raised it."""
+    """Whether the code of a packaged task raised the error."""
     raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     return type(task).__module__.startswith("oneloop.") and raised.is_relative_to(Path(__file__).parents[1])
 
 
-def _place(task: Any, error: Exception) -> str:
-    """File and line of the task's own code where it was raised; of the innermost code, where that is another's."""
+def _source_line(task: Any, error: Exception) -> str:
+    """Return file and line of the innermost frame in the task's file, else of the innermost frame."""
     frames = traceback.extract_tb(error.__traceback__)
     try:
         own = inspect.getsourcefile(type(task))
@@ -73,20 +73,20 @@ def _place(task: Any, error: Exception) -> str:
 
 
 def check_signatures(task: Any) -> None:
-    """Rejects members that cannot be called as a run calls them.
+    """Check that a run can call the task's methods.
 
     Raises:
-        BadInput: names file and member.
+        BadInput: names file and method.
     """
-    for member, takes in _TAKES.items():
+    for member, arguments in _ARGUMENTS.items():
         if callable(method := getattr(task, member, None)):
             try:
-                inspect.signature(method).bind(*takes)
+                inspect.signature(method).bind(*arguments)
             except TypeError as error:
-                given, write = ", ".join(takes), ", ".join(("self", *takes))
-                why = f"{named(task)}.{member} is called with ({given}), and that does not fit: {error}"
-                raise BadInput(f"{why}; write def {member}({write})") from None
-            except ValueError:  # of a function written in C, which tells nothing
+                call_arguments, parameters = ", ".join(arguments), ", ".join(("self", *arguments))
+                why = f"{named(task)}.{member} is called with ({call_arguments}), and that does not fit: {error}"
+                raise BadInput(f"{why}; write def {member}({parameters})") from None
+            except ValueError:  # a C function has no signature
                 continue
     sample_weight, unit = getattr(task, "sample_weight", None), getattr(task, "unit", "samples")
     if sample_weight is not None and not (_is_number(sample_weight) and 0 < sample_weight < math.inf):
@@ -96,42 +96,42 @@ def check_signatures(task: Any) -> None:
 
 
 class Contract:
-    """A task's members, called and checked.
+    """Calls and checks a task's methods.
 
     Args:
-        task: whose members they are.
+        task: the task.
 
-    Every method raises BadInput with the task's file, the member, what it returned and what to do.
+    Every method raises BadInput with the task's file, the task's method, what it returned and how to fix it.
     """
 
     def __init__(self, task: Any) -> None:
         self.task = task
         self.additive = bool(getattr(task, "additive", True))
-        """whether the task says that a batch's loss is the sum of its samples'"""
+        """whether the task declares that the loss of a batch is the sum of its samples' losses"""
         self.draws = False
-        """whether collate was seen to draw random numbers"""
+        """whether a call drew random numbers"""
         self._keys: list[str] | None = None
 
     def wrong(self, member: str, returned: str, fix: str) -> BadInput:
-        """The error that says so."""
+        """Return the error for a method that returned something wrong."""
         return BadInput(f"{named(self.task)}.{member} {returned}; {fix}")
 
     def state(self) -> Any:
-        """What the task keeps of itself, as it comes back from a checkpoint: plain values."""
+        """Return the task's state_dict() as it is after a checkpoint (JSON) round trip."""
         state = theirs(self.task, "state_dict", self.task.state_dict)
         try:
             if not isinstance(state, dict):
-                raise TypeError(f"{_kind(state)} is not a dict")
+                raise TypeError(f"{_describe(state)} is not a dict")
             return json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
             advice = "return a dict of numbers, texts, lists and dicts; tensors belong into buffers of the model"
             raise self.wrong("state_dict", f"cannot be saved as it is ({error})", advice) from None
 
     def collated(self, samples: Sequence[Any]) -> dict[str, Any]:
-        """A batch: a dict, with the same keys each time."""
+        """Return a batch; check that it is a dict with the same keys in every call."""
         batch = theirs(self.task, "collate", lambda: self.task.collate(list(samples)))
         if not isinstance(batch, dict) or not all(isinstance(name, str) for name in batch):
-            raise self.wrong("collate", f"returned {_kind(batch)}", "return a dict of tensors by name")
+            raise self.wrong("collate", f"returned {_describe(batch)}", "return a dict of tensors by name")
         keys = sorted(batch)
         if self._keys is not None and keys != self._keys:
             found = (
@@ -142,66 +142,66 @@ class Contract:
         return batch
 
     def weight(self, batch: Mapping[str, Any], *, samples: int, trained: bool = True) -> float:
-        """What a batch of so many samples weighs; ``sample_weight`` speaks of those that are ``trained`` on."""
+        """Return the weight of a batch of ``samples``; if it is for training, check it against ``sample_weight``."""
         fix = "return a 0-dim tensor on the host: how many samples or target tokens the batch counts for"
-        found = theirs(self.task, "weight", lambda: self.task.weight(batch))
-        if not isinstance(found, Tensor) or found.ndim or found.is_complex():
-            raise self.wrong("weight", f"returned {_kind(found)}", fix)
-        if found.requires_grad or found.device.type != "cpu":
-            where = "with a gradient" if found.requires_grad else f"on {found.device}"
-            raise self.wrong("weight", f"returned a tensor {where}", fix)
-        weight = float(found)
+        result = theirs(self.task, "weight", lambda: self.task.weight(batch))
+        if not isinstance(result, Tensor) or result.ndim or result.is_complex():
+            raise self.wrong("weight", f"returned {_describe(result)}", fix)
+        if result.requires_grad or result.device.type != "cpu":
+            problem = "with a gradient" if result.requires_grad else f"on {result.device}"
+            raise self.wrong("weight", f"returned a tensor {problem}", fix)
+        weight = float(result)
         if not 0 <= weight < math.inf:
             raise self.wrong("weight", f"returned {weight}", "a weight is finite and never below 0")
         each = getattr(self.task, "sample_weight", None)
         if trained and each is not None and not math.isclose(weight, each * samples, rel_tol=1e-6):
-            found = f"returned {weight:g} for {samples} samples, but sample_weight is {each:g}"
-            raise self.wrong("weight", found, "remove sample_weight, or return the same value from weight")
+            result = f"returned {weight:g} for {samples} samples, but sample_weight is {each:g}"
+            raise self.wrong("weight", result, "remove sample_weight, or return the same value from weight")
         return weight
 
     def loss(self, model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """The summed loss, and the outputs."""
+        """Return the summed loss and the outputs."""
         fix = "return (loss, outputs): the SUM of the losses as a 0-dim tensor, and a dict of detached tensors"
-        found = theirs(self.task, "loss", lambda: self.task.loss(model, batch))
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise self.wrong("loss", f"returned {_kind(found)}", fix)
-        loss, outputs = found
+        result = theirs(self.task, "loss", lambda: self.task.loss(model, batch))
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise self.wrong("loss", f"returned {_describe(result)}", fix)
+        loss, outputs = result
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
-            raise self.wrong("loss", f"returned {_kind(loss)} as the loss", fix)
+            raise self.wrong("loss", f"returned {_describe(loss)} as the loss", fix)
         if outputs is not None and not isinstance(outputs, Mapping):
-            raise self.wrong("loss", f"returned {_kind(outputs)} as the outputs", fix)
+            raise self.wrong("loss", f"returned {_describe(outputs)} as the outputs", fix)
         if torch.is_grad_enabled() and not loss.requires_grad:
             advice = "compute it from the model's outputs, without detach(), .item() or torch.no_grad()"
             raise self.wrong("loss", "returned a loss without a gradient in training", advice)
         return loss, dict(outputs or {})
 
-    def measured(self, batch: Mapping[str, Any], outputs: Mapping[str, Any], device: torch.device) -> None:
-        """Metrics take in a batch, where the task has any."""
+    def check_metrics(self, batch: Mapping[str, Any], outputs: Mapping[str, Any], device: torch.device) -> None:
+        """Check metrics() and update() with a batch, if the task has them."""
         if not hasattr(self.task, "metrics"):
             return
         metrics = theirs(self.task, "metrics", lambda: self.task.metrics().to(device))
         theirs(self.task, "update", lambda: self.task.update(metrics, batch, outputs))
         try:
             computed = metrics.compute()
-        except Exception:  # of so few samples
+        except Exception:  # a few samples may not suffice
             return
         if not isinstance(computed, Mapping):
-            raise self.wrong("metrics", f"computes {_kind(computed)}", "let compute return a dict of named metrics")
+            raise self.wrong("metrics", f"computes {_describe(computed)}", "let compute return a dict of named metrics")
 
     @staticmethod
     def is_double(once: float, twice: float, tolerance: float) -> bool:
-        """Whether ``twice`` is twice ``once``, up to this relative tolerance. Values not finite say nothing."""
+        """Whether ``twice`` is 2 x ``once``, up to the relative tolerance. True if a value is not finite."""
         finite = math.isfinite(once) and math.isfinite(twice)
         return not finite or abs(twice - 2 * once) <= tolerance * abs(2 * once)
 
-    def doubles(self, member: str, once: float, twice: float, tolerance: float) -> None:
-        """One sample twice is twice one sample.
+    def check_doubling(self, member: str, once: float, twice: float, tolerance: float) -> None:
+        """Check that a batch with a sample twice has twice the value of the sample.
 
         Args:
             member: ``weight`` or ``loss``.
-            once: its value for one sample.
-            twice: for a batch that holds it twice.
-            tolerance: relative, of rounding.
+            once: value for one sample.
+            twice: value for a batch with this sample twice.
+            tolerance: relative tolerance for rounding.
         """
         if self.is_double(once, twice, tolerance):
             return
@@ -216,8 +216,8 @@ class Contract:
             )
         raise self.wrong(member, f"returned {once:.6g} for a sample and {twice:.6g} for the same sample twice", fix)
 
-    def adds_up(self, whole: float, parts: Sequence[float], tolerance: float) -> None:
-        """In training, the loss of a batch is the sum of the losses of its parts. Values not finite say nothing."""
+    def check_sum(self, whole: float, parts: Sequence[float], tolerance: float) -> None:
+        """Check that the loss of a batch is the sum of the losses of its ``parts``. Ignore non-finite values."""
         total, size = math.fsum(parts), math.fsum(map(abs, parts))
         if not math.isfinite(whole) or not math.isfinite(total) or abs(whole - total) <= tolerance * size:
             return
@@ -233,7 +233,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _kind(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         shape = "0-dim" if not value.ndim else f"of shape {tuple(value.shape)}"
         return f"a tensor {shape}, {str(value.dtype).removeprefix('torch.')}"

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: a language model learns what the assistant says in conversations, or how prompts go on."""
+"""Supervised fine-tuning of a language model on the assistant's messages of conversations, or on completions."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -15,16 +15,16 @@ from oneloop.data.rows.cached_arrays import Ragged, ragged
 from oneloop.data.rows.open_data import Source, combined, first_columns, named_sources, notes_of, opened, whole
 from oneloop.tasks.evaluation_metrics import TextSums
 from oneloop.tasks.language.chat import DAY, Chat, template_of
-from oneloop.tasks.language.completions import end_of, ends_in, other_ends
-from oneloop.tasks.language.conversations import asked, encoded, is_text
+from oneloop.tasks.language.completions import end_of, end_token_notes, ends_in
+from oneloop.tasks.language.conversations import encoded, encoded_prompt, is_text
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import LanguageModel, is_packed
 from oneloop.tasks.language.models import SCRATCH, Architecture
-from oneloop.tasks.language.sequences import IGNORE, Asked, Overlong, Packed, Padded, collated, spans
+from oneloop.tasks.language.sequences import IGNORE, Overlong, Packed, Padded, Prompts, collated, spans
 from oneloop.tasks.language.synthetic_chats import LESSONS, SyntheticChats
 from oneloop.tasks.language.tokens import chat_tokenizer, tokenizer_key
 
-_VERSION = 1  # raised where the same row becomes other tokens than before
+_CACHE_VERSION = 1  # increase it if the tokens of a row change
 
 
 class SFT(LanguageModel):
@@ -84,25 +84,25 @@ class SFT(LanguageModel):
         self.tokenizer = self.known_tokenizer() if self.name else chat_tokenizer(_texts(SyntheticChats("train")), vocab)
         self._template, self._day, self.end = template, day, self.tokenizer.eos_token_id
         self._chat: Chat | None = None
-        self._skip, self.skipped_rows = unreadable == "skip", list[str]()
-        self._made_by = [_VERSION, tokenizer_key(self.tokenizer), template]
+        self._skip_unreadable, self.skipped_rows = unreadable == "skip", list[str]()
+        self._cache_key = [_CACHE_VERSION, tokenizer_key(self.tokenizer), template]
         sources = self._sources(data, held_out)
-        texts = [{part: self._encoded(one, rows) for part, rows in one.parts.items()} for one in sources]
-        self._of_data += notes_of(sources)
+        texts = [{split: self._encoded(source, rows) for split, rows in source.parts.items()} for source in sources]
+        self._data_notes += notes_of(sources)
         if self.skipped_rows:
             count, first = len(self.skipped_rows), self.skipped_rows[0]
-            self._of_data.append(f"{count:,} rows are left out, listed in environment.json; the first: {first}")
-        each = [{part: self._samples(*text, part) for part, text in parts.items()} for parts in texts]
-        self._sets = combined(sources, each)
-        self._most = max(getattr(sets["train"], "most", 1) for sets in each)
+            self._data_notes.append(f"{count:,} rows are left out, listed in environment.json; the first: {first}")
+        samples = [{split: self._samples(*text, split) for split, text in splits.items()} for splits in texts]
+        self._sets = combined(sources, samples)
+        self._max_documents = max(getattr(sets["train"], "most", 1) for sets in samples)
         if len(sources) > 1 and not self.packed:
-            self._of_data.append(
+            self._data_notes.append(
                 "a mixture defines its own order, so samples are not sorted by length and need more padding"
             )
         special = {self.tokenizer.eos_token_id} if self._chat is None else self._chat.special
-        self._ends = sorted({end for parts in texts for end in ends_in(parts["train"][0], special, self.tokenizer)})
-        self._of_data += [*other_ends(self._ends, self.tokenizer), self._marked(each[0]["train"].spans[0])]
-        self.notes = self._of_data
+        self._ends = sorted({end for splits in texts for end in ends_in(splits["train"][0], special, self.tokenizer)})
+        self._data_notes += [*end_token_notes(self._ends, self.tokenizer), self._preview(samples[0]["train"].spans[0])]
+        self.notes = self._data_notes
 
     writes = True
 
@@ -111,19 +111,19 @@ class SFT(LanguageModel):
     def _sources(self, data: str | list[dict[str, Any]], held_out: float) -> list[Source]:
         if data == "lessons":
             columns = dict.fromkeys(self.columns, "") | {"messages": "messages"}
-            return [Source("lessons", columns, parts={part: SyntheticChats(part) for part in LESSONS})]
+            return [Source("lessons", columns, parts={split: SyntheticChats(split) for split in LESSONS})]
         open_ = partial(opened, held_out=held_out, window=self.window)
-        named = named_sources(data, self.columns)
-        return [first_columns(one, self._choices(one.columns), open_) for one in named]
+        unopened = named_sources(data, self.columns)
+        return [first_columns(source, self._column_choices(source.columns), open_) for source in unopened]
 
-    def _chat_of(self) -> Chat:
+    def _get_chat(self) -> Chat:
         if self._chat is None:
             self._chat = Chat(self.tokenizer, self._template, day=self._day)
-            self._of_data.append(self._chat.note)
+            self._data_notes.append(self._chat.note)
         return self._chat
 
     @staticmethod
-    def _choices(columns: Mapping[str, str], *, labelled: bool = True) -> list[dict[str, str]]:
+    def _column_choices(columns: Mapping[str, str], *, labelled: bool = True) -> list[dict[str, str]]:
         none = dict.fromkeys(columns, "")
         kinds = [("messages", "tools"), ("messages",), ("prompt", "completion", "tools"), ("prompt", "completion")]
         kinds += [] if labelled else [("prompt", "tools"), ("prompt",)]
@@ -131,34 +131,34 @@ class SFT(LanguageModel):
 
     def _encoded(self, source: Source, rows: Any, *, labelled: bool = True) -> tuple[Ragged, Any]:
         columns = source.columns
-        given = (rows[index][columns["prompt"] or columns["messages"]] for index in range(len(rows)))
-        first = next((value for value in given if value), None)
-        chat = None if columns["prompt"] and is_text(first) else self._chat_of()
+        prompts = (rows[index][columns["prompt"] or columns["messages"]] for index in range(len(rows)))
+        first_prompt = next((value for value in prompts if value), None)
+        chat = None if columns["prompt"] and is_text(first_prompt) else self._get_chat()
         if chat is None:
             end_of(self.tokenizer)
-            plain = "prompts and completions are concatenated unchanged"
-            plain += ", without the chat template: for turns give messages" * bool(self.tokenizer.chat_template)
-            self._of_data += [plain] * (plain not in self._of_data)
-        made_by = [*self._made_by, chat and chat.template, dict(columns), labelled]
-        made_by += [self._day] if chat and "strftime_now" in chat.template else []
-        content = {**rows.fingerprint(), "made by": key_of(made_by)}
-        make = partial(encoded if labelled else asked, columns=columns, tokenizer=self.tokenizer, chat=chat)
-        skip = self._skip and source.parts.keys() != {"all"}
-        texts = ragged(rows, make, made_by=made_by, what=f"tokenizing {source.where}", skip=skip)
+            note = "prompts and completions are concatenated unchanged"
+            note += ", without the chat template: for turns give messages" * bool(self.tokenizer.chat_template)
+            self._data_notes += [note] * (note not in self._data_notes)
+        cache_key = [*self._cache_key, chat and chat.template, dict(columns), labelled]
+        cache_key += [self._day] if chat and "strftime_now" in chat.template else []
+        content = {**rows.fingerprint(), "made by": key_of(cache_key)}
+        encode = partial(encoded if labelled else encoded_prompt, columns=columns, tokenizer=self.tokenizer, chat=chat)
+        skip = self._skip_unreadable and source.parts.keys() != {"all"}
+        texts = ragged(rows, encode, made_by=cache_key, what=f"tokenizing {source.where}", skip=skip)
         if texts.skipped:
             content["skipped"] = key_of([index for index, _ in texts.skipped])
             self.skipped_rows += [f"{rows.where(index)}: {why}" for index, why in texts.skipped]
         return texts, content
 
-    def _samples(self, texts: Ragged, content: Any, part: str) -> Padded | Packed:
+    def _samples(self, texts: Ragged, content: Any, split: str) -> Padded | Packed:
         try:
-            made = spans(texts, self.length, self.overlong)
+            samples = spans(texts, self.length, self.overlong)
         except ValueError as error:
-            raise ValueError(f"{part}: {error} (task.length)") from error
-        self._of_data += [f"{part}: {line}" for line in made.about(self.overlong)]
-        return Packed(made, content) if self.packed and part == "train" else Padded(made, content)
+            raise ValueError(f"{split}: {error} (task.length)") from error
+        self._data_notes += [f"{split}: {line}" for line in samples.about(self.overlong)]
+        return Packed(samples, content) if self.packed and split == "train" else Padded(samples, content)
 
-    def _marked(self, sample: NDArray[np.int32]) -> str:
+    def _preview(self, sample: NDArray[np.int32]) -> str:
         pieces, before = list[str](), False
         tokens = sample.tolist()
         for token in [*tokens, None]:
@@ -173,16 +173,16 @@ class SFT(LanguageModel):
         return self._sets["train"]
 
     def eval_sets(self) -> dict[str, Any]:
-        return {name: part for name, part in self._sets.items() if name != "train"}
+        return {name: data_set for name, data_set in self._sets.items() if name != "train"}
 
     def samples_of(self, data: str, *, labelled: bool) -> Padded:
-        choices = self._choices(self.columns, labelled=labelled)
+        choices = self._column_choices(self.columns, labelled=labelled)
         source = first_columns(Source(data, self.columns), choices, partial(whole, window=self.window))
         texts, content = self._encoded(source, source.parts["all"], labelled=labelled)
-        return cast(Padded, self._samples(texts, content, "all") if labelled else Asked(texts, self.length, content))
+        return cast(Padded, self._samples(texts, content, "all") if labelled else Prompts(texts, self.length, content))
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
-        return collated(samples, width=self.length if isinstance(samples[0], list) else 0, most=self._most)
+        return collated(samples, width=self.length if isinstance(samples[0], list) else 0, most=self._max_documents)
 
     # --- model ---
 
@@ -196,43 +196,43 @@ class SFT(LanguageModel):
             self.tokenizer.chat_template = self._template
         self.tokenizer.save_pretrained(folder)
 
-    # --- metrics, and what is to be seen ---
+    # --- metrics and predictions ---
 
     def metrics(self) -> TextSums:
         return TextSums(by_bytes=False, whole=True)
 
     def update(self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
-        known = batch["target"] != IGNORE
-        right = outputs["right"] & known
-        exact = (right | ~known).all(1)
-        metrics.update(outputs["loss"].double().sum(), known.sum(), right=right.sum(), whole=exact)
+        is_target = batch["target"] != IGNORE
+        right = outputs["right"] & is_target
+        exact = (right | ~is_target).all(1)
+        metrics.update(outputs["loss"].double().sum(), is_target.sum(), right=right.sum(), whole=exact)
 
     def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The likeliest answer to what stands before each sample's first trained token; all equally long."""
-        known = batch["target"] != IGNORE
-        given = torch.where(known.any(1), known.int().argmax(1) + 1, batch["length"])
+        """Return the greedy answer to the tokens before each sample's first target; all have the same length."""
+        is_target = batch["target"] != IGNORE
+        lengths = torch.where(is_target.any(1), is_target.int().argmax(1) + 1, batch["length"])
         config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-        room = getattr(config, "max_position_embeddings", None) or self.length + self.answer
-        count = max(1, min(self.answer, room // 2))
-        prompts = [row[:length][count - room :] for row, length in zip(batch["input"], given.tolist(), strict=True)]
-        return {"written": written(model, prompts, count, ends=self._ends), "prompt": given}
+        limit = getattr(config, "max_position_embeddings", None) or self.length + self.answer
+        count = max(1, min(self.answer, limit // 2))
+        prompts = [row[:length][count - limit :] for row, length in zip(batch["input"], lengths.tolist(), strict=True)]
+        return {"written": written(model, prompts, count, ends=self._ends), "prompt": lengths}
 
     def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
-        """Return each sample's prompt, the model's answer and, if known, the right answer and its metrics."""
+        """Return each sample's prompt, the model's answer and, if known, the reference answer and its metrics."""
         metrics = super().predicted(batch, outputs)
-        some = [tokens > 0 for tokens in metrics["tokens"]]
+        has_target = [tokens > 0 for tokens in metrics["tokens"]]
         metrics = {
-            name: [value if there else None for value, there in zip(values, some, strict=True)]
+            name: [value if present else None for value, present in zip(values, has_target, strict=True)]
             for name, values in metrics.items()
         }
         rows = zip(batch["input"].tolist(), batch["target"].tolist(), outputs["prompt"].tolist(), strict=True)
-        examples = [(self.decode(tokens[:given]), self._first_answer(target)) for tokens, target, given in rows]
-        prompts, targets = zip(*examples, strict=True)
+        texts = [(self.decode(tokens[:length]), self._first_answer(target)) for tokens, target, length in rows]
+        prompts, targets = zip(*texts, strict=True)
         answers = [self._answer(tokens) for tokens in outputs["written"].tolist()]
         return {"prompt": list(prompts), "answer": answers, "target": list(targets), **metrics}
 
     def _first_answer(self, target: list[int]) -> str | None:
-        """What is trained first in a sample; None where nothing is."""
+        """Return the first trained answer of a sample as text; None if there is none."""
         answer_tokens = list[int]()
         for token in target:
             if token == IGNORE and answer_tokens:
@@ -256,5 +256,5 @@ class SFT(LanguageModel):
         return str(self.tokenizer.decode(tokens))
 
 
-def _texts(lessons: SyntheticChats) -> list[str]:
-    return [message["content"] for one in lessons.conversations for message in one]
+def _texts(chats: SyntheticChats) -> list[str]:
+    return [message["content"] for messages in chats.conversations for message in messages]

@@ -1,4 +1,4 @@
-"""Text classification: a transformers encoder from scratch; packaged data: from which package is this snippet?"""
+"""Text classification; the packaged data are code snippets, whose class is the package."""
 
 from collections import Counter
 from typing import Any
@@ -41,15 +41,15 @@ class TextClassification(TextRows):
         lines: int = 12,
         **reading: Any,
     ) -> None:
-        own = None if data == "stdlib" else data
-        super().__init__(own, {"text": text, "second": second, "label": label}, **reading)
-        if own is None:
-            parts = _snippets(packages, lines)
-            self.classes = sorted({label for _, label in parts["train"]})
+        user_data = None if data == "stdlib" else data
+        super().__init__(user_data, {"text": text, "second": second, "label": label}, **reading)
+        if user_data is None:
+            splits = _snippets(packages, lines)
+            self.classes = sorted({label for _, label in splits["train"]})
             number = {label: index for index, label in enumerate(self.classes)}
             self._sets = {
-                name: [(self.reader.encode(text), number[label]) for text, label in part]
-                for name, part in parts.items()
+                name: [(self.reader.encode(text), number[label]) for text, label in split]
+                for name, split in splits.items()
             }
 
     def collate(self, samples: list[tuple[Any, int]]) -> dict[str, Tensor]:
@@ -72,27 +72,27 @@ class TextClassification(TextRows):
 
     def show(self, sample: tuple[Any, int], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, label = sample
-        confidence, found = outputs["logits"].float().softmax(-1).max(-1)
+        confidence, predicted = outputs["logits"].float().softmax(-1).max(-1)
         shown = {
             "text": self.reader.decode(text),
             "target": self.classes[label],
-            "prediction": self.classes[int(found)],
+            "prediction": self.classes[int(predicted)],
         }
-        return {**shown, "right": int(found) == label, "confidence": float(confidence)}
+        return {**shown, "right": int(predicted) == label, "confidence": float(confidence)}
 
 
 def _snippets(packages: int, lines: int) -> dict[str, list[tuple[str, str]]]:
-    """Snippets of the largest packages, divided by file, so that no file is in two parts."""
-    documents = [one for one in stdlib() if "/" in one.name]
+    """Return snippets of the largest packages by split; no file is in two splits."""
+    files = [file for file in stdlib() if "/" in file.name]
     size = Counter[str]()
-    for one in documents:
-        size[one.name.split("/")[0]] += len(one.text)
+    for file in files:
+        size[file.name.split("/")[0]] += len(file.text)
     largest = {name for name, _ in size.most_common(packages)}
-    parts: dict[str, list[tuple[str, str]]] = {}
-    for part, chosen in held_out([one for one in documents if one.name.split("/")[0] in largest], percent=10).items():
-        parts[part] = []
-        for one in chosen:
-            code = [line for line in one.text.splitlines() if line.strip()]
+    splits: dict[str, list[tuple[str, str]]] = {}
+    for split, chosen in held_out([file for file in files if file.name.split("/")[0] in largest], percent=10).items():
+        splits[split] = []
+        for file in chosen:
+            code = [line for line in file.text.splitlines() if line.strip()]
             for start in range(0, len(code), lines):
-                parts[part].append(("\n".join(code[start : start + lines]), one.name.split("/")[0]))
-    return parts
+                splits[split].append(("\n".join(code[start : start + lines]), file.name.split("/")[0]))
+    return splits

@@ -1,4 +1,4 @@
-"""How tasks read text: bytes with an encoder from scratch, or a transformers model with its tokenizer."""
+"""Text inputs: bytes with an encoder from scratch, or tokens with a transformers model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from oneloop.tasks.transformers_models import auto_model, is_transformers, tokenizer_of
 
-PAD = 256  # beside the bytes
+PAD = 256  # padding value, after the 256 bytes
 
 
 class Encoder(nn.Module):
-    """Averaged over the text, and a linear head: (texts, bytes) -> (texts, outputs)."""
+    """Transformer encoder with mean pooling and a linear head: (texts, bytes) -> (texts, outputs)."""
 
     _no_split_modules = ("BertLayer",)
 
@@ -38,8 +38,8 @@ class Encoder(nn.Module):
         self.head = nn.Linear(width, outputs)
 
     def hidden(self, text: Tensor, known: Tensor) -> Tensor:
-        """(texts, bytes, width), of the bytes that are no padding."""
-        # Ready and 4-D (batch, 1, query, key): transformers would ask a 2-D mask whether it hides anything.
+        """Return hidden states of shape (texts, bytes, width); ``known`` is False at padding."""
+        # Pass a 4-D mask (batch, 1, query, key): transformers reads a 2-D mask on the host (sync).
         mask = known[:, None, None, :].expand(-1, 1, text.shape[1], -1)
         hidden: Tensor = self.encoder(input_ids=text, attention_mask=mask).last_hidden_state
         return hidden
@@ -52,56 +52,56 @@ class Encoder(nn.Module):
 
 
 class ByteEncoder(Encoder):
-    """The head at every byte: (texts, bytes) -> (texts, bytes, outputs)."""
+    """Encoder with the head at every byte: (texts, bytes) -> (texts, bytes, outputs)."""
 
     def forward(self, text: Tensor) -> Tensor:
         return self.head(self.hidden(text, text != PAD))  # type: ignore[no-any-return]
 
 
 def as_bytes(text: str, length: int) -> Tensor:
-    """The first so many bytes of a text; of an empty one, one that occurs in no text."""
+    """Return the first ``length`` bytes of a text; for an empty text one byte that is not valid UTF-8."""
     return torch.tensor(list(text.encode()[:length]) or [PAD - 1])
 
 
 def padded(texts: list[Any]) -> Tensor:
-    """Texts of one batch, as long as the longest."""
+    """Pad the texts of a batch to the longest."""
     return nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=PAD)
 
 
-_BETWEEN = "\n\0\n"  # between the two texts of a pair
+_BETWEEN = "\n\0\n"  # separator of the two texts of a pair
 
 
 class Reader(Protocol):
-    """Texts to model inputs, and what the model says of them."""
+    """Converts texts to model inputs, and builds and calls the model."""
 
-    notes: list[str]  # what a person should know of the model
+    notes: list[str]  # lines about the model for the log
 
     def encode(self, text: str, second: str | None = None) -> Any:
-        """A text or a pair of them, cut to the longest length."""
+        """Encode a text or a pair of texts, cut to the maximum length."""
 
     def encode_words(self, words: Sequence[str]) -> tuple[Any, list[int], int]:
-        """Return the words, where each one that is not cut begins, and the total length. Raises ValueError if nothing
-        of a word is left."""
+        """Return the encoded words, the start of each word that is not cut, and the total length. Raise ValueError if a
+        word has no tokens."""
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
-        """One batch, padded to its longest sample."""
+        """Return one batch, padded to its longest sample."""
 
     def model(self, classes: Sequence[str], *, words: bool = False) -> nn.Module:
-        """A new model with so many outputs, for each text or for each place in it."""
+        """Return a new model with an output per class, for each text, or for each position if ``words``."""
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """(texts, outputs) or (texts, places, outputs)."""
+        """Return logits of shape (texts, outputs) or (texts, positions, outputs)."""
 
     def decode(self, sample: Any, start: int = 0, stop: int | None = None) -> str:
-        """What was read, for a person."""
+        """Return an encoded sample, or a range of it, as text."""
 
     def save(self, model: nn.Module, folder: Path) -> None:
-        """Files that make another library load the weights."""
+        """Save the files that transformers needs to load the weights."""
 
 
 def reader(name: str, shape: dict[str, Any], **options: Any) -> Reader:
-    """Return the reader of a model's name: ``bytes`` (an encoder of this ``shape``), a folder of transformers, or
-    ``hf:ID[@REVISION]`` (with options of :class:`TokenReader`). Raises ValueError if there is no such model."""
+    """Return the reader for a model name: ``bytes`` (an encoder of this ``shape``), a folder of transformers, or
+    ``hf:ID[@REVISION]`` (with options of :class:`TokenReader`). Raise ValueError if there is no such model."""
     if name == "bytes":
         return ByteReader(shape)
     if not is_transformers(name):
@@ -112,7 +112,7 @@ def reader(name: str, shape: dict[str, Any], **options: Any) -> Reader:
 
 
 class ByteReader:
-    """Byte by byte, by an encoder from scratch."""
+    """Reads bytes, with an encoder from scratch."""
 
     def __init__(self, shape: dict[str, Any]) -> None:
         if shape["width"] % shape["heads"]:
@@ -123,13 +123,13 @@ class ByteReader:
         return as_bytes(text if second is None else text + _BETWEEN + second, self.length)
 
     def encode_words(self, words: Sequence[str]) -> tuple[Tensor, list[int], int]:
-        text, at = b"", list[int]()
+        text, starts = b"", list[int]()
         for word in words:
             if len(text) < self.length:
-                at.append(len(text))
+                starts.append(len(text))
             text += word.encode() + b" "
-        found = torch.tensor(list(text[: self.length]) or [32])
-        return found, at, len(found)
+        tokens = torch.tensor(list(text[: self.length]) or [32])
+        return tokens, starts, len(tokens)
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         return {"text": padded(list(samples))}
@@ -148,50 +148,49 @@ class ByteReader:
 
 
 class TokenReader:
-    """Reads tokens of a transformers model. Raises ValueError unless it has a fast tokenizer, which maps tokens to
-    words."""
+    """Reads tokens, with a transformers model. Raises ValueError without a fast tokenizer (maps tokens to words)."""
 
     def __init__(self, name: str, *, length: int, pretrained: bool = True, trust_remote_code: bool = False) -> None:
         self.name, self.length, self.notes = name, length, list[str]()
         self._options = {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
-        made = tokenizer_of(name, trust_remote_code=trust_remote_code)
-        if made.pad_token_id is None:
-            made.pad_token = made.eos_token
-        if made.pad_token_id is None:
+        tokenizer = tokenizer_of(name, trust_remote_code=trust_remote_code)
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if tokenizer.pad_token_id is None:
             raise ValueError(f"task.model {name!r}: its tokenizer has no padding token and no end token")
-        self.tokenizer = made
+        self.tokenizer = tokenizer
 
     def encode(self, text: str, second: str | None = None) -> dict[str, list[int]]:
         return self._encoded(text, second)[0]
 
     def encode_words(self, words: Sequence[str]) -> tuple[dict[str, list[int]], list[int], int]:
         sample, of_word = self._encoded(list(words), None, is_split_into_words=True)
-        at: dict[int, int] = {}
-        for place, word in enumerate(of_word):
+        starts: dict[int, int] = {}
+        for position, word in enumerate(of_word):
             if word is not None:
-                at.setdefault(word, place)
-        gaps = [word for word, found in enumerate(at) if word != found]
-        if gaps:
-            gap = gaps[0]
-            raise ValueError(f"word {gap} ({words[gap]!r}) has no tokens; remove it")
-        return sample, [*at.values()], len(of_word)
+                starts.setdefault(word, position)
+        without_tokens = [word for word, found in enumerate(starts) if word != found]
+        if without_tokens:
+            word_index = without_tokens[0]
+            raise ValueError(f"word {word_index} ({words[word_index]!r}) has no tokens; remove it")
+        return sample, [*starts.values()], len(of_word)
 
     def _encoded(self, *texts: Any, **how: Any) -> tuple[dict[str, list[int]], list[int | None]]:
-        made = self.tokenizer(*texts, truncation=True, max_length=self.length, return_attention_mask=False, **how)
-        if not made["input_ids"]:
+        encoding = self.tokenizer(*texts, truncation=True, max_length=self.length, return_attention_mask=False, **how)
+        if not encoding["input_ids"]:
             raise ValueError("the text has no tokens; remove the row")
-        if len(made["input_ids"]) > self.length:
+        if len(encoding["input_ids"]) > self.length:
             raise ValueError(f"task.length {self.length} has no room for text next to the special tokens; raise it")
-        return {key: list(values) for key, values in made.items()}, made.word_ids()
+        return {key: list(values) for key, values in encoding.items()}, encoding.word_ids()
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         longest = max(len(sample["input_ids"]) for sample in samples)
-        fill = {"input_ids": self.tokenizer.pad_token_id}
+        pad = {"input_ids": self.tokenizer.pad_token_id}
         batch = {
-            key: torch.tensor([one[key] + [fill.get(key, 0)] * (longest - len(one[key])) for one in samples])
+            key: torch.tensor([sample[key] + [pad.get(key, 0)] * (longest - len(sample[key])) for sample in samples])
             for key in samples[0]
         }
-        lengths = torch.tensor([len(one["input_ids"]) for one in samples])
+        lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
         return {**batch, "attention_mask": (torch.arange(longest) < lengths[:, None]).long()}
 
     def model(self, classes: Sequence[str], *, words: bool = False) -> nn.Module:
@@ -207,8 +206,8 @@ class TokenReader:
         return model
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        known = ("input_ids", "attention_mask", "token_type_ids")
-        return model(**{key: batch[key] for key in known if key in batch}).logits  # type: ignore[no-any-return]
+        inputs = ("input_ids", "attention_mask", "token_type_ids")
+        return model(**{key: batch[key] for key in inputs if key in batch}).logits  # type: ignore[no-any-return]
 
     def decode(self, sample: Any, start: int = 0, stop: int | None = None) -> str:
         return str(self.tokenizer.decode(sample["input_ids"][start:stop]))

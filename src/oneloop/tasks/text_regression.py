@@ -1,4 +1,4 @@
-"""Text regression: a number for each text or pair of texts, by a transformers encoder from scratch."""
+"""Text regression: predict a number for each text or pair of texts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ class TextRegression(TextRows):
 
     sample_weight = 1.0
     classes = ("number",)
-    _wide = torch.float32 if torch.backends.mps.is_available() else torch.float64  # torchmetrics sums in it
+    _sum_dtype = torch.float32 if torch.backends.mps.is_available() else torch.float64  # dtype of the torchmetrics sums
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class TextRegression(TextRows):
 
         metrics: Any = {"spearman": SpearmanCorrCoef(), "pearson": PearsonCorrCoef()}
         metrics["mean_absolute_error"] = MeanAbsoluteError()
-        return MetricCollection(metrics, compute_groups=False).set_dtype(self._wide)
+        return MetricCollection(metrics, compute_groups=False).set_dtype(self._sum_dtype)
 
     def update(self, metrics: Any, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
-        metrics.update(outputs["said"].to(self._wide), batch["number"].to(self._wide))
+        metrics.update(outputs["said"].to(self._sum_dtype), batch["number"].to(self._sum_dtype))
 
     def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
         return {"prediction": outputs["said"].float().tolist()}

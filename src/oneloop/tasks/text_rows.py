@@ -1,4 +1,4 @@
-"""What the tasks on rows of text share: their data, how it is read, and the model."""
+"""Base class of the tasks on rows of text: data, tokenization and model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,8 +38,8 @@ class TextRows(Task):
         ("pretrained", "trust_remote_code"), "model!=bytes"
     )
     """see :class:`oneloop.tasks.protocol.Task`"""
-    target = "label"  # the task's key of the column to be learned
-    words = False  # whether each word has a class, instead of the whole text
+    target = "label"  # task key of the target column
+    words = False  # whether each word has a target, instead of the whole text
     classes: Sequence[str] = ()  # names of the model's outputs
 
     def __init__(
@@ -61,10 +61,10 @@ class TextRows(Task):
         weights = {} if model == "bytes" else {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
         self.reader = reader(model, shape, **weights)
         self.columns, self.window = columns, window
-        named = [] if data is None else named_sources(data, columns)
-        sources = [opened(one, held_out=held_out, window=window) for one in named]
+        described = [] if data is None else named_sources(data, columns)
+        sources = [opened(source, held_out=held_out, window=window) for source in described]
         self._sets = self._samples(sources) if sources else {}
-        self.notes = self._of_data = notes_of(sources)
+        self.notes = self._data_notes = notes_of(sources)
 
     def _samples(self, sources: Sequence[Source], *, labelled: bool = True) -> dict[str, Any]:
         self._check(sources)
@@ -76,7 +76,7 @@ class TextRows(Task):
         check_texts(sources, "second")
 
     def _numbers(self, sources: Sequence[Source]) -> Mapping[str, Callable[[Any], Any]]:
-        """What turns a target into a number. The first call, with the training rows, sets the classes."""
+        """Return functions from a target to a number, by source. The first call (training rows) sets the classes."""
         if self.classes:
             known = self.classes
             return {source.name: numbers_of(source, self.target, known, lists=self.words) for source in sources}
@@ -90,14 +90,14 @@ class TextRows(Task):
 
     def model(self) -> nn.Module:
         model = self.reader.model(self.classes, words=self.words)
-        self.notes = [*self._of_data, *self.reader.notes]
+        self.notes = [*self._data_notes, *self.reader.notes]
         return model
 
     def train_set(self) -> Any:
         return self._sets["train"]
 
     def eval_sets(self) -> dict[str, Any]:
-        return {name: part for name, part in self._sets.items() if name != "train"}
+        return {name: data_set for name, data_set in self._sets.items() if name != "train"}
 
     def samples_of(self, data: str, *, labelled: bool) -> Any:
         columns = self.columns | ({} if labelled else {self.target: ""})

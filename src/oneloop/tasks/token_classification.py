@@ -1,4 +1,4 @@
-"""Token classification (names, parts of speech): a class for each word, by a transformers encoder from scratch."""
+"""Token classification (names, parts of speech): predict a class for each word."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,16 +48,16 @@ class TokenClassification(TextRows):
             check_as_long(sources, "tokens", "tags")
 
     def _sample(self, source: Source, number: Callable[[Any], int]) -> Callable[[Row], tuple[Any, Tensor]]:
-        reads = self.reader
+        reader = self.reader
 
         def make(row: Row) -> tuple[Any, Tensor]:
             words = row[source.columns["tokens"]]
             tags = row.get(source.columns["tags"], [0] * len(words))
             if len(words) != len(tags):
                 raise ValueError(f"{len(words)} words and {len(tags)} tags; each word needs one")
-            sample, at, length = reads.encode_words(words)
+            sample, starts, length = reader.encode_words(words)
             target = torch.full((length,), _IGNORE)
-            target[at] = torch.tensor([number(tag) for tag in tags[: len(at)]], dtype=torch.int64)
+            target[starts] = torch.tensor([number(tag) for tag in tags[: len(starts)]], dtype=torch.int64)
             return sample, target
 
         return make
@@ -80,18 +80,18 @@ class TokenClassification(TextRows):
         metrics.update(outputs["logits"].flatten(0, 1), batch["target"].flatten())
 
     def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
-        """The classes of each text's words, as far as they are not cut off."""
-        known, found = (batch["target"] != _IGNORE).cpu(), outputs["logits"].argmax(-1).cpu()
-        rows = zip(found, known, strict=True)
-        return {"prediction": [[self.classes[number] for number in row[at].tolist()] for row, at in rows]}
+        """Return the predicted classes of the words of each text, without words that are cut."""
+        is_target, predicted = (batch["target"] != _IGNORE).cpu(), outputs["logits"].argmax(-1).cpu()
+        rows = zip(predicted, is_target, strict=True)
+        return {"prediction": [[self.classes[number] for number in row[positions].tolist()] for row, positions in rows]}
 
     def show(self, sample: tuple[Any, Tensor], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, target = sample
-        at = (target != _IGNORE).nonzero().flatten().tolist()
-        predicted = [self.classes[number] for number in outputs["logits"][at].argmax(-1).tolist()]
-        wanted = [self.classes[number] for number in target[at].tolist()]
-        words = [self.reader.decode(text, *span) for span in zip(at, [*at[1:], len(target)], strict=True)]
-        losses = outputs["loss"][at].tolist()
+        starts = (target != _IGNORE).nonzero().flatten().tolist()
+        predicted = [self.classes[number] for number in outputs["logits"][starts].argmax(-1).tolist()]
+        targets = [self.classes[number] for number in target[starts].tolist()]
+        words = [self.reader.decode(text, *span) for span in zip(starts, [*starts[1:], len(target)], strict=True)]
+        losses = outputs["loss"][starts].tolist()
         tokens = [(f"{word}[{tag}]", loss) for word, tag, loss in zip(words, predicted, losses, strict=True)]
-        shown = {"target": " ".join(wanted), "prediction": " ".join(predicted), "right": predicted == wanted}
+        shown = {"target": " ".join(targets), "prediction": " ".join(predicted), "right": predicted == targets}
         return {"tokens": tokens, **shown}

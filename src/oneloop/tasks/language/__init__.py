@@ -1,1 +1,1 @@
-"""Language models: chat templates, packed documents, a loss without the logits."""
+"""Language models: chat templates, packing, LoRA, and a loss that never stores all logits."""

@@ -1,11 +1,11 @@
-"""Attention that ends at the borders of documents, for any model on transformers' attention interface.
+"""Attention within documents of a packed row, for any model that uses transformers' attention interface.
 
 >>> attend_within_documents(model)
 >>> model(input_ids=…, position_ids=…, attention_mask=borders(documents, cuts), use_cache=False)
 
-On CUDA in half precision it is torch's kernel for sequences of different lengths, elsewhere SDPA with a boolean mask.
-What is handed over as ``attention_mask`` is 4-D, which transformers passes on as it is, without a look into it: no
-forward waits for the device. Masks of padding, and none, are treated as transformers treats them for its SDPA.
+On CUDA in half precision it uses torch's variable-length kernel, elsewhere SDPA with a boolean mask. The masks are
+4-D, because transformers passes a 4-D ``attention_mask`` on without reading it on the host (no sync). Padding masks and
+None work as in transformers' SDPA.
 """
 
 from inspect import signature
@@ -15,30 +15,30 @@ import torch
 from torch import Tensor, nn
 
 NAME = "within_documents"
-"""as transformers knows it"""
+"""name in transformers' attention registry"""
 
-_Given = Tensor | None
+_Mask = Tensor | None
 
 
 def attend_within_documents(model: nn.Module, *, packed: bool = False) -> None:
-    """Lets the model take :func:`causal`, and :func:`borders` where it is to be ``packed``; in place, and tried.
+    """Make the model accept the masks of :func:`causal`, and if ``packed`` of :func:`borders`, in place; test it.
 
     Raises:
-        ValueError: it cannot, with the reason; it is as it was.
+        ValueError: the model does not support it; it is then unchanged.
     """
-    if reason := _why_not(model):
+    if reason := _unsupported(model):
         raise ValueError(f"{type(model).__name__}: {reason}")
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)  # without it padded prompts would be read as if they were whole
+    AttentionMaskInterface.register(NAME, sdpa_mask)  # otherwise padding masks would be ignored
     before = model.config._attn_implementation  # type: ignore[union-attr]
-    own = _logits(model, _tokens(model)) if _has_weights(model) else None
+    own_logits = _logits(model, _tokens(model)) if _has_weights(model) else None
     model.set_attn_implementation(NAME)  # type: ignore[operator]
     try:
-        if own is not None:
-            _try(model, own, packed=packed)
+        if own_logits is not None:
+            _test_run(model, own_logits, packed=packed)
     except Exception as error:
         model.set_attn_implementation(before)  # type: ignore[operator]
         if isinstance(error, ValueError):
@@ -46,7 +46,7 @@ def attend_within_documents(model: nn.Module, *, packed: bool = False) -> None:
         raise ValueError(f"{type(model).__name__} does not take such masks: {error}") from error
 
 
-def _why_not(model: nn.Module) -> str | None:
+def _unsupported(model: nn.Module) -> str | None:
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     if getattr(model, "_is_stateful", False):
         return "its layers carry a state from token to token (linear attention, a state space)"
@@ -58,16 +58,16 @@ def _why_not(model: nn.Module) -> str | None:
 
 
 def causal(device: torch.device) -> Tensor:
-    """Every token sees those before it in its row; padding, which stands behind, is seen by padding alone."""
+    """Return a mask for causal attention in rows; padding at the end is visible only to padding."""
     return torch.zeros(1, 1, 1, 0, dtype=torch.uint8, device=device)
 
 
 def borders(documents: Tensor, cuts: Tensor) -> Tensor:
-    """Every token sees those before it in its document.
+    """Return a mask for causal attention within documents.
 
     Args:
-        documents: (rows, positions), the number of the document that each position is of; padding is one of its own.
-        cuts: int32, where documents begin in all rows one after another, and the end, as often as there is room.
+        documents: (rows, positions), the document number of each position; padding is a separate document.
+        cuts: int32, the starts of the documents in all rows concatenated; the rest is filled with the total length.
     """
     if cuts.device.type == "cuda":
         return cuts[None, None, None]
@@ -81,16 +81,16 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: _Given,
+    attention_mask: _Mask,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **more: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """(rows, heads, positions, width) -> (rows, positions, heads, width), as transformers calls it."""
+    """Attention function for transformers: (rows, heads, positions, width) -> (rows, positions, heads, width)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    unknown = [name for name in ("softcap", "s_aux") if more.get(name) is not None]
+    unknown = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
     if unknown:
         raise ValueError(f"{type(module).__name__} has what SDPA cannot do ({', '.join(unknown)})")
     if attention_mask is not None and attention_mask.dtype in (torch.uint8, torch.int32):
@@ -103,16 +103,16 @@ def _attend(
                 and query.shape[3] <= 256
             ):
                 return _of_different_lengths(query, key, value, attention_mask.flatten(), scaling, window), None
-            attention_mask = borders(_numbered(query, attention_mask.flatten()), torch.empty(0))
+            attention_mask = borders(_document_numbers(query, attention_mask.flatten()), torch.empty(0))
         attention_mask = _mask(query, attention_mask, window)
-    made: tuple[Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
+    output: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
     )
-    return made
+    return output
 
 
 def _window(module: nn.Module, length: int, sliding: int | None) -> int | None:
-    """Return the sliding-window size of a layer, None for full attention. Raises ValueError for other patterns."""
+    """Return the sliding-window size of a layer, None for full attention. Raise ValueError for other patterns."""
     config: Any = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds and isinstance(layer, int) and layer < len(kinds) else "full_attention"
@@ -122,46 +122,46 @@ def _window(module: nn.Module, length: int, sliding: int | None) -> int | None:
     return sliding if sliding is not None and sliding < length else None
 
 
-def _mask(query: Tensor, given: Tensor, window: int | None) -> _Given:
-    """A boolean mask of what :func:`causal` or :func:`borders` made; None: causal, as SDPA's own kernels can."""
+def _mask(query: Tensor, mask: Tensor, window: int | None) -> _Mask:
+    """Return a boolean mask for a mask of :func:`causal` or :func:`borders`; None: use SDPA's causal kernel."""
     length = query.shape[2]
-    if not given.numel() and window is None:
+    if not mask.numel() and window is None:
         return None
-    places = torch.arange(length, device=query.device)
-    seen = given.view(torch.bool) if given.numel() else (places[:, None] >= places)[None, None]
-    return seen if window is None else seen & (places[:, None] - places < window)
+    positions = torch.arange(length, device=query.device)
+    visible = mask.view(torch.bool) if mask.numel() else (positions[:, None] >= positions)[None, None]
+    return visible if window is None else visible & (positions[:, None] - positions < window)
 
 
-def _numbered(query: Tensor, cuts: Tensor) -> Tensor:
-    """(rows, positions), the documents' numbers; without a look at the device."""
+def _document_numbers(query: Tensor, cuts: Tensor) -> Tensor:
+    """Return document numbers from ``cuts``, shape (rows, positions); no host sync."""
     rows, _, length, _ = query.shape
-    places = torch.arange(rows * length, device=cuts.device, dtype=cuts.dtype)
-    return torch.searchsorted(cuts, places, right=True).view(rows, length)
+    positions = torch.arange(rows * length, device=cuts.device, dtype=cuts.dtype)
+    return torch.searchsorted(cuts, positions, right=True).view(rows, length)
 
 
 def _of_different_lengths(
     query: Tensor, key: Tensor, value: Tensor, cuts: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
-    """torch's variable-length kernel: the same for a document whatever stands beside it."""
+    """Call torch's variable-length kernel; its results do not depend on the other documents of a row."""
     from torch.nn.attention.varlen import varlen_attn
 
     rows, _, length, _ = query.shape
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    how: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scaling}
-    known, groups = signature(varlen_attn).parameters, query.shape[1] // key.shape[1]
-    if "num_splits" in known:  # of later versions of torch
-        how["num_splits"] = 1
-    if "enable_gqa" in known:
-        how["enable_gqa"] = groups > 1
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scaling}
+    supported, groups = signature(varlen_attn).parameters, query.shape[1] // key.shape[1]
+    if "num_splits" in supported:  # newer torch
+        options["num_splits"] = 1
+    if "enable_gqa" in supported:
+        options["enable_gqa"] = groups > 1
     else:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    made: Any = varlen_attn(query, key, value, cuts, cuts, length, length, **how)
-    return made.unflatten(0, (rows, length))  # type: ignore[no-any-return]
+    output: Any = varlen_attn(query, key, value, cuts, cuts, length, length, **options)
+    return output.unflatten(0, (rows, length))  # type: ignore[no-any-return]
 
 
-# --- tried ------------------------------------------------------------------------------------------------------------
+# --- test run ---------------------------------------------------------------------------------------------------------
 
-_TRIED = 12  # tokens at most
+_TEST_TOKENS = 12  # maximum number of tokens
 
 
 def _has_weights(model: nn.Module) -> bool:
@@ -170,41 +170,41 @@ def _has_weights(model: nn.Module) -> bool:
 
 def _tokens(model: nn.Module) -> Tensor:
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    length = min(_TRIED, getattr(config, "max_position_embeddings", None) or _TRIED)
+    length = min(_TEST_TOKENS, getattr(config, "max_position_embeddings", None) or _TEST_TOKENS)
     entries: int = config.vocab_size
     return torch.arange(length, device=next(model.parameters()).device)[None] % entries
 
 
-def _logits(model: nn.Module, tokens: Tensor, **given: Any) -> Tensor:
+def _logits(model: nn.Module, tokens: Tensor, **inputs: Any) -> Tensor:
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            return model(input_ids=tokens, use_cache=False, **given).logits  # type: ignore[no-any-return]
+            return model(input_ids=tokens, use_cache=False, **inputs).logits  # type: ignore[no-any-return]
     finally:
         model.train(training)
 
 
-def _try(model: nn.Module, own: Tensor, *, packed: bool) -> None:
-    """Run two documents in one row. Raises ValueError if the logits are not those of the model's ``own`` attention, or
-    those of the second document depend on the first."""
+def _test_run(model: nn.Module, own: Tensor, *, packed: bool) -> None:
+    """Run two documents in one row. Raise ValueError if the logits differ from those of the model's ``own`` attention,
+    or if the logits of the second document depend on the first."""
     name, tokens = type(model).__name__, _tokens(model)
-    first, whole, here = tokens.shape[1] // 2, tokens.shape[1], tokens.device
+    first, length, device = tokens.shape[1] // 2, tokens.shape[1], tokens.device
     second = tokens[:, first:]
-    if not _near(_logits(model, tokens, attention_mask=causal(here)), own):
+    if not _near(_logits(model, tokens, attention_mask=causal(device)), own):
         raise ValueError(f"{name} does not attend to exactly the tokens before each token")
     if not packed:
         return
-    numbers = torch.tensor([[0] * first + [1] * (whole - first)], device=here)
-    places = torch.tensor([[*range(first), *range(whole - first)]], device=here)
-    cuts = torch.tensor([0, first, whole], dtype=torch.int32, device=here)
-    given = {"position_ids": places, "attention_mask": borders(numbers, cuts)}
-    behind = _logits(model, tokens, **given)[:, first:]
-    behind_another = _logits(model, torch.cat([tokens[:, :first].flip(1), second], dim=1), **given)[:, first:]
-    if not _near(behind, behind_another, 2e-6):
+    documents = torch.tensor([[0] * first + [1] * (length - first)], device=device)
+    positions = torch.tensor([[*range(first), *range(length - first)]], device=device)
+    cuts = torch.tensor([0, first, length], dtype=torch.int32, device=device)
+    inputs = {"position_ids": positions, "attention_mask": borders(documents, cuts)}
+    after = _logits(model, tokens, **inputs)[:, first:]
+    after_other = _logits(model, torch.cat([tokens[:, :first].flip(1), second], dim=1), **inputs)[:, first:]
+    if not _near(after, after_other, 2e-6):
         kinds = "linear attention, a state space, a convolution"
         raise ValueError(f"{name}: its layers carry state from one document to the next ({kinds})")
-    if not _near(behind, _logits(model, second, attention_mask=causal(here))):
+    if not _near(after, _logits(model, second, attention_mask=causal(device))):
         raise ValueError(f"{name}: the logits of a packed document depend on the document before it")
 
 

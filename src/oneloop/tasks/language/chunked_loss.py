@@ -1,10 +1,10 @@
-"""The output layer and its cross-entropy, chunk by chunk of tokens: the logits of all tokens are never in memory.
+"""Output layer and cross-entropy in chunks of tokens, so that the logits of all tokens are never in memory.
 
 >>> losses = chunked_cross_entropy(hidden, head.weight, target)     # total (differentiable), each, right
 >>> without_logits(model)                        # a transformers causal language model, not yet wrapped
 >>> losses = model(input_ids=tokens, target=target)                 # without target=, logits as before
 
-Gradients are computed in the forward, where each chunk's logits are (as Liger does, Hsu et al. 2024).
+The forward also computes the gradients, while the logits of a chunk exist (as in Liger, Hsu et al. 2024).
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 Change = Callable[[Tensor], Tensor]
-"""what a model does to its logits after its output layer"""
+"""what a model applies to the logits of its output layer"""
 
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _FACTORS = ("logit_scale", "lm_head_multiplier")
@@ -27,11 +27,11 @@ _MULTIPLIED = {"hyperclovax"}  # model types whose logits_scaling is a factor
 
 
 class Losses(NamedTuple):
-    """Of the targets that count; the others are 0 and False.
+    """Losses of the targets; ignored targets have 0 and False.
 
     Attributes:
-        total: the sum; differentiable.
-        each: of each target; detached.
+        total: sum of the losses; differentiable.
+        each: loss of each target; detached.
         right: whether the target has the largest logit.
     """
 
@@ -50,23 +50,23 @@ def chunked_cross_entropy(
     change: Change | None = None,
     entries: int = 1 << 24,
 ) -> Losses:
-    """The cross-entropy of ``change(hidden @ weight.T + bias)``, summed.
+    """Return the summed cross-entropy of ``change(hidden @ weight.T + bias)``.
 
-    The products are of the type that autocast asks for; the loss is float32 of half-precision logits.
+    Matrix products use the autocast dtype; the loss of half-precision logits is computed in float32.
 
     Args:
         hidden: (tokens, width).
         weight: (vocabulary, width).
         target: (tokens,), int64.
         bias: (vocabulary,).
-        ignore: value of targets that do not count.
-        change: what the model does to its logits after its output layer; each logit by itself or each row.
-        entries: logits held at once.
+        ignore: value of ignored targets.
+        change: what the model applies to the logits; it must act on each logit or each row separately.
+        entries: maximum number of logits in memory.
 
     Raises:
-        ValueError: the products are float16, in which small gradients of logits are lost.
+        ValueError: the products are in float16, in which small gradients of the logits underflow.
     """
-    if _kind(hidden) is torch.float16:
+    if _product_dtype(hidden) is torch.float16:
         why = "small gradients of the logits underflow in fp16"
         raise ValueError(f"the loss without logits does not work in fp16: {why}; use bf16, or task.fused_loss false")
     return Losses(*_Chunked.apply(hidden, weight, bias, target, ignore, change, entries, torch.is_grad_enabled()))
@@ -86,33 +86,33 @@ class _Chunked(torch.autograd.Function):
         differentiable: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs = [differentiable and need for need in ctx.needs_input_grad[:3]]
-        device, kind = hidden.device.type, _kind(hidden)
-        exact = torch.promote_types(kind, torch.float32)
-        layer = weight.detach().to(kind), None if bias is None else bias.detach().to(kind)
+        device, dtype = hidden.device.type, _product_dtype(hidden)
+        exact = torch.promote_types(dtype, torch.float32)
+        layer = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
         each = torch.empty(target.shape, dtype=exact, device=hidden.device)
         right = torch.empty(target.shape, dtype=torch.bool, device=hidden.device)
         sums: list[Tensor | None] = [torch.empty_like(hidden) if needs[0] else None]
-        wide = [(weight, needs[1]), (bias, needs[2])]
-        sums += [torch.zeros_like(own, dtype=exact) if need and own is not None else None for own, need in wide]
+        parameters = [(weight, needs[1]), (bias, needs[2])]
+        sums += [torch.zeros_like(x, dtype=exact) if need and x is not None else None for x, need in parameters]
         size = max(1, entries // len(weight))
         with torch.autocast(device, enabled=False) if _autocast(hidden) else nullcontext():
-            for number in range(-(-len(hidden) // size)):  # so torch.compile's guard is on this, not on the tokens
+            for number in range(-(-len(hidden) // size)):  # torch.compile guards on this count, not on the tokens
                 part = slice(number * size, (number + 1) * size)
-                states, wanted = hidden[part].detach().to(kind), target[part]
+                states, targets = hidden[part].detach().to(dtype), target[part]
                 logits = F.linear(states, *layer)
-                each[part], right[part], slopes = _chunk(logits, wanted, ignore, change, any(needs))
+                each[part], right[part], slopes = _chunk(logits, targets, ignore, change, any(needs))
                 del logits
                 if slopes is not None:
                     _add(sums, part, states, layer[0], slopes)
         ctx.mark_non_differentiable(each, right)
-        kinds = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(*(None if one is None else one.to(own) for one, own in zip(sums, kinds, strict=True)))
+        dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(*(None if x is None else x.to(dtype) for x, dtype in zip(sums, dtypes, strict=True)))
         return each.sum(), each, right
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, slope: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        """In place: a weight's gradient twice would be as large as the logits; torch rejects a second backward."""
+        """Scale in place, because a copy of the weight's gradient is large; torch rejects a second backward."""
         return *(None if saved is None else saved.mul_(slope) for saved in ctx.saved_tensors), *[None] * 5
 
 
@@ -122,15 +122,15 @@ def _autocast(hidden: Tensor) -> bool:
     return available and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
 
 
-def _kind(hidden: Tensor) -> torch.dtype:
-    """Type of the products."""
+def _product_dtype(hidden: Tensor) -> torch.dtype:
+    """Return the dtype of the matrix products."""
     return torch.get_autocast_dtype(hidden.device.type) if _autocast(hidden) else hidden.dtype
 
 
 def _chunk(
     logits: Tensor, target: Tensor, ignore: int, change: Change | None, slopes: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Loss of each target, whether it is right, and the gradient of the logits as the output layer gave them."""
+    """Return the loss of each target, whether it is right, and the gradient of the output layer's logits."""
 
     def losses(logits: Tensor) -> tuple[Tensor, Tensor]:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -147,7 +147,7 @@ def _chunk(
 
 
 def _add(sums: list[Tensor | None], part: slice, states: Tensor, weight: Tensor, slopes: Tensor) -> None:
-    """The output layer's backward: hidden states' gradients in their place, those of weight and bias on top."""
+    """Run the output layer's backward: write gradients of the hidden states; add those of weight and bias."""
     if sums[0] is not None:
         sums[0][part] = slopes @ weight
     if sums[1] is not None:
@@ -160,16 +160,16 @@ def _add(sums: list[Tensor | None], part: slice, states: Tensor, weight: Tensor,
 
 
 def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
-    """Lets ``model`` take ``target``, of the shape of its tokens, and return :class:`Losses`; in place.
+    """Make ``model`` accept ``target``, of the shape of its tokens, and return :class:`Losses`; in place.
 
-    What it does to its logits is read from its config, and tried on eight tokens unless it is on the meta device.
+    Scaling and soft-capping of logits are read from the config, and tested on eight tokens unless the model is on meta.
 
     Args:
-        model: with transformers' ``base_model`` and ``get_output_embeddings``.
-        ignore: value of targets that do not count.
+        model: a model with transformers' ``base_model`` and ``get_output_embeddings``.
+        ignore: value of ignored targets.
 
     Raises:
-        ValueError: it has no linear output layer, or comes to its logits in another way than is known here.
+        ValueError: the model has no linear output layer, or computes its logits in an unknown way.
     """
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if not isinstance(head, nn.Linear):
@@ -179,11 +179,11 @@ def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
         raise ValueError(f"a loss without logits needs a base_model, and {type(model).__name__} has none")
     change = _change(model)
     if not any(parameter.is_meta for parameter in model.parameters()):
-        _try(model, head, change)
+        _test_run(model, head, change)
     logits, forward = head.forward, model.forward
 
     def chunked_head(hidden: Tensor, target: Tensor | None = None) -> Tensor | Losses:
-        """Called through the layer itself, so that FSDP2 gathers its weights."""
+        """Replace the layer's forward, so that FSDP2 gathers its weights."""
         if target is None:
             return logits(hidden)
         found = chunked_cross_entropy(
@@ -201,7 +201,7 @@ def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
 
 
 def _change(model: nn.Module) -> Change | None:
-    """What ``model`` does to its logits, by what its config says; None: nothing."""
+    """Return what ``model`` applies to its logits according to its config; None: nothing."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -221,8 +221,8 @@ def _change(model: nn.Module) -> Change | None:
 
 
 @torch.no_grad()
-def _try(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
-    """Compares with the model's own logits, on top of a ramp of ±50 so that no cap can be missed."""
+def _test_run(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
+    """Compare with the model's logits; a ramp of ±50 is added to them, so that soft-capping is noticed."""
     name, forward = type(model).__name__, head.forward
     entries, device = head.out_features, head.weight.device
     tokens = torch.arange(min(8, entries), device=device)[None]
@@ -231,7 +231,7 @@ def _try(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
     def ramped(hidden: Tensor) -> Tensor:
         return forward(hidden) * boost + ramp
 
-    with _as_evaluated(model):
+    with _eval_mode(model):
         try:
             hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state  # type: ignore[operator]
             largest = forward(hidden).abs().max()
@@ -243,21 +243,21 @@ def _try(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
             raise ValueError(f"{name} cannot run eight tokens to try the loss without logits: {why}") from error
         finally:
             head.forward = forward  # type: ignore[method-assign]
-    mine = ramped(hidden).double()
-    mine = mine if change is None else change(mine)
+    logits = ramped(hidden).double()
+    logits = logits if change is None else change(logits)
     bound = 1e-4 if torch.finfo(head.weight.dtype).bits >= 32 else 2e-2
-    off = float((own - mine).abs().max() / own.abs().max()) if own.shape == mine.shape else float("inf")
-    if not off <= bound:
-        apart = f"by {off:.1e} of the largest (at most {bound:.0e})"
+    worst = float((own - logits).abs().max() / own.abs().max()) if own.shape == logits.shape else float("inf")
+    if not worst <= bound:
+        apart = f"by {worst:.1e} of the largest (at most {bound:.0e})"
         raise ValueError(f"a loss without logits: the logits of {name} differ from its output layer's {apart}")
 
 
 @contextmanager
-def _as_evaluated(model: nn.Module) -> Iterator[None]:
+def _eval_mode(model: nn.Module) -> Iterator[None]:
     training = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module, was in training:
-            module.training = was
+        for module, mode in training:
+            module.training = mode

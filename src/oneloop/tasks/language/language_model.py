@@ -1,4 +1,4 @@
-"""What all language tasks share: the loss over target tokens, its metrics, and what is to be seen of a model."""
+"""Base class of the language tasks: the loss over target tokens, metrics and the parts of the report."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -13,21 +13,21 @@ from oneloop.basics.base_models import BaseModel
 from oneloop.tasks.evaluation_metrics import TextSums
 from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.chunked_loss import without_logits
-from oneloop.tasks.language.lora import merged, put_on, save_config
+from oneloop.tasks.language.lora import add_adapters, merged, save_config
 from oneloop.tasks.language.lora_settings import LoRA, adapters
-from oneloop.tasks.language.models import Architecture, Shape, from_scratch, known, made_ready
+from oneloop.tasks.language.models import Architecture, Shape, from_scratch, load_model, prepare_attention
 from oneloop.tasks.language.sequences import IGNORE
 from oneloop.tasks.protocol import Task
-from oneloop.tasks.transformers_models import is_transformers, seen, tokenizer_of
+from oneloop.tasks.transformers_models import file_stats, is_transformers, tokenizer_of
 
 Fused = bool | Literal["auto"]
 
 MANY_LOGITS = 1 << 27
-"""logits of a micro-batch, from which on a GPU does not hold them all (half a gigabyte in float32)"""
+"""logits of a micro-batch above which fused_loss auto fuses the loss (half a gigabyte in float32)"""
 
 
 def is_packed(pack: str, *known: str) -> bool:
-    """Whether ``task.pack`` is packed. Raises ValueError if it is not one of ``known``."""
+    """Return whether ``task.pack`` is packed. Raise ValueError if it is not one of ``known``."""
     if pack not in known:
         raise ValueError(f"task.pack must be {', '.join(known[:-1])} or {known[-1]}, got {pack}")
     return pack == "packed"
@@ -36,7 +36,7 @@ def is_packed(pack: str, *known: str) -> bool:
 class LanguageModel(Task):
     """Language modelling. The weight of a sample is its number of target tokens.
 
-    Batches are those of :func:`oneloop.tasks.language.sequences.collated`.
+    Batches come from :func:`oneloop.tasks.language.sequences.collated`.
 
     Args:
         packed: whether a sample has several documents that do not attend to each other.
@@ -57,9 +57,9 @@ class LanguageModel(Task):
     """
 
     unit = "tokens"
-    begin: int | None = None  # tokens that begin and end a text, for a model from scratch
+    begin: int | None = None  # BOS token (and ``end``: EOS) of a model from scratch
     end = 0
-    length_key = "length"  # the task's key of a sample's length
+    length_key = "length"  # task key of the sample length
 
     def __init__(
         self,
@@ -87,31 +87,31 @@ class LanguageModel(Task):
             raise ValueError(
                 f"task.model {self.name!r} is not a folder saved by transformers; give such a folder, or hf:ID"
             )
-        self.notes, self._of_data = list[str](), list[str]()
+        self.notes, self._data_notes = list[str](), list[str]()
         self.origin: BaseModel | None = None
-        self._fusible, self._masked = False, False
+        self._can_fuse, self._masked = False, False
 
     def model(self) -> nn.Module:
-        before = None if self.adapters is None else seen(self.adapters.base)
+        before = None if self.adapters is None else file_stats(self.adapters.base)
         model = self.bare_model()
         if self.adapters is not None:
-            self.origin, added = put_on(model, self.adapters, seen=before)
+            self.origin, added = add_adapters(model, self.adapters, stats=before)
             self.notes = [*self.notes, added]
-        self._masked = made_ready(model, packed=self.packed, router_loss=self.router_loss)
+        self._masked = prepare_attention(model, packed=self.packed, router_loss=self.router_loss)
         if self.fused_loss is not False:
             try:
                 without_logits(model, ignore=IGNORE)
-                self._fusible = True
+                self._can_fuse = True
             except ValueError as error:
                 if self.fused_loss is True:
                     raise ValueError(f"task.fused_loss: {error}") from error
         return model
 
     def known_tokenizer(self) -> Any:
-        """The tokenizer of the task's own model, or of its adapters where one lies there."""
+        """Return the tokenizer of the model, or of the adapters if their folder has one."""
         assert self.name is not None
-        place = self.name if self.adapters is None else self.adapters.tokenizer
-        return tokenizer_of(place, trust_remote_code=self.weights["trust_remote_code"])
+        source = self.name if self.adapters is None else self.adapters.tokenizer
+        return tokenizer_of(source, trust_remote_code=self.weights["trust_remote_code"])
 
     def bare_model(self) -> nn.Module:
         """Build or load the model, without adapters."""
@@ -119,33 +119,33 @@ class LanguageModel(Task):
             return from_scratch(self.shape, entries=self.entries, begin=self.begin, end=self.end)
         lora = None if self.adapters is None else self.adapters.settings
         length = self.shape.length, self.length_key
-        model, added = known(self.name, entries=self.entries, length=length, lora=lora, **self.weights)
-        self.notes = [*self._of_data, *added]
+        model, added = load_model(self.name, entries=self.entries, length=length, lora=lora, **self.weights)
+        self.notes = [*self._data_notes, *added]
         return model
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         return (batch["target"] != IGNORE).sum()
 
-    def _given(self, batch: dict[str, Tensor]) -> dict[str, Any]:
-        given: dict[str, Any] = {"input_ids": batch["input"], "use_cache": False}
+    def _model_inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+        inputs: dict[str, Any] = {"input_ids": batch["input"], "use_cache": False}
         if "document" in batch:
             mask = borders(batch["document"], batch["cuts"])
-            return given | {"position_ids": batch["position"], "attention_mask": mask}
-        return given | ({"attention_mask": causal(batch["input"].device)} if self._masked else {})
+            return inputs | {"position_ids": batch["position"], "attention_mask": mask}
+        return inputs | ({"attention_mask": causal(batch["input"].device)} if self._masked else {})
 
-    def _fuses(self, tokens: Tensor, entries: int) -> bool:
+    def _uses_fused_loss(self, tokens: Tensor, entries: int) -> bool:
         if self.fused_loss == "auto":
-            half = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is torch.float16
+            fp16 = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is torch.float16
             many = tokens.device.type == "cuda" and tokens.numel() * entries > MANY_LOGITS
-            return self._fusible and many and not half
-        return self._fusible
+            return self._can_fuse and many and not fp16
+        return self._can_fuse
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         target = batch["target"]
-        if self._fuses(target, self.entries):
-            total, each, right = model(**self._given(batch), target=target)
+        if self._uses_fused_loss(target, self.entries):
+            total, each, right = model(**self._model_inputs(batch), target=target)
         else:
-            logits = model(**self._given(batch)).logits
+            logits = model(**self._model_inputs(batch)).logits
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             flat = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORE)
             total, each = flat.sum(), flat.detach().view_as(target)
@@ -157,12 +157,12 @@ class LanguageModel(Task):
 
     @property
     def entries(self) -> int:
-        """Of the vocabulary."""
+        """Vocabulary size."""
         raise NotImplementedError
 
     @property
     def token_bytes(self) -> Tensor | None:
-        """How many bytes of text each token is, where that is known."""
+        """Number of bytes of each token, shape (vocabulary,); None if unknown."""
         return None
 
     def metrics(self) -> TextSums:
@@ -170,47 +170,46 @@ class LanguageModel(Task):
 
     def update(self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
         target, size = batch["target"], self.token_bytes
-        known = target != IGNORE
-        right = (outputs["right"] & known).sum()
-        text = None if size is None else (size.to(target.device)[target.clamp(min=0)] * known).sum()
-        metrics.update(outputs["loss"].double().sum(), known.sum(), right=right, text=text)
+        is_target = target != IGNORE
+        right = (outputs["right"] & is_target).sum()
+        text = None if size is None else (size.to(target.device)[target.clamp(min=0)] * is_target).sum()
+        metrics.update(outputs["loss"].double().sum(), is_target.sum(), right=right, text=text)
 
     def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
-        """Of each sample's target tokens: their mean loss (nats), how many they are, and the share that is right."""
-        known = batch["target"] != IGNORE
-        count = known.sum(1)
-        losses = (outputs["loss"].double() * known).sum(1) / count
-        right = (outputs["right"] & known).sum(1) / count
+        """Return mean loss (nats), number and accuracy of each sample's target tokens."""
+        is_target = batch["target"] != IGNORE
+        count = is_target.sum(1)
+        losses = (outputs["loss"].double() * is_target).sum(1) / count
+        right = (outputs["right"] & is_target).sum(1) / count
         return {"loss": losses.tolist(), "tokens": count.tolist(), "accuracy": right.tolist()}
 
     def pieces(self, tokens: list[int], losses: list[float], trained: list[bool]) -> list[tuple[str, float | None]]:
-        """Each token as text with its loss; None where it is not trained."""
+        """Return each token as text with its loss; the loss is None if the token is not trained."""
         return [
             (self.decode([token]), loss if counts else None)
             for token, loss, counts in zip(tokens, [0.0, *losses], [False, *trained], strict=True)
         ]
 
     def decode(self, tokens: list[int]) -> str:
-        """Tokens as text."""
+        """Return tokens as text."""
         raise NotImplementedError
 
     def merge(self, model: nn.Module) -> nn.Module:
-        """Add the adapters to the model's weights, in place, and return it without them. Raises ValueError if it has
-        none."""
+        """Merge the adapters into the model's weights, in place. Raise ValueError if it has no adapters."""
         if self.origin is None:
             raise ValueError("--merged: the run trained no adapters; its weights are whole as they are")
         self.origin = None
         return merged(model)
 
     def save_model(self, model: nn.Module, folder: Path, *, ends: Sequence[int] = ()) -> None:
-        """Writes what transformers needs to load the weights, and to generate (texts end with one of ``ends`` too); or
-        peft, to load the adapters."""
+        """Write the configs with which transformers loads the weights and generates (``ends``: more end tokens), or
+        with which peft loads the adapters."""
         if self.origin is not None:
             save_config(model, folder)
             return
         model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
-        if (how := deepcopy(getattr(model, "generation_config", None))) is not None:
-            own = how.eos_token_id if isinstance(how.eos_token_id, list) else [how.eos_token_id]
-            known = list(dict.fromkeys([*(end for end in own if end is not None), *ends]))
-            how.eos_token_id = known[0] if len(known) == 1 else known or None
-            (folder / "generation_config.json").write_text(how.to_json_string())
+        if (config := deepcopy(getattr(model, "generation_config", None))) is not None:
+            config_ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+            all_ends = list(dict.fromkeys([*(end for end in config_ends if end is not None), *ends]))
+            config.eos_token_id = all_ends[0] if len(all_ends) == 1 else all_ends or None
+            (folder / "generation_config.json").write_text(config.to_json_string())

@@ -1,5 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021) on a frozen model, through peft; its matrices in 4 bits, where that is asked for
-(QLoRA, Dettmers et al. 2023)."""
+"""Settings of LoRA (Hu et al. 2021) on a frozen model, optionally in 4 bits (QLoRA, Dettmers et al. 2023)."""
 
 import json
 from collections.abc import Mapping
@@ -9,8 +8,8 @@ from typing import Any, Literal
 
 from oneloop.basics.base_models import HUB, fetched
 
-OUTSIDE = "base_model.model."
-"""before every name in peft's files"""
+PEFT_PREFIX = "base_model.model."
+"""prefix of every name in peft's files"""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
 
 
@@ -48,31 +47,31 @@ class LoRA:
 
 @dataclass(frozen=True)
 class Adapters:
-    """What adapters a model gets."""
+    """Base model and settings of the adapters of a task."""
 
     base: str
-    """the model: a folder, or hf:ID[@REVISION]"""
+    """base model: a folder, or hf:ID[@REVISION]"""
     settings: LoRA
     given: Path | None = None
-    """folder of adapters that are trained on"""
+    """folder of existing adapters, whose training continues"""
 
     @property
     def tokenizer(self) -> str:
-        """Where it lies."""
-        own = self.given is not None and (self.given / "tokenizer_config.json").is_file()
-        return str(self.given) if own else self.base
+        """Path or name of the tokenizer."""
+        has_tokenizer = self.given is not None and (self.given / "tokenizer_config.json").is_file()
+        return str(self.given) if has_tokenizer else self.base
 
 
 def adapters(model: str | None, lora: LoRA | Mapping[str, Any], *, pretrained: bool) -> Adapters | None:
-    """What adapters a task's keys ask for; None: none.
+    """Return the adapters for the keys of a task; None if it has none.
 
     Args:
-        model: of the task; the place of a model, or of adapters themselves, which name theirs.
-        lora: the keys.
-        pretrained: whether the model comes with its weights.
+        model: the key task.model; a model, or adapters that name their base model.
+        lora: the keys task.lora.*.
+        pretrained: whether the weights of the model are loaded.
 
     Raises:
-        ValueError: a key is out of range, or makes no sense with the others.
+        ValueError: a key is out of range, or cannot be combined with the others.
     """
     settings = lora if isinstance(lora, LoRA) else LoRA(**lora)
     folder = _folder_of_adapters(model) if model else None
@@ -81,21 +80,21 @@ def adapters(model: str | None, lora: LoRA | Mapping[str, Any], *, pretrained: b
         if settings != LoRA(quantize=settings.quantize, double_quant=settings.double_quant):
             ways = "remove task.lora.* (except quantize), or add others to a merged model (oneloop export RUN --merged)"
             raise ValueError(f"task.model {model!r} holds adapters, which continue training as they are; {ways}")
-        base, found = _read(folder, model)
-        return Adapters(base, replace(found, quantize=settings.quantize, double_quant=settings.double_quant), folder)
+        base, saved = _read_config(folder, model)
+        return Adapters(base, replace(saved, quantize=settings.quantize, double_quant=settings.double_quant), folder)
     if settings.rank is None:
         if settings != LoRA():
             changed = [key for key, value in asdict(settings).items() if value != asdict(LoRA())[key]]
             raise ValueError(f"task.lora.{changed[0]} requires task.lora.rank (common: 16)")
         return None
     if model is None or not pretrained:
-        advice = "name a trained one with task.model, or remove task.lora.rank"
-        raise ValueError(f"task.lora.rank {settings.rank} requires a trained model; {advice}")
+        ways = "name a trained one with task.model, or remove task.lora.rank"
+        raise ValueError(f"task.lora.rank {settings.rank} requires a trained model; {ways}")
     return Adapters(model, settings)
 
 
 def _folder_of_adapters(model: str) -> Path | None:
-    """The folder with the adapters that ``model`` leads to; None where it leads to a model."""
+    """Return the folder of the adapters to which ``model`` refers; None if it refers to a model."""
     if not model.startswith(HUB):
         folder = Path(model).expanduser()
         return folder if (folder / CONFIG).is_file() and not (folder / "config.json").is_file() else None
@@ -112,41 +111,41 @@ def _folder_of_adapters(model: str) -> Path | None:
     return file.parent
 
 
-_OURS = ("r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "base_model_name_or_path", "revision")
-_NOTHING = ["peft_type", "task_type", "inference_mode", "auto_mapping", "peft_version", "fan_in_fan_out"]
-_NOTHING += ["runtime_config"]
-"""keys of peft's that change nothing of what adapters are"""
-_USUAL: dict[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal")}
-_USUAL |= {"megatron_core": ("megatron.core",), "qalora_group_size": (16,)}
+_USED_KEYS = ("r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "base_model_name_or_path", "revision")
+_IGNORED_KEYS = ["peft_type", "task_type", "inference_mode", "auto_mapping", "peft_version", "fan_in_fan_out"]
+_IGNORED_KEYS += ["runtime_config"]
+"""peft keys that do not change the adapters"""
+_ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal")}
+_ALLOWED_VALUES |= {"megatron_core": ("megatron.core",), "qalora_group_size": (16,)}
 
 
-def _read(folder: Path, model: str) -> tuple[str, LoRA]:
+def _read_config(folder: Path, model: str) -> tuple[str, LoRA]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        about = dict(json.loads((folder / CONFIG).read_text()))
+        config = dict(json.loads((folder / CONFIG).read_text()))
         with safe_open(folder / f"{WEIGHTS}.safetensors", "pt") as file:
             names = list(file.keys())
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise ValueError(f"task.model {model!r}: its adapters cannot be read ({error})") from error
-    strange = [
+    unsupported = [
         f"{key} {value}"
-        for key, value in about.items()
-        if key not in (*_OURS, *_NOTHING) and value and value not in _USUAL.get(key, ())
+        for key, value in config.items()
+        if key not in (*_USED_KEYS, *_IGNORED_KEYS) and value and value not in _ALLOWED_VALUES.get(key, ())
     ]
-    if strange or about.get("peft_type") != "LORA":
-        kind = ", ".join(strange) or f"peft_type {about.get('peft_type')}"
+    if unsupported or config.get("peft_type") != "LORA":
+        kind = ", ".join(unsupported) or f"peft_type {config.get('peft_type')}"
         raise ValueError(f"task.model {model!r}: adapters of another kind than LoRA's own ({kind})")
-    base, rank, alpha = (about.get(key) for key in ("base_model_name_or_path", "r", "lora_alpha"))
+    base, rank, alpha = (config.get(key) for key in ("base_model_name_or_path", "r", "lora_alpha"))
     if not base or not isinstance(rank, int) or not isinstance(alpha, int | float):
         needs = f"must set base_model_name_or_path, r and lora_alpha; found {base}, {rank}, {alpha}"
         raise ValueError(f"task.model {model!r}: its {CONFIG} {needs}")
-    place = str(base)
-    if not (Path(place).expanduser() / "config.json").is_file():
-        if Path(place).is_absolute() or place.count("/") > 1:
-            raise ValueError(f"task.model {model!r}: its adapters are for {place}, which is missing; restore it")
-        place = f"{HUB}{place}" + (f"@{about['revision']}" if about.get("revision") else "")
-    layers = {name.removeprefix(OUTSIDE).partition(".lora_")[0] for name in names if ".lora_" in name}
-    how: dict[str, Any] = {"rslora": bool(about.get("use_rslora")), "dropout": about.get("lora_dropout") or 0.0}
-    found = LoRA(rank=rank, alpha=alpha, targets=sorted(layers), **how)
-    return place, found
+    path = str(base)
+    if not (Path(path).expanduser() / "config.json").is_file():
+        if Path(path).is_absolute() or path.count("/") > 1:
+            raise ValueError(f"task.model {model!r}: its adapters are for {path}, which is missing; restore it")
+        path = f"{HUB}{path}" + (f"@{config['revision']}" if config.get("revision") else "")
+    layers = {name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in names if ".lora_" in name}
+    options: dict[str, Any] = {"rslora": bool(config.get("use_rslora")), "dropout": config.get("lora_dropout") or 0.0}
+    settings = LoRA(rank=rank, alpha=alpha, targets=sorted(layers), **options)
+    return path, settings

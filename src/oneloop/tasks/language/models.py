@@ -1,4 +1,4 @@
-"""Language models: from scratch, or loaded by transformers, in 4 bits if asked."""
+"""Language models: from scratch, or loaded with transformers, optionally in 4 bits."""
 
 import json
 import logging
@@ -16,27 +16,27 @@ from oneloop.tasks.transformers_models import auto_model
 FourBits = Literal["nf4", "fp4"]
 
 
-def in_four_bits(kind: FourBits, *, double_quant: bool) -> dict[str, Any]:
-    """Return the options with which transformers loads linear layers, except the output layer, in 4 bits. Raises
-    ValueError without bitsandbytes."""
+def four_bit_options(kind: FourBits, *, double_quant: bool) -> dict[str, Any]:
+    """Return options of from_pretrained for linear layers (except the output layer) in 4 bits. Raise ValueError if
+    bitsandbytes is missing."""
     if not import_quietly():
         raise ValueError(f"task.lora.quantize {kind} needs bitsandbytes (pip install 'oneloop[lora]')")
     from transformers import BitsAndBytesConfig
 
-    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double_quant)
-    return {"quantization_config": how, "device_map": {"": "cpu"}}
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double_quant)
+    return {"quantization_config": config, "device_map": {"": "cpu"}}
 
 
 def import_quietly() -> bool:
-    """Imports bitsandbytes, where it is installed, without the kernels that it would fetch from the hub, as compiled
-    code, and run. peft imports it too: call this before. Says whether it is there."""
+    """Import bitsandbytes without ``kernels``, through which it would download and run compiled code from the hub. Call
+    this before importing peft, which imports it too. Return whether bitsandbytes is installed."""
     if "bitsandbytes" in sys.modules:
         return True
     before = sys.modules.get("kernels")
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
     sys.modules["kernels"] = None  # type: ignore[assignment]
-    logger.setLevel(logging.ERROR)  # of its warning that there are none
+    logger.setLevel(logging.ERROR)  # hide the warning about missing kernels
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:
@@ -49,48 +49,46 @@ def import_quietly() -> bool:
     return True
 
 
-def settle_four_bits(model: Any) -> None:
-    """Has layers in 4 bits compute in the model's own type, in evaluation as in training, and lets whoever places the
-    model place it anew."""
+def configure_four_bits(model: Any) -> None:
+    """Make 4-bit layers compute in the model's dtype, also in evaluation, and allow moving the model to a device."""
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
             module.compute_dtype, module.compute_type_is_set = model.dtype, True
-            # In evaluation on a CPU with AVX-512 it would pack its weights anew, in place, for a product of its own.
+            # In evaluation on a CPU with AVX-512 it would repack its weights in place for another kernel.
             module.support_avx512bf16_for_cpu = False
     if hasattr(model, "hf_device_map"):
-        del model.hf_device_map  # accelerate would reject to move it
+        del model.hf_device_map  # Accelerate refuses to move a model that has it
 
 
 def quantized(module: nn.Module) -> bool:
-    """Whether it is a linear layer in 4 bits."""
+    """Whether a module is a 4-bit linear layer."""
     return type(module).__name__ == "Linear4bit" and hasattr(module, "quant_state")
 
 
 def plain_layer(layer: Any, model: nn.Module) -> Any:
-    """A linear layer itself; of one in 4 bits, another with what these stand for."""
+    """Return a linear layer unchanged, and a 4-bit layer dequantized to the model's dtype."""
     if not quantized(layer):
         return layer
     from bitsandbytes.functional import dequantize_4bit
 
-    made = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-    made.weight.data = dequantize_4bit(layer.weight.data, layer.weight.quant_state).to(model.dtype)  # type: ignore[arg-type]
+    plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    plain.weight.data = dequantize_4bit(layer.weight.data, layer.weight.quant_state).to(model.dtype)  # type: ignore[arg-type]
     if layer.bias is not None:
-        made.bias.data = layer.bias.data
-    return made
+        plain.bias.data = layer.bias.data
+    return plain
 
 
-def as_it_was(made: Any, layer: Any) -> nn.Module:
-    """What :func:`plain_layer` made of ``layer``, of the class that this was before it was in 4 bits: GPT-2's are
-    transposed."""
+def to_source_class(plain: Any, layer: Any) -> nn.Module:
+    """Convert a result of :func:`plain_layer` to the class of ``layer`` before quantization (Conv1D in GPT-2)."""
     if not quantized(layer) or getattr(getattr(layer, "source_cls", None), "__name__", "") != "Conv1D":
-        return made  # type: ignore[no-any-return]
+        return plain  # type: ignore[no-any-return]
     from transformers.pytorch_utils import Conv1D
 
-    turned = Conv1D(made.out_features, made.in_features)
-    turned.weight.data = made.weight.data.T.contiguous()
-    if made.bias is not None:
-        turned.bias.data = made.bias.data
-    return turned  # type: ignore[no-any-return]
+    transposed = Conv1D(plain.out_features, plain.in_features)
+    transposed.weight.data = plain.weight.data.T.contiguous()
+    if plain.bias is not None:
+        transposed.bias.data = plain.bias.data
+    return transposed  # type: ignore[no-any-return]
 
 
 Architecture = Literal["gpt2", "llama"]
@@ -98,7 +96,7 @@ Architecture = Literal["gpt2", "llama"]
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model from scratch."""
+    """Architecture and sizes of a model from scratch."""
 
     architecture: Architecture
     layers: int
@@ -113,12 +111,12 @@ class Shape:
 
 
 SCRATCH = dict.fromkeys(("architecture", "layers", "heads", "width"), "model=null")
-"""arguments of a task that shape a model from scratch, and have no effect on another (Task.needs)"""
+"""task arguments that apply only to a model from scratch (Task.needs)"""
 
 
 def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> nn.Module:
-    """Build a GPT-2 or Llama (its MLP 8/3 as wide, in steps of 32) with random weights; ``begin`` and ``end`` are token
-    ids."""
+    """Build a GPT-2 or Llama (MLP width 8/3 x width, rounded up to a multiple of 32) with random weights. ``begin`` and
+    ``end`` are token ids."""
     import transformers
 
     common = {"vocab_size": entries, "use_cache": False, "bos_token_id": begin, "eos_token_id": end}
@@ -139,18 +137,18 @@ def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> 
     return model  # type: ignore[no-any-return]
 
 
-def known(
+def load_model(
     name: str, *, entries: int, length: tuple[int, str], lora: LoRA | None = None, **weights: bool
 ) -> tuple[nn.Module, list[str]]:
-    """Load a model of transformers; return it and a line for the log. ``entries`` is the size of its tokenizer,
-    ``length`` that of a sample, and its key; with ``lora`` it keeps its dtype, or has 4 bits. Raises ValueError if
-    it does not fit."""
+    """Load a model of transformers; return it and lines for the log. ``entries`` is the tokenizer's vocabulary size,
+    ``length`` the sample length and its task key. With ``lora`` the model keeps its dtype or is quantized. Raise
+    ValueError if the sizes do not fit."""
     options: dict[str, Any] = {} if lora is None else {"dtype": "auto"}
     reject_quantized(name, lora)
     if lora is not None and lora.quantize is not None:
-        options |= in_four_bits(lora.quantize, double_quant=lora.double_quant)
+        options |= four_bit_options(lora.quantize, double_quant=lora.double_quant)
     model, notes = auto_model("AutoModelForCausalLM", name, None, **weights, **options)
-    settle_four_bits(model)
+    configure_four_bits(model)
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     longest = getattr(config, "max_position_embeddings", None)
     if longest and length[0] > longest:
@@ -162,17 +160,17 @@ def known(
 
 
 def reject_quantized(name: str, lora: LoRA | None) -> None:
-    """Raise ValueError if a quantized model would be trained itself or quantized again, or is not of bitsandbytes' 4
-    bits."""
+    """Raise ValueError if a quantized model would be trained without adapters, or be quantized again, or is not a 4-bit
+    model of bitsandbytes."""
     file = fetched(name, "config.json")
-    about = json.loads(file.read_text()).get("quantization_config") if file else None
-    if not about:
+    config = json.loads(file.read_text()).get("quantization_config") if file else None
+    if not config:
         return
-    kind = about.get("bnb_4bit_quant_type") if about.get("load_in_4bit") else None
+    kind = config.get("bnb_4bit_quant_type") if config.get("load_in_4bit") else None
     if kind is None:
-        method = about.get("quant_method")
-        ways = "only 4-bit models of bitsandbytes can get adapters; use the unquantized model"
-        raise ValueError(f"task.model {name!r} is quantized ({method}), and {ways}")
+        method = config.get("quant_method")
+        advice = "only 4-bit models of bitsandbytes can get adapters; use the unquantized model"
+        raise ValueError(f"task.model {name!r} is quantized ({method}), and {advice}")
     if lora is None:
         raise ValueError(f"task.model {name!r} is in 4 bits ({kind}), which cannot be trained; give task.lora.rank 16")
     if lora.quantize is not None:
@@ -181,9 +179,9 @@ def reject_quantized(name: str, lora: LoRA | None) -> None:
         )
 
 
-def made_ready(model: nn.Module, *, packed: bool, router_loss: str) -> bool:
-    """Give the model attention within documents if possible; return whether it has that. Raises ValueError if it has
-    not and samples are ``packed``, or if its routers have an auxiliary loss."""
+def prepare_attention(model: nn.Module, *, packed: bool, router_loss: str) -> bool:
+    """Give the model attention within documents if possible; return whether it is. Raise ValueError if it is not and
+    samples are ``packed``, or if the routers have an auxiliary loss."""
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     coefficient = getattr(config, "router_aux_loss_coef", None)
     if coefficient and router_loss == "refuse":

@@ -17,30 +17,30 @@ from oneloop.data.rows.find_files import Found, found
 from oneloop.data.rows.open_data import Source, checked, opened, whole
 from oneloop.tasks.columns import check_texts
 
-_LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "ensurepip", "turtledemo"}
+_EXCLUDED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "ensurepip", "turtledemo"}
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text, and where it is from."""
+    """A text and its name (a relative path)."""
 
     name: str
     text: str
 
 
 def stdlib() -> list[Document]:
-    """The source files of this Python's standard library, by path."""
+    """Return the source files of this Python's standard library, sorted by path."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(path for path in root.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(root).parts))
+    files = sorted(path for path in root.rglob("*.py") if not _EXCLUDED & set(path.relative_to(root).parts))
     return [Document(path.relative_to(root).as_posix(), path.read_text(errors="replace")) for path in files]
 
 
 def documents(files: Iterable[Path], root: Path) -> list[Document]:
-    """Return a document for each text file, named relative to the root. Raises ValueError for other files."""
+    """Return a document for each text file, named relative to the root. Raise ValueError for other files."""
     made = []
     for file in files:
         try:
-            text = file.read_text(encoding="utf-8-sig")  # some programs put a mark before it
+            text = file.read_text(encoding="utf-8-sig")  # some programs write a byte order mark
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not UTF-8 text: {error}; convert it, or move it away") from error
         if "\0" in text:
@@ -50,67 +50,67 @@ def documents(files: Iterable[Path], root: Path) -> list[Document]:
 
 
 def divided(parts: dict[str, list[Document]], *, percent: float = 5) -> dict[str, list[Document]]:
-    """Train, validation and test: as they are there; what is missing is held out of the training texts."""
+    """Return the splits train, validation and test; missing splits are taken from the training texts."""
     if set(parts) == {""}:
         return held_out(parts[""], percent=percent)
     if "validation" in parts:
         return parts
-    rest = held_out(parts["train"], percent=percent)
+    splits = held_out(parts["train"], percent=percent)
     if "test" not in parts:
-        return rest
-    return {"train": rest["train"], "validation": rest["validation"] + rest["test"], "test": parts["test"]}
+        return splits
+    return {"train": splits["train"], "validation": splits["validation"] + splits["test"], "test": parts["test"]}
 
 
 def held_out(documents: list[Document], *, percent: float = 5) -> dict[str, list[Document]]:
-    """Train, validation and test, by a checksum of the document's name: the same on every machine."""
-    parts: dict[str, list[Document]] = {"train": [], "validation": [], "test": []}
+    """Split documents into train, validation and test by a checksum of their names: the same on every machine."""
+    splits: dict[str, list[Document]] = {"train": [], "validation": [], "test": []}
     for document in documents:
-        draw = zlib.crc32(document.name.encode()) % 100
-        parts["validation" if draw < percent else "test" if draw < 2 * percent else "train"].append(document)
-    for part in ("validation", "test"):
-        if not parts[part] and len(parts["train"]) > 1:  # few texts: the one with the smallest checksum
-            parts[part].append(min(parts["train"], key=lambda document: zlib.crc32(document.name.encode())))
-            parts["train"].remove(parts[part][0])
-    return parts
+        bucket = zlib.crc32(document.name.encode()) % 100
+        splits["validation" if bucket < percent else "test" if bucket < 2 * percent else "train"].append(document)
+    for split in ("validation", "test"):
+        if not splits[split] and len(splits["train"]) > 1:  # few texts: take the smallest checksum
+            splits[split].append(min(splits["train"], key=lambda document: zlib.crc32(document.name.encode())))
+            splits["train"].remove(splits[split][0])
+    return splits
 
 
-_IN_MEMORY = 64 << 20  # bytes of files; larger ones are converted once, and mapped
-_FEW = 40  # documents, of which some could not be held out whole
+_IN_MEMORY = 64 << 20  # bytes of files; larger data are converted once and memory-mapped
+_FEW_DOCUMENTS = 40  # fewer documents are split into pieces for the validation split
 _KINDS = ["parquet", "arrow", "json", "csv", "tsv", "text"]
 
 
 class Texts(Protocol):
-    """Texts one after another."""
+    """An iterable of texts that can be tokenized."""
 
     def __iter__(self) -> Iterator[str]: ...
 
     def tokens(self, encode: Callable[[str], NDArray[np.int32]], *, made_by: Any, what: str) -> Ragged:
-        """Each text's tokens; ``made_by`` tells this tokenizer from others."""
+        """Return the tokens of each text; ``made_by`` is the cache key of the tokenizer."""
 
     def fingerprint(self) -> dict[str, Any] | None:
-        """What the texts are, by content; None where they do not tell."""
+        """Return a key of the content; None if it is unknown."""
 
 
 class InMemory:
-    """Documents, and what the files are that they are from."""
+    """Documents in memory, with a content key of their files."""
 
     def __init__(self, documents: list[Document], content: dict[str, Any] | None = None) -> None:
         self.documents, self.content = documents, content
 
     def __iter__(self) -> Iterator[str]:
-        return (one.text for one in self.documents)
+        return (document.text for document in self.documents)
 
     def tokens(self, encode: Callable[[str], NDArray[np.int32]], *, made_by: Any, what: str) -> Ragged:
-        made = [encode(text) for text in tracked(self, what, total=len(self.documents))]
-        joined = np.concatenate(made) if made else np.zeros(0, dtype=np.int32)
-        return Ragged(joined, np.cumsum([len(one) for one in made], dtype=np.int64))
+        encoded = [encode(text) for text in tracked(self, what, total=len(self.documents))]
+        joined = np.concatenate(encoded) if encoded else np.zeros(0, dtype=np.int32)
+        return Ragged(joined, np.cumsum([len(tokens) for tokens in encoded], dtype=np.int64))
 
     def fingerprint(self) -> dict[str, Any] | None:
         return self.content
 
 
 class InRows:
-    """A column of rows; its tokens are made once, and mapped from the cache."""
+    """A text column of rows; its tokens are cached and memory-mapped."""
 
     def __init__(self, rows: Any, column: str) -> None:
         self.rows, self.column = rows, column
@@ -128,41 +128,41 @@ class InRows:
 
 def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
     """Return the texts of an unopened source by split; missing splits get a ``share`` of the rows. ``window`` is in
-    megabytes. Raises ValueError."""
+    megabytes. Raise ValueError if the source is unusable."""
     checked(share, window)
     where, column = source.where, source.columns["column"]
     if where == "stdlib":
-        return {name: InMemory(part) for name, part in held_out(stdlib()).items()}
-    there = None if where.startswith("hf:") else _found(where)
-    if there is None or there.kind != "text" or _large(there):
+        return {name: InMemory(split) for name, split in held_out(stdlib()).items()}
+    files_found = None if where.startswith("hf:") else _find(where)
+    if files_found is None or files_found.kind != "text" or _large(files_found):
         opened(source, held_out=share, window=window, kinds=_KINDS, check=lambda it: check_texts(it, "column"))
         return {name: InRows(rows, column) for name, rows in source.parts.items()}
-    parts = {part: documents(files, there.root) for part, files in there.parts.items()}
-    content = content_of(there.files, there.root)
-    if "" in parts and len(parts[""]) < _FEW:
-        parts = {"": _pieces(parts[""])}
-    elif "validation" not in parts and "train" in parts and len(parts["train"]) < _FEW:
-        parts = {**parts, "train": _pieces(parts["train"])}
-    made = divided(parts, percent=100 * share)
-    return {name: InMemory(part, {**content, "part": name, "share": share}) for name, part in made.items()}
+    splits = {split: documents(files, files_found.root) for split, files in files_found.parts.items()}
+    content = content_of(files_found.files, files_found.root)
+    if "" in splits and len(splits[""]) < _FEW_DOCUMENTS:
+        splits = {"": _pieces(splits[""])}
+    elif "validation" not in splits and "train" in splits and len(splits["train"]) < _FEW_DOCUMENTS:
+        splits = {**splits, "train": _pieces(splits["train"])}
+    divided_splits = divided(splits, percent=100 * share)
+    return {name: InMemory(split, {**content, "part": name, "share": share}) for name, split in divided_splits.items()}
 
 
 def all_texts(source: Source, *, window: int) -> Texts:
-    """Return all texts of an unopened source, in file order. Raises ValueError."""
+    """Return all texts of an unopened source, in file order. Raise ValueError if the source is unusable."""
     if source.where == "stdlib":
         return InMemory(stdlib())
-    there = None if source.where.startswith("hf:") else _found(source.where, whole=True)
-    if there is None or there.kind != "text" or _large(there):
+    files_found = None if source.where.startswith("hf:") else _find(source.where, whole=True)
+    if files_found is None or files_found.kind != "text" or _large(files_found):
         check_texts([whole(source, window=window, kinds=_KINDS)], "column")
         return InRows(source.parts["all"], source.columns["column"])
-    return InMemory(documents(there.files, there.root), content_of(there.files, there.root))
+    return InMemory(documents(files_found.files, files_found.root), content_of(files_found.files, files_found.root))
 
 
-def _large(there: Found) -> bool:
-    return sum(file.stat().st_size for file in there.files) > _IN_MEMORY
+def _large(files_found: Found) -> bool:
+    return sum(file.stat().st_size for file in files_found.files) > _IN_MEMORY
 
 
-def _found(where: str, *, whole: bool = False) -> Found:
+def _find(where: str, *, whole: bool = False) -> Found:
     try:
         return found(where, _KINDS, whole=whole)
     except ValueError as error:
@@ -170,7 +170,7 @@ def _found(where: str, *, whole: bool = False) -> Found:
 
 
 def _pieces(documents: list[Document]) -> list[Document]:
-    """Too few texts to hold some out whole, in pieces of whole lines."""
+    """Split texts into pieces of whole lines, if there are too few texts for a validation split of whole texts."""
     pieces = []
     for document in documents:
         lines = document.text.splitlines(keepends=True)

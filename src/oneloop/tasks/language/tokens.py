@@ -1,4 +1,4 @@
-"""Texts as tokens, and tokens as samples of a language model."""
+"""Tokenizers, and samples of concatenated texts for a language model."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ _CHATML = (
     "{%- else %}{{- message['content'] + '<|im_end|>' }}{%- endif %}{{- '\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
-"""a chat template with marks of what the assistant generates"""
+"""ChatML template with {% generation %} tags"""
 
 
 class Bytes:
@@ -39,7 +39,7 @@ class Bytes:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
-        """Nothing to keep: a byte is a byte."""
+        """Do nothing: this tokenizer has no files."""
 
 
 class BPE:
@@ -47,26 +47,26 @@ class BPE:
 
     separator = 0
 
-    def __init__(self, texts: Iterable[str], vocab: int, *, kept: Any = None) -> None:
-        """Train on texts; with ``kept``, JSON that identifies the texts, only once, in the cache. Raises ValueError if
-        ``vocab`` is smaller than the bytes."""
+    def __init__(self, texts: Iterable[str], vocab: int, *, cache_key: Any = None) -> None:
+        """Train on texts; with ``cache_key``, JSON that identifies the texts, use the cache. Raise ValueError if
+        ``vocab`` is less than 257."""
         from tokenizers import Tokenizer
 
         if vocab < 257:
             raise ValueError(f"task.vocab {vocab} is too small: a byte-level BPE needs at least 257")
-        if kept is None:
-            self.model = self._trained(texts, vocab)
+        if cache_key is None:
+            self.model = self._train(texts, vocab)
         else:
-            with alone(f"bpe/{key_of(kept, vocab)}.json") as place:
-                if not place.exists():
-                    with replacing(place) as draft:
-                        self._trained(texts, vocab).save(str(draft))
-                self.model = Tokenizer.from_file(str(place))
+            with alone(f"bpe/{key_of(cache_key, vocab)}.json") as path:
+                if not path.exists():
+                    with replacing(path) as draft:
+                        self._train(texts, vocab).save(str(draft))
+                self.model = Tokenizer.from_file(str(path))
         lengths = [len(self.model.id_to_token(token)) for token in range(self.model.get_vocab_size())]
-        self.token_bytes = np.array([0, *lengths[1:]], dtype=np.int64)  # byte-level tokens hold a letter per byte
+        self.token_bytes = np.array([0, *lengths[1:]], dtype=np.int64)  # a byte-level token has one character per byte
 
     @staticmethod
-    def _trained(texts: Iterable[str], vocab: int) -> Any:
+    def _train(texts: Iterable[str], vocab: int) -> Any:
         from tokenizers import ByteLevelBPETokenizer
 
         model = ByteLevelBPETokenizer()
@@ -87,10 +87,10 @@ class BPE:
 
 
 def tokenizer_key(model: Any) -> str:
-    """Tells a tokenizer of transformers from others: also by its special tokens, which are not in its file."""
-    about = {name: getattr(model, name, None) for name in ("eos_token_id", "bos_token_id", "add_bos_token")}
-    about |= {"add_eos_token": getattr(model, "add_eos_token", None), "special": sorted(model.all_special_ids)}
-    return key_of(type(model).__name__, model.backend_tokenizer.to_str(), about, model.special_tokens_map)
+    """Return a cache key of a tokenizer of transformers, with its special tokens, which are not in its file."""
+    settings = {name: getattr(model, name, None) for name in ("eos_token_id", "bos_token_id", "add_bos_token")}
+    settings |= {"add_eos_token": getattr(model, "add_eos_token", None), "special": sorted(model.all_special_ids)}
+    return key_of(type(model).__name__, model.backend_tokenizer.to_str(), settings, model.special_tokens_map)
 
 
 class Vocabulary:
@@ -106,8 +106,8 @@ class Vocabulary:
         tokens = self.model.convert_ids_to_tokens(range(len(self.model)))
         special = set(self.model.all_special_ids)
         by_bytes = "ByteLevel" in type(self.model.backend_tokenizer.decoder).__name__
-        lengths = [len(token) if by_bytes and at not in special else 0 for at, token in enumerate(tokens)]
-        self.token_bytes = np.array(lengths, dtype=np.int64)  # byte-level tokens hold a letter per byte
+        lengths = [len(token) if by_bytes and token_id not in special else 0 for token_id, token in enumerate(tokens)]
+        self.token_bytes = np.array(lengths, dtype=np.int64)  # a byte-level token has one character per byte
 
     def encode(self, text: str) -> NDArray[np.int32]:
         tokens = self.model(text, verbose=False)["input_ids"]
@@ -121,30 +121,30 @@ class Vocabulary:
 
 
 def chat_tokenizer(texts: Iterable[str], vocab: int) -> Any:
-    """Train a byte-level BPE on texts, as a tokenizer of transformers with ChatML as its chat template. Raises
-    ValueError if ``vocab`` is smaller than the bytes and the special tokens."""
+    """Train a byte-level BPE on texts; return a tokenizer of transformers with a ChatML template. Raise ValueError if
+    ``vocab`` is less than 258."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|im_start|>", "<|im_end|>"]
     if vocab < len(alphabet) + len(special):
         raise ValueError(f"task.vocab {vocab} is too small: a byte-level BPE for chats needs at least 258")
-    made: Any = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+    bpe: Any = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    made.decoder = decoders.ByteLevel()
-    how: dict[str, Any] = {"vocab_size": vocab, "special_tokens": special, "initial_alphabet": alphabet}
-    made.train_from_iterator(texts, trainers.BpeTrainer(**how, show_progress=False))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token=special[1], pad_token=special[1])
+    bpe.decoder = decoders.ByteLevel()
+    options: dict[str, Any] = {"vocab_size": vocab, "special_tokens": special, "initial_alphabet": alphabet}
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(**options, show_progress=False))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=special[1], pad_token=special[1])
     tokenizer.add_special_tokens({"additional_special_tokens": special[:1]})
     tokenizer.chat_template = _CHATML
     return tokenizer
 
 
 class Blocks:
-    """Samples of ``block + 1`` tokens cut from all texts concatenated; they overlap by one, so that every token but the
-    first is a target once. ``whole`` drops a shorter last one."""
+    """Samples of ``block + 1`` tokens, cut from the concatenated texts. They overlap by one token, so that every token
+    except the first is a target once. ``whole`` drops a shorter last sample."""
 
     def __init__(self, texts: Ragged, block: int, *, whole: bool, content: dict[str, Any] | None) -> None:
         self.tokens, self.block, self.content = texts.values, block, content
@@ -161,5 +161,5 @@ class Blocks:
         return np.asarray(self.tokens[start : start + self.block + 1])
 
     def fingerprint(self) -> dict[str, Any] | None:
-        """What the texts are, by content; None where they do not tell."""
+        """Return a key of the content; None if it is unknown."""
         return self.content and {"samples": len(self), **self.content}
