@@ -16,7 +16,7 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.show.examples import plain
 from oneloop.show.pictures import picture, side_by_side
 from oneloop.show.report.example_pages import _verdict
-from oneloop.show.terminal import figure, summary_table
+from oneloop.show.terminal import metric, summary_table
 from silent_cases import unfinished
 from worlds import after, run, train
 
@@ -235,7 +235,7 @@ def test_names_with_a_slash_and_large_figures():
     console.print(summary_table(figures))
     rows = [line.split() for line in console.export_text().replace("│", " ").splitlines()]
     assert ["eval/iou/sky", "0.5000", "0.7500"] in rows and ["eval/mae", "50,491"] in rows
-    assert [figure(value) for value in (0.5, -12345.6, 9999.0, 1e15)] == [
+    assert [metric(value) for value in (0.5, -12345.6, 9999.0, 1e15)] == [
         "0.5000",
         "-12,346",
         "9999.0000",

@@ -212,7 +212,7 @@ def test_pearson_of_predictions_that_hardly_vary():
     metrics = task.metrics()
     for part in range(0, 500, 50):
         batch = {"number": numbers[part : part + 50]}
-        task.update(metrics, batch, {"said": said[part : part + 50]})
+        task.update(metrics, batch, {"prediction": said[part : part + 50]})
     wanted = np.corrcoef(said.double().numpy(), numbers.double().numpy())[0, 1]
     assert abs(float(metrics.compute()["pearson"]) - wanted) < 1e-7
 

@@ -27,7 +27,7 @@ def plotted(curves: Sequence[PlotCurve], *, width: int, height: int) -> list[str
 
     ``width`` (characters) and ``height`` (lines) are the size of the area inside the axes.
     """
-    figure: Any = plotille.Metric()
+    figure: Any = plotille.Figure()
     figure.width, figure.height = width, height
     figure.color_mode, figure.with_colors = "names", any(colour for *_, colour in curves)
     figure.x_label = figure.y_label = ""

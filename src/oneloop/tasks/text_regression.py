@@ -53,7 +53,7 @@ class TextRegression(TextRows):
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         prediction = self.reader.logits(model, batch)[:, 0]
         each = (prediction - batch["number"]).square()
-        return each.sum(), {"said": prediction.detach(), "loss": each.detach()}
+        return each.sum(), {"prediction": prediction.detach(), "loss": each.detach()}
 
     def metrics(self) -> Any:
         from torchmetrics import MeanAbsoluteError, MetricCollection, PearsonCorrCoef, SpearmanCorrCoef
@@ -63,10 +63,10 @@ class TextRegression(TextRows):
         return MetricCollection(metrics, compute_groups=False).set_dtype(self._sum_dtype)
 
     def update(self, metrics: Any, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
-        metrics.update(outputs["said"].to(self._sum_dtype), batch["number"].to(self._sum_dtype))
+        metrics.update(outputs["prediction"].to(self._sum_dtype), batch["number"].to(self._sum_dtype))
 
     def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
-        return {"prediction": outputs["said"].float().tolist()}
+        return {"prediction": outputs["prediction"].float().tolist()}
 
     def show(self, sample: tuple[Any, float], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, number = sample

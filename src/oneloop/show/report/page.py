@@ -137,7 +137,7 @@ def _differences(runs: Sequence[Record]) -> str:
     ]
     changed = [(key, *(recipe.get(key) for recipe in flat)) for key in keys]
     changes = table(["key", *(run.name for run in runs)], changed) if changed else "<p>nothing</p>"
-    return f"<section><h2>Differences between the recipes</h2>{_region('Differencess', changes)}</section>"
+    return f"<section><h2>Differences between the recipes</h2>{_region('Differences', changes)}</section>"
 
 
 def _classes(run: Record, *, several: bool) -> str:
