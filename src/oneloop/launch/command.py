@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED, BadInput
-from oneloop.basics.launcher import die_with, is_alive, offered, on_stops
+from oneloop.basics.launcher import die_with, exit_file_variable, is_alive, on_stops
 
 _PACKAGE = Path(__file__).parents[1]
 _PLACES = (_PACKAGE / "accelerate_configs", _PACKAGE.parents[1] / "accelerate_configs")
@@ -58,7 +58,7 @@ def launch(
     accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     command = [*accelerate, *options, "-m", launched, *training]
     with tempfile.TemporaryDirectory(prefix="oneloop-") as folder:
-        environment = {**os.environ, **offered(Path(folder)), "PET_SIGNALS_TO_HANDLE": "SIGTERM"}
+        environment = {**os.environ, **exit_file_variable(Path(folder)), "PET_SIGNALS_TO_HANDLE": "SIGTERM"}
         begin = partial(_begin, os.getpid())
         process = subprocess.Popen(command, env=environment, preexec_fn=begin, stdout=output, stderr=output)
         return _Launched(process, Path(folder)).ended(time.monotonic() + seconds)

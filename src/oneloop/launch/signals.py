@@ -12,13 +12,13 @@ from typing import Any, NoReturn
 
 from oneloop.basics import exit_codes
 from oneloop.basics.exit_codes import StoppedEarly
-from oneloop.basics.launcher import noted, on_stops, ranks, stop_signals, taken
+from oneloop.basics.launcher import has_exit_file, on_stops, ranks, report_exit_code, stop_signals
 from oneloop.supervise.pipe import LINK
 
 
 def leave_at_once(code: int) -> NoReturn:
     """Ends this process from any thread and rank, without the others."""
-    noted(code)
+    report_exit_code(code)
     LINK.send(ended=code)
     os._exit(code)
 
@@ -30,9 +30,9 @@ def leave(code: int, *, main: bool) -> NoReturn:
     """
     several = ranks() > 1
     LINK.send(ended=code)
-    if taken() and (code != exit_codes.ERROR or not several):
+    if has_exit_file() and (code != exit_codes.ERROR or not several):
         if main:
-            noted(code)
+            report_exit_code(code)
         code = 0
     elif code == exit_codes.STOPPED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
         code = 0  # torchrun would start the run again

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED
-from oneloop.basics.launcher import awaited, noted, on_stops, registered, stop_signals
+from oneloop.basics.launcher import launcher_waits, on_stops, register_process, report_exit_code, stop_signals
 from oneloop.supervise.crash_report import Cause, describe_exit, stopped_early, write_page, write_stacks, write_summary
 from oneloop.supervise.hangs import RankStatus, Watch, describe_hang
 from oneloop.supervise.pipe import TICK
@@ -56,7 +56,7 @@ class Supervisor:
         for handle in (wake, woken):
             os.set_blocking(handle, False)
         on_stops(lambda number, _: self._signals.append(number))
-        registered()
+        register_process()
         signal.signal(signal.SIGCHLD, lambda number, _: None)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         self._selector.register(wake, selectors.EVENT_READ, wake)
@@ -179,7 +179,7 @@ class Supervisor:
     def _see_it_stop(self, since: float) -> None:
         if self._folder is None and since > _EARLY and self._announced is None:
             self._stop_early()
-        if self._orphan and since > _ORPHAN and not self._causes and not awaited():
+        if self._orphan and since > _ORPHAN and not self._causes and not launcher_waits():
             words = f"rank {self.child.rank}: the launcher has gone, and {_ORPHAN:.0f} s were not enough to save"
             self._found(Cause(self.child.rank, words))
             if self.peers.rank == 0:
@@ -255,7 +255,7 @@ class Supervisor:
 
     def _leave(self, code: int) -> NoReturn:
         self.child.kill()
-        quiet = noted(code) and (self.peers.ranks == 1 or self.peers.together or self.peers.others)
+        quiet = report_exit_code(code) and (self.peers.ranks == 1 or self.peers.together or self.peers.others)
         os._exit(0 if quiet else code)
 
 
