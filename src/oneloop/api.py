@@ -12,7 +12,7 @@ from oneloop.recipe.class_paths import reject_while_importing
 from oneloop.recipe.parse import recipe as recipe_of
 from oneloop.recipe.read import from_python, typed
 from oneloop.recipe.schema import Recipe
-from oneloop.run.entry import begun, conduct
+from oneloop.run.entry import conduct, start_run
 from oneloop.train import train
 
 _ONE = threading.Lock()
@@ -58,7 +58,7 @@ def fit(
     try:
         source, typed, chosen = _read(recipe, groups)
         with borrowed(mixed_precision):
-            run = begun(chosen, command=["oneloop.fit", source or f"{chosen.folder}/recipe.yaml", *typed])
+            run = start_run(chosen, command=["oneloop.fit", source or f"{chosen.folder}/recipe.yaml", *typed])
             with run.stopping.listening():
                 summary, fault = conduct(train, chosen, run)
     except BadInput as error:

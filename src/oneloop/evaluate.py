@@ -181,7 +181,7 @@ def evaluate_all(
     model: nn.Module,
     sets: Mapping[str, Any],
     *,
-    averages: Iterable[EMA] = (),
+    emas: Iterable[EMA] = (),
     examples: Examples | None = None,
     **options: Any,
 ) -> dict[str, dict[str, float]] | None:
@@ -193,7 +193,7 @@ def evaluate_all(
         ``{"raw": {"eval/loss": …, "test/loss": …}, "ema": …}``; None where it was interrupted.
     """
     results: dict[str, dict[str, float]] = {}
-    holding: dict[str, Callable[[], Any]] = {"raw": nullcontext, **{ema.name: ema.swapped for ema in averages}}
+    holding: dict[str, Callable[[], Any]] = {"raw": nullcontext, **{ema.name: ema.swapped for ema in emas}}
     for weights, held in holding.items():
         results[weights] = {}
         with held():
