@@ -1,4 +1,4 @@
-"""The loop. ``accelerate launch --config_file accelerate_configs/ddp.yaml -m oneloop.train digits``"""
+"""The training loop: ``accelerate launch --config_file accelerate_configs/ddp.yaml -m oneloop.train digits``"""
 
 if __name__ == "__main__":  # before the slow imports: --help and bad input need none of them
     from oneloop.launch import before_imports
@@ -122,10 +122,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             clear_gradients(parameters)
             count.position += layout.size
 
-            due, stopped = (
-                intervals.due(count.step + 1),
-                group.stop,
-            )  # stop: SIGTERM, time limit, STOP file, on any rank
+            due, stopped = intervals.due(count.step + 1), group.stop  # stop: signal, time limit, STOP file, on any rank
             outcome = resolve() if due or stopped else None
             clock.step("update")
             if outcome is Outcome.REWOUND or (outcome is not Outcome.ACCEPTED and not stopped):

@@ -24,7 +24,7 @@ class Duration:
         self.unit = _UNITS[match[3]]
 
     def steps(self, scale: "Scale", *, total: int | None = None, key: str = "duration") -> int:
-        """Return whole steps, rounded up; ``total`` steps of the run resolve ``%``. Raises ValueError if that is
+        """Return whole steps, rounded up; ``total`` steps of the run resolve ``%``. Raise ValueError if that is
         unknown, or for tokens if the samples differ in length."""
         return math.ceil(self._steps(scale, total, key))
 
@@ -77,7 +77,7 @@ def is_time(step: int, every: int, total: int) -> bool:
 
 
 def span(text: str, key: str) -> tuple[int, int]:
-    """Parse ``"10-15"`` as (10, 15) and ``"10"`` as (10, 10). Raises ValueError for anything else."""
+    """Parse ``"10-15"`` as (10, 15) and ``"10"`` as (10, 10). Raise ValueError for anything else."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:

@@ -26,7 +26,7 @@ def dense(tensor: Tensor) -> bool:
 
 
 def first_element(tensor: Tensor) -> int:
-    """Return the index of the first element of this rank's shard in the flat tensor. Raises ValueError unless the
+    """Return the index of the first element of this rank's shard in the flat tensor. Raise ValueError unless the
     sharding is by rows over one mesh dimension."""
     if not isinstance(tensor, DTensor):
         return 0

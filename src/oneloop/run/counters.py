@@ -49,7 +49,7 @@ class Counters:
         self.weight += weight
 
     def evaluated(self, better: bool, *, patience: int) -> None:
-        """Count an evaluation; after ``patience`` of them without improvement, the plateau schedule reduces the rate."""
+        """Count an evaluation; after ``patience`` of them without improvement the plateau schedule reduces the rate."""
         self.waited = 0 if better else self.waited + 1
         if patience and self.waited >= patience:
             self.reductions += 1

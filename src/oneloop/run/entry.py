@@ -48,7 +48,7 @@ def main(train: Train, argv: Sequence[str]) -> NoReturn:
         run.stopping.listen()
         CHANNEL.send(listens=True)
         CHANNEL.send(watched_at=run.from_main(os.environ.get(ADDRESS)))
-        summary, _ = conduct(train, recipe, run, tell=True)
+        summary, _ = conduct(train, recipe, run, cli=True)
     except BadInput as error:
         reject(error)
     except StoppedEarly:
@@ -56,13 +56,13 @@ def main(train: Train, argv: Sequence[str]) -> NoReturn:
             print(f"oneloop: {stopped_early(run.stopping.by)}", file=sys.stderr)
         leave_at_once(exit_codes.STOPPED)
     except BaseException as error:  # before the run existed
-        _tell(error, _words(error))
+        _report_error(error, _words(error))
         leave(exit_codes.ERROR, main=is_main())
     run.end(summary["exit_code"])
 
 
 def start_run(recipe: Recipe, *, command: Sequence[str]) -> Run:
-    """Start the processes of a recipe's run, as the launcher configured them. Raises BadInput."""
+    """Start the processes of a recipe's run, as the launcher configured them. Raise BadInput."""
     check_trackers(recipe.track)
     machine = recipe.machine
     how: dict[str, Any] = {"sync_each_batch": machine.sync_each_batch, "exact": recipe.batch.grain is not None}
@@ -73,16 +73,16 @@ def start_run(recipe: Recipe, *, command: Sequence[str]) -> Run:
     return run
 
 
-def conduct(train: Train, recipe: Recipe, run: Run, *, tell: bool = False) -> Ended:
+def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> Ended:
     """Train a recipe with the loop ``train`` on the processes of a run; return the summary (of a finished run, the
-    earlier one) and the exception that ended the run, if any. ``tell``: print its traceback. Raises BadInput before
-    anything is written."""
+    earlier one) and the exception that ended the run, if any. ``cli``: the command line runs it, so print tracebacks.
+    Raise BadInput before anything is written."""
     job: Job | None = None
     fault: BaseException | None = None
     folder = Folder(recipe.folder, say=run.display.say)
     try:
         with run.display, run.closing, _exits_are_errors():
-            job = _prepared(recipe, run, folder, tell=tell)
+            job = _prepared(recipe, run, folder, cli=cli)
             if job is None:
                 known = json.loads((folder.path / "summary.json").read_text())
                 return {name: value for name, value in known.items() if name != "checksum"}, None
@@ -93,16 +93,16 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, tell: bool = False) -> En
     except Diverged as error:
         fault, summary = error, {"exit_reason": f"diverged: {error}", "exit_code": exit_codes.DIVERGED}
     except BaseException as error:
-        if job is None or (not tell and not isinstance(error, Exception)):  # from Python: a second interrupt
+        if job is None or (not cli and not isinstance(error, Exception)):  # from Python: a second interrupt
             folder.release()
             raise
-        fault, summary = error, _failed(error, job, run, folder, tell=tell)
+        fault, summary = error, _failed(error, job, run, folder, cli=cli)
     if run.main:
         _end(run, folder, summary, as_json=recipe.watch.json)
     return summary, fault
 
 
-def _failed(error: BaseException, job: Job, run: Run, folder: Folder, *, tell: bool) -> dict[str, Any]:
+def _failed(error: BaseException, job: Job, run: Run, folder: Folder, *, cli: bool) -> dict[str, Any]:
     """Return the summary of a run that an error ended; if memory ran out, with advice and a memory snapshot."""
     end_workers(error)
     reason = _words(error)
@@ -111,8 +111,8 @@ def _failed(error: BaseException, job: Job, run: Run, folder: Folder, *, tell: b
             snapshot = memory_snapshot(folder.path / "profile" / f"out-of-memory-{run.rank}.pickle")
             print(f"oneloop: {snapshot} shows what holds the memory (pytorch.org/memory_viz)", file=sys.stderr)
         reason = explained(job, run)
-    if tell:
-        _tell(error, reason)
+    if cli:
+        _report_error(error, reason)
     return {"exit_reason": f"error: {reason}", "exit_code": exit_codes.ERROR}
 
 
@@ -128,7 +128,7 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _tell(error: BaseException, reason: str) -> None:
+def _report_error(error: BaseException, reason: str) -> None:
     """Print the traceback. With several ranks, report it to the supervisor, which prints the first one and ends all."""
     ours = isinstance(error, UnfitSample) and error.__cause__ is not None and not where(error.__cause__)
     if ours or isinstance(error, exit_codes.Inexact):
@@ -170,8 +170,8 @@ def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) ->
     print(dumps({**summary, "folder": str(folder.path)}) if as_json else ended, flush=True)
 
 
-def _prepared(recipe: Recipe, run: Run, folder: Folder, *, tell: bool) -> Job | None:
-    """Return the checked job, or None if the run in the folder is finished. Raises BadInput on every rank."""
+def _prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | None:
+    """Return the checked job, or None if the run in the folder is finished. Raise BadInput on every rank."""
     with run.setting_up():
         finished = (
             folder.inspect(recipe.resolved, resume=recipe.run.resume, accept_changes=recipe.run.accept_changes)
@@ -182,7 +182,7 @@ def _prepared(recipe: Recipe, run: Run, folder: Folder, *, tell: bool) -> Job | 
             raise BadInput(f"run.dir {folder.path} {other}; choose another run.dir, or --run.accept_changes true")
     if finished := run.from_main(finished):
         other = source_changed(recipe, folder.path)
-        if other and not tell:  # from Python, it would return the result of another class
+        if other and not cli:  # from Python, it would return the result of another class
             raise BadInput(f"{finished.partition(':')[0]}, and {other}")
         run.display.say(f"{finished}; {other}" if other else finished)
         return None

@@ -44,7 +44,7 @@ class Upkeep:
         self._advice = Advice(after=3, workers=self._workers, cores=run.cores, **about)
 
     def over(self) -> bool:
-        """Whether the run has reached its last step, or stops early (``stop.patience``)."""
+        """Return whether the run has reached its last step, or stops early (``stop.patience``)."""
         state, job = self._state, self._job
         return state.count.step >= job.steps or 0 < job.recipe.stop.patience <= state.best.since
 
@@ -111,7 +111,7 @@ class Upkeep:
         return {"about": {"metric": recipe.eval.best, **best.state_dict()}, "keep": keep}
 
     def is_best(self) -> bool:
-        """Whether this step has the best evaluation so far, and the recipe saves it."""
+        """Return whether this step has the best evaluation so far, and the recipe saves it."""
         return self._job.recipe.save.best and self._state.best.step == self._state.count.step
 
     def bad_step(self, step: Step) -> Outcome:
