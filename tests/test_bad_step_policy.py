@@ -317,16 +317,16 @@ def test_the_window_is_mean_and_deviation_of_what_was_taken():
     window = Window(4, 3.0, device=torch.device("cpu"))
     yes = torch.tensor(True)
     values = [1.0, 2.0, 3.0, 2.0]
-    assert [float(window.far(torch.tensor([v]), known=yes)) for v in values] == [0.0] * 4
+    assert [float(window.spike(torch.tensor([v]), known=yes)) for v in values] == [0.0] * 4
     bound = np.mean(values) + 3 * np.std(values, ddof=1)
-    assert float(window.far(torch.tensor([bound + 0.01]), known=yes)) == 1.0  # and it does not join
-    assert float(window.far(torch.tensor([bound - 0.01]), known=yes)) == 0.0  # it does, in the place of the first
+    assert float(window.spike(torch.tensor([bound + 0.01]), known=yes)) == 1.0  # and it does not join
+    assert float(window.spike(torch.tensor([bound - 0.01]), known=yes)) == 0.0  # it does, in the place of the first
     again = Window(4, 3.0, device=torch.device("cpu"))
     again.load_state_dict(json.loads(json.dumps(window.state_dict())))
     kept = [bound - 0.01, 2.0, 3.0, 2.0]
     for one in (window, again):
         limit = np.float32(np.mean(kept) + 3 * np.std(kept, ddof=1))
-        assert float(one.far(torch.tensor([limit + 0.01]), known=yes)) == 1.0
+        assert float(one.spike(torch.tensor([limit + 0.01]), known=yes)) == 1.0
 
 
 def test_what_ends_a_row():

@@ -1,7 +1,6 @@
-"""oneloop: one training loop on one page, the same model on a laptop, on one GPU or on a cluster.
+"""oneloop: one training loop on one page that trains the same model on a laptop, one GPU or a cluster.
 
-``from oneloop import fit`` trains from Python. Every part is imported by its own file and works alone:
-``from oneloop.data.order import Order``.
+``from oneloop import fit`` trains from Python. Every module also works alone: ``from oneloop.data.order import Order``.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ __all__ = ["fit"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "fit":  # torch and accelerate are imported with it
+    if name == "fit":  # late: it imports torch and accelerate
         from oneloop.api import fit
 
         return fit

@@ -12,66 +12,64 @@ from oneloop.recipe.class_paths import reject_while_importing
 from oneloop.recipe.parse import recipe as recipe_of
 from oneloop.recipe.read import from_python, typed
 from oneloop.recipe.schema import Recipe
-from oneloop.run.entry import begun, conduct
+from oneloop.run.entry import conduct, start_run
 from oneloop.train import train
 
-_ONE = threading.Lock()
-"""held by the fit that is under way: accelerate's state, and torch's generators, are the process's"""
+_LOCK = threading.Lock()
+"""held by the running fit: accelerate's state and torch's generators are global"""
 
 
 def fit(
     recipe: str | Recipe | Mapping[str, Any] | type | None = None, *, mixed_precision: str | None = None, **groups: Any
 ) -> dict[str, Any]:
-    """Trains a recipe on the processes that this one was started with, and returns: in a script, a notebook, or a
-    function that accelerate's ``notebook_launcher`` starts.
+    """Train a recipe from Python, on all processes of the launcher: in a script, a notebook, or a function that
+    accelerate's ``notebook_launcher`` starts.
 
     >>> summary = fit("digits", batch={"size": 128}, run={"dir": "runs/larger"})
     >>> summary = fit(MyTask, duration="5ep", task={"width": 32})
 
-    All that lands on disk is what the command line leaves, and the same call goes on where a run was stopped. The
-    interpreter stays as it was: no handlers and no shared state of accelerate are left behind, the random generators
-    are where they were. (Several processes keep their process group, for the next call.)
+    It writes the same files as the command line, and the same call resumes a stopped run. Afterwards it restores signal
+    handlers, accelerate's shared state and the random generators. (Several processes keep their process group.)
 
     Args:
         recipe: a packaged name, the path of a YAML file, ``my_file.py:MyTask``, a task class, a
-            :class:`oneloop.recipe.schema.Recipe`, or its keys by group; None: the defaults, for a ``task`` in
-            ``groups``.
-        mixed_precision: ``no``, ``bf16``, ``fp16`` or ``fp8``; None: as the launcher says.
+            :class:`oneloop.recipe.schema.Recipe`, or its keys by group; None: the defaults for ``groups["task"]``.
+        mixed_precision: ``no``, ``bf16``, ``fp16`` or ``fp8``; None: the launcher's setting.
         groups: keys of the recipe by group (``batch={"size": 128}``), or ``seed``, ``duration`` and ``track``.
 
     Returns:
-        The summary, as in summary.json, on every rank. Its ``exit_code`` is 0, or 75 where ``stop.after`` or a STOP
-        file ended the run, and of a run that had finished before, what it was.
+        The summary, as in summary.json, on every rank. Its ``exit_code`` is 0, or 75 if ``stop.after`` or a STOP file
+        ended the run. If the run had already finished, its earlier summary.
 
     Raises:
-        BadInput: what was asked cannot be done; nothing was written. (Exit code 2.)
-        Diverged: a loss or gradient was not finite, and the policy is to stop. (3.)
-        KeyboardInterrupt: a Ctrl-C, after saving; a second one at once. Other signals that the command line listens to
-            (SIGTERM, SIGUSR1, SIGHUP) are passed on in the same way, after saving, to whoever had them before.
-        SampleError: a sample cannot be loaded; its cause is what was raised (1).
-        Exception: what else ends a run (1): of the task's own code as it was raised.
+        BadInput: the input is invalid; nothing was written. (On the command line: exit code 2.)
+        Diverged: a loss or gradient was not finite or spiked, and the policy is to stop. (3.)
+        KeyboardInterrupt: after Ctrl-C and a save; after a second Ctrl-C, at once. SIGTERM, SIGUSR1 and SIGHUP also
+            stop and save; then they are raised again for their previous handlers.
+        SampleError: a sample cannot be loaded; the original error is its cause. (1.)
+        Exception: any other error, for example of the task's code, as it was raised. (1.)
     """
     die_with_launcher()
     reject_while_importing()
-    if not _ONE.acquire(blocking=False):
+    if not _LOCK.acquire(blocking=False):
         raise BadInput("another fit is under way in this process; wait for it, or start another process")
     try:
         source, typed, chosen = _read(recipe, groups)
         with borrowed(mixed_precision):
-            run = begun(chosen, command=["oneloop.fit", source or f"{chosen.folder}/recipe.yaml", *typed])
+            run = start_run(chosen, command=["oneloop.fit", source or f"{chosen.folder}/recipe.yaml", *typed])
             with run.stopping.listening():
                 summary, fault = conduct(train, chosen, run)
     except BadInput as error:
-        raise BadInput(str(error)) from None  # its sentence is enough
+        raise BadInput(str(error)) from None  # the message is enough
     finally:
-        _ONE.release()
+        _LOCK.release()
     if fault is not None:
         raise fault
     return summary
 
 
 def _read(recipe: Any, groups: dict[str, Any]) -> tuple[str, list[str], Recipe]:
-    """What was asked for as it would be typed, and the recipe."""
+    """Return the arguments as command-line words (source, overrides), and the recipe."""
     if isinstance(recipe, Path):
         recipe = str(recipe)
     if isinstance(recipe, type):

@@ -1,4 +1,4 @@
-"""What comes after training: ``python -m oneloop.apply evaluate|predict RUN …``, on one process or many."""
+"""Evaluate and predict after training: ``python -m oneloop.apply evaluate|predict RUN …``, on one or more processes."""
 
 import sys
 from argparse import Namespace

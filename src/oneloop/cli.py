@@ -22,11 +22,11 @@ from oneloop.checkpoint.named_checkpoint import base_problems, chosen_of
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
 from oneloop.launch.command import config_files
 
-AFTER = ("evaluate", "predict")  # commands that also run on several processes, by oneloop launch
+AFTER = ("evaluate", "predict")  # commands that oneloop launch can run on several processes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the ``oneloop`` command; returns its exit code."""
+    """Run the ``oneloop`` command; return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         pages = {name: next(iter((command.__doc__ or "").strip().splitlines())) for name, command in COMMANDS.items()}
@@ -168,7 +168,7 @@ def watch(words: Sequence[str]) -> int:
     for folder in given.runs:
         if not folder.is_dir() or (given.once and not (folder / "metrics.jsonl").exists()):
             raise BadInput(f"{folder} holds no run (no metrics.jsonl)")
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the terminal is put right on the way out
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the exit restores the terminal
     with suppress(KeyboardInterrupt):
         named = [name for name in given.metrics.split(",") if name]
         live(given.runs, metrics=named, every=given.every, once=given.once)

@@ -1,13 +1,13 @@
-"""EMA: an average of the weights along the run, kept shard by shard. Works alone in a plain Accelerate script.
+"""EMA (exponential moving average) of the weights, kept per shard. Also works in a plain Accelerate script.
 
 >>> ema = EMA(model, half_life=10_000)           # in samples; after accelerator.prepare
 >>> optimizer.step()
 >>> ema.update(64)                               # samples of this step, over all processes
->>> with ema.swapped():                          # the model holds the average in here
+>>> with ema.swapped():                          # here the model has the EMA weights
 ...     evaluate(model)
 
-The update rule: average = keep * average + (1 - keep) * weight. It communicates nothing. Buffers are not averaged: an
-average is evaluated and exported with the model's current buffers.
+The update rule is average = keep * average + (1 - keep) * weight, without communication. Buffers are not averaged: EMA
+weights are evaluated and exported with the model's current buffers.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -27,9 +27,9 @@ from oneloop.basics.tensors import as_real, local, reshard
 
 @torch.no_grad()
 def average_(averages: list[Tensor], weights: list[Tensor], keep: float, *, cast: bool = False) -> None:
-    """average = keep * average + (1 - keep) * weight, in place. One form everywhere, since others round differently.
+    """Set average = keep * average + (1 - keep) * weight, in place; other forms would round differently.
 
-    ``cast``: the weights have another dtype.
+    ``cast``: the weights have another dtype than the averages.
     """
     if cast:
         weights = [weight.to(average.dtype) for weight, average in zip(weights, averages, strict=True)]
@@ -37,24 +37,23 @@ def average_(averages: list[Tensor], weights: list[Tensor], keep: float, *, cast
 
 
 class EMA:
-    """One average of a model's parameters, in float32 or better. Give exactly one of the three kinds.
+    """EMA of a model's parameters, in float32 or better. Give exactly one of half_life, decay and power.
 
     Args:
         model: as prepared; under FSDP2 each rank averages its own shards.
-        half_life: samples (or tokens: what :meth:`update` counts) after which a weight counts half.
+        half_life: samples (or tokens, as :meth:`update` counts) after which the contribution of a weight has halved.
         decay: share of the average that one update keeps.
-        power: width of a power-function average as a share of the run, its relative standard deviation sigma_rel
-            (Karras et al. 2024, section 3); what was saved of them along the run can be mixed into any other width,
-            see :mod:`oneloop.ema`.
-        ramp: the half-life is at most this share of what was trained so far (Karras et al. 2022), so that the start
-            is forgotten quickly; 0: no ramp. For ``half_life`` only.
-        every: updates per ``lerp``; what they counted is added up, so that the half-life stays the same.
-        device: ``"cpu"`` keeps the average in host memory; copies overlap with what the device does next.
-        optimizer: needed for ``device="cpu"`` on an accelerator: its next step waits until the copy is made.
-        name: in checkpoints, logs and file names.
+        power: width of a power-function EMA as a share of the run: its relative standard deviation sigma_rel (Karras
+            et al. 2024, section 3). Saved EMAs can be combined into other widths: see :func:`post_hoc`.
+        ramp: upper limit of the half-life as a share of the training so far (Karras et al. 2022), so that the initial
+            weights are forgotten quickly; 0: no limit. Only for ``half_life``.
+        every: calls of :meth:`update` per computation; their amounts are added, so that the half-life is the same.
+        device: ``"cpu"`` keeps the average in host memory; copies overlap with the device's work.
+        optimizer: required for ``device="cpu"`` on an accelerator: its next step waits for the copy.
+        name: name in checkpoints, logs and file names.
 
     Raises:
-        ValueError: not exactly one kind, or a value out of range.
+        ValueError: not exactly one of the three is given, or a value is out of range.
     """
 
     def __init__(
@@ -76,45 +75,41 @@ class EMA:
         self._keep = _law(half_life, decay, power, ramp)
         self.name, self.every = name, every
         self.seen = 0.0
-        """what was trained so far, as :meth:`update` counts it"""
+        """amount trained so far, as :meth:`update` counts it"""
         self._due, self._updates = 0.0, 0
         self._model = model
-        # Taken while sharded: after a forward alone FSDP2's root would hand out other objects.
+        # Reshard first: after a forward without backward, FSDP2's root has other parameter objects.
         reshard(self._model)
         self._parameters = {bare_name(n): p for n, p in model.named_parameters() if p.requires_grad}
         self._shadow = {
-            name: _room(p, torch.promote_types(p.dtype, torch.float32), device) for name, p in self._parameters.items()
+            name: _new(p, torch.promote_types(p.dtype, torch.float32), device) for name, p in self._parameters.items()
         }
         pairs = [(local(self._shadow[name]), local(p)) for name, p in self._parameters.items()]
-        pairs = [(mine, theirs.detach()) for mine, theirs in pairs if mine.numel()]  # uneven shards may be empty
-        self._mine, self._theirs = [mine for mine, _ in pairs], [theirs for _, theirs in pairs]
-        self._cast = any(mine.dtype != theirs.dtype for mine, theirs in pairs)
+        pairs = [(mine, weight.detach()) for mine, weight in pairs if mine.numel()]  # uneven shards may be empty
+        self._mine, self._weights = [mine for mine, _ in pairs], [weight for _, weight in pairs]
+        self._cast = any(mine.dtype != weight.dtype for mine, weight in pairs)
         self._held = [name for name in self._parameters if local(self._shadow[name]).numel()]
         away = device == "cpu" and pairs and pairs[0][1].device.type != "cpu"
-        self._away = HostCopies(self._theirs, optimizer) if away else None
+        self._away = HostCopies(self._weights, optimizer) if away else None
         self.restart()
 
     @torch.no_grad()
     def restart(self) -> None:
-        """The average becomes the model's weights of now."""
-        for mine, theirs in zip(self._mine, self._theirs, strict=True):
-            mine.copy_(theirs)
+        """Reset the average to the current weights."""
+        for mine, weight in zip(self._mine, self._weights, strict=True):
+            mine.copy_(weight)
         self.seen, self._due, self._updates = 0.0, 0.0, 0
 
     @torch.no_grad()
     def begin(self, names: Collection[str]) -> None:
-        """Of these tensors, as :meth:`tensors` names them, the average becomes the model's weights of now."""
-        for name, mine, theirs in zip(self._held, self._mine, self._theirs, strict=True):
+        """Reset the average of these tensors, named as in :meth:`tensors`, to the current weights."""
+        for name, mine, weight in zip(self._held, self._mine, self._weights, strict=True):
             if f"ema.{self.name}.{name}" in names:
-                mine.copy_(theirs)
+                mine.copy_(weight)
 
     @torch.no_grad()
     def update(self, amount: float) -> None:
-        """Takes in the weights after one optimizer step.
-
-        Args:
-            amount: samples (or tokens) of that step, over all processes.
-        """
+        """Update with the weights after an optimizer step of ``amount`` samples (or tokens) over all processes."""
         self._due += amount
         self.seen += amount
         self._updates += 1
@@ -124,14 +119,14 @@ class EMA:
         self._due, self._updates = 0.0, 0
         if self._away is not None:
             self._away.then(lambda weights: average_(self._mine, weights, keep, cast=True))
-        elif self._mine:  # else this rank holds no element of the model
-            average_(self._mine, self._theirs, keep, cast=self._cast)
+        elif self._mine:  # else this rank has no shard
+            average_(self._mine, self._weights, keep, cast=self._cast)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """In here the model holds the average, in the places where its weights were; training's weights come back.
+        """Swap the EMA weights into the model in this context, and swap the training weights back afterwards.
 
-        No second model: one tensor at a time is exchanged. (Weights in less than float32 are set aside instead.)
+        One tensor is exchanged at a time, without a second copy of the model; only 16-bit weights are copied aside.
         """
         if self._away is not None:
             self._away.wait()
@@ -143,14 +138,14 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self, aside: dict[int, Tensor]) -> dict[int, Tensor]:
-        reshard(self._model)  # else what is gathered would go on being used
+        reshard(self._model)  # else FSDP2 would use the gathered weights
         taken: dict[int, Tensor] = {}
-        for number, (mine, theirs) in enumerate(zip(self._mine, self._theirs, strict=True)):
+        for number, (mine, weight) in enumerate(zip(self._mine, self._weights, strict=True)):
             if number in aside:
-                theirs.copy_(aside[number])
+                weight.copy_(aside[number])
                 continue
-            held = theirs.clone()
-            theirs.copy_(mine)
+            held = weight.clone()
+            weight.copy_(mine)
             if held.dtype == mine.dtype:
                 mine.copy_(held)
             else:
@@ -158,24 +153,24 @@ class EMA:
         return taken
 
     def tensors(self) -> dict[str, Tensor]:
-        """The average by ``ema.<name>.<parameter>``; the tensors themselves, sharded as the parameters are."""
+        """Return the EMA tensors (not copies) by ``ema.<name>.<parameter>``, sharded as the parameters."""
         if self._away is not None:
             self._away.wait()
         return {f"ema.{self.name}.{name}": as_real(tensor) for name, tensor in self._shadow.items()}
 
     def state_dict(self) -> dict[str, float]:
-        """What belongs to the average beside :meth:`tensors`."""
+        """Return the counters, which belong to the state in addition to :meth:`tensors`."""
         if self._away is not None:
             self._away.wait()
         return {"seen": self.seen, "due": self._due, "updates": self._updates}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Goes on from there."""
+        """Restore the counters."""
         self.seen, self._due, self._updates = state["seen"], state["due"], int(state["updates"])
 
 
 Law = Callable[[float, float, int], float]
-"""(amount since the last update, all that was seen, updates) -> share of the average that is kept"""
+"""(amount since the last computation, total amount, updates) -> share of the average to keep"""
 
 
 def _law(half_life: float | None, decay: float | None, power: float | None, ramp: float) -> Law:
@@ -192,21 +187,21 @@ def _law(half_life: float | None, decay: float | None, power: float | None, ramp
     return lambda amount, seen, _: (1.0 - amount / seen) ** exponent
 
 
-def _room(parameter: Tensor, dtype: torch.dtype, device: str | None) -> Tensor:
+def _new(parameter: Tensor, dtype: torch.dtype, device: str | None) -> Tensor:
     if device is None or device == parameter.device.type:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    here = torch.empty(local(parameter).shape, dtype=dtype, device=device, pin_memory=device == "cpu")
+    mine = torch.empty(local(parameter).shape, dtype=dtype, device=device, pin_memory=device == "cpu")
     if not isinstance(parameter, DTensor):
-        return here
+        return mine
     meta = parameter._spec.tensor_meta
     assert meta is not None
     spec = replace(parameter._spec, tensor_meta=meta._replace(dtype=dtype))
-    return DTensor(here, spec, requires_grad=False)  # from_local would move it to the mesh's device
+    return DTensor(mine, spec, requires_grad=False)  # from_local would move it to the mesh's device
 
 
 def gamma(sigma_rel: float) -> float:
     """Return the exponent of the power-function average of this relative standard deviation (Karras et al. 2024,
-    algorithm 2). Raises ValueError if none is that wide."""
+    algorithm 2). Raise ValueError if none is that wide."""
     import numpy as np
 
     widest = 12**-0.5
@@ -250,14 +245,14 @@ class HostCopies:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ema")
         self._using: Future[None] | None = None
         self._stepped = torch.Event(weights[0].device)
-        """the weights are those of the last step: the copy need not wait for what was given to the device since"""
+        """the end of the last step: the copy waits for it only, not for work queued since"""
         self._stepped.record()
         optimizer.register_step_post_hook(lambda *_: self._stepped.record())
         optimizer.register_step_pre_hook(lambda *_: self._hold())
 
     def then(self, use: Callable[[list[Tensor]], None]) -> None:
         """Start a copy; call ``use`` with the copies in a thread, once they are complete."""
-        self.wait()  # the host memory is free again
+        self.wait()  # until the host memory is free again
         self._stream.wait_event(self._stepped)
         with self._stream:
             for there, here in zip(self._weights, self._landing, strict=True):

@@ -1,4 +1,4 @@
-"""Exact distributed evaluation: every sample counted once, for any number of ranks."""
+"""Exact distributed evaluation: every sample counts once, on any number of ranks."""
 
 import math
 from collections import deque
@@ -27,7 +27,7 @@ from oneloop.tasks.protocol import Objective
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; afterwards every module's own training mode, and FSDP2's shards, are restored."""
+    """Use eval mode without gradients; afterwards restore the mode of every module, and FSDP2's shards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -54,29 +54,29 @@ def evaluate(
     name: str = "",
     exact: bool = False,
 ) -> dict[str, float] | None:
-    """Loss (weighted as in training) and the task's metrics over all of ``dataset``. Collective: call on every rank.
+    """Return loss (weighted as in training) and the task's metrics over ``dataset``. Collective: call on every rank.
 
     Args:
-        task: has ``collate``, ``weight``, ``loss``, and ``metrics`` with ``update`` where there are any.
+        task: has ``collate``, ``weight``, ``loss`` and, optionally, ``metrics`` with ``update``.
         model: as prepared for training.
         dataset: map-style.
         accelerator: its ranks share the samples.
-        micro: samples that one rank evaluates at once.
-        workers: processes that load data.
-        dtype: of floating inputs.
-        seed: of what is random in the data set.
-        interrupted: asked once per micro-batch, and must answer alike on all ranks; True ends the evaluation.
-        examples: takes in what is to be looked at, where the task can show a sample; a confusion matrix too.
-        name: of the set, for messages.
-        exact: sums are the same bits for any number of ranks; a metric that cannot be so is a ValueError.
+        micro: micro-batch size per rank.
+        workers: number of data loading processes.
+        dtype: dtype of floating-point inputs.
+        seed: seed of random data sets.
+        interrupted: called once per micro-batch, with the same result on all ranks; True ends the evaluation.
+        examples: collects samples to show, if the task can show them, and the confusion matrix.
+        name: name of the set, for messages.
+        exact: make sums bit-identical on any number of ranks; ValueError for a metric that does not allow it.
 
     Returns:
-        ``{"loss": …, "accuracy": …}``, equal on all ranks, of a mixture also ``loss/NAME``; None where interrupted.
+        ``{"loss": …, "accuracy": …}``, equal on all ranks; for a mixture also ``loss/NAME``; None if interrupted.
     """
     sources = getattr(dataset, "sources", None) or {"": range(len(dataset))}
     share = share_of([*sources.values()], micro, accelerator.num_processes, accelerator.process_index)
     keyed, device = SeededSamples(dataset, seed=seed, name=name), accelerator.device
-    collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)  # held-out samples may differ in weight
+    collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)  # samples may differ in weight
     measured = task.metrics().to(device) if hasattr(task, "metrics") else None
     sums = (Apart if exact else Together)(len(sources), device, measured)
     loaded = loader(keyed, collate, share.places, workers=workers, device=device)
@@ -112,8 +112,8 @@ def _losses(sources: Sequence[str], totals: Sequence[float], weights: Sequence[f
 def _weighed(
     loaded: Iterable[tuple[Batch, float]], device: torch.device, seeded: tuple[int, int] | None = None
 ) -> Generator[tuple[Batch, float]]:
-    """The batches on the device, each with its weight; one may be on its way while another is used. What is random is
-    ``seeded`` before each: by a seed and its number, from this one on."""
+    """Yield the batches on the device with their weights; copy the next one meanwhile. ``seeded`` (seed, index of the
+    first batch): seed the random generators before each batch."""
     weights: deque[float] = deque()
 
     def batches() -> Iterator[Batch]:
@@ -145,25 +145,25 @@ def _chosen(
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's micro-batches."""
+    """The micro-batches of one rank."""
 
     places: list[list[Place]]
     sources: list[int | None]
-    """where each one's samples are from; None: it does not count"""
+    """source of each micro-batch; None: it repeats samples, and does not count"""
     first: int
-    """number of the first one among those of all ranks"""
+    """index of the first micro-batch among those of all ranks"""
 
     @property
     def idle(self) -> bool:
-        """Whether none of them counts."""
+        """Whether no micro-batch of this rank counts."""
         return all(source is None for source in self.sources)
 
 
 def share_of(sources: Sequence[range], micro: int, ranks: int, rank: int) -> Share:
-    """This rank's micro-batches, each of the samples of one source alone; one after another, so that what lies together
-    is read by one rank.
+    """Return this rank's micro-batches: consecutive ones, so that one rank reads adjacent samples. Each micro-batch has
+    samples of one source only.
 
-    FSDP2 needs equal forward counts, so a rank that has none left takes the first one again, and drops it.
+    FSDP2 needs equal forward counts, so a rank without micro-batches left repeats the first one, and does not count it.
     """
     cut = [
         (number, range(start, min(start + micro, source.stop)))
@@ -181,19 +181,19 @@ def evaluate_all(
     model: nn.Module,
     sets: Mapping[str, Any],
     *,
-    averages: Iterable[EMA] = (),
+    emas: Iterable[EMA] = (),
     examples: Examples | None = None,
     **options: Any,
 ) -> dict[str, dict[str, float]] | None:
-    """:func:`evaluate` of several sets, with the weights and with each average of them.
+    """:func:`evaluate` several sets, with the weights and with each EMA.
 
-    ``examples`` are of the first set, with the weights themselves.
+    ``examples`` are from the first set, with the weights.
 
     Returns:
-        ``{"raw": {"eval/loss": …, "test/loss": …}, "ema": …}``; None where it was interrupted.
+        ``{"raw": {"eval/loss": …, "test/loss": …}, "ema": …}``; None if interrupted.
     """
     results: dict[str, dict[str, float]] = {}
-    holding: dict[str, Callable[[], Any]] = {"raw": nullcontext, **{ema.name: ema.swapped for ema in averages}}
+    holding: dict[str, Callable[[], Any]] = {"raw": nullcontext, **{ema.name: ema.swapped for ema in emas}}
     for weights, held in holding.items():
         results[weights] = {}
         with held():

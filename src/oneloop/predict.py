@@ -1,7 +1,7 @@
-"""What a model says of every sample, in order, by one process or many, to one file.
+"""Predict every sample, in order, on one process or several, and write the predictions to one file.
 
->>> said = predictions(task, model, dataset, accelerator=accelerator, micro=32)     # of this rank's samples
->>> write(Path("said.parquet"), said, accelerator=accelerator)                      # the same file for any ranks
+>>> predicted = predictions(task, model, dataset, accelerator=accelerator, micro=32)     # of this rank's samples
+>>> write(Path("predictions.parquet"), predicted, accelerator=accelerator)     # the same file on any number of ranks
 """
 
 import csv
@@ -27,7 +27,7 @@ from oneloop.tasks.protocol import Objective
 from oneloop.tasks.protocol_checks import named
 
 Columns = dict[str, list[Any]]
-_GROUP = 10_000  # rows of a row group
+_GROUP = 10_000  # rows per Parquet row group
 
 
 def predictions(
@@ -42,23 +42,22 @@ def predictions(
     seed: int = 0,
     raw: bool = False,
 ) -> Iterator[Columns]:
-    """Columns of one micro-batch after another, of this rank's samples: those of rank 0 come first. Every rank must get
-    here.
+    """Yield columns for each micro-batch of this rank's samples, in order of rank. Collective: call on every rank.
 
     Args:
-        task: its ``loss`` gives outputs, and where it ``writes`` its ``generate`` too; its ``predicted`` makes columns
-            of them, else they are taken as they are.
-        model: whole or sharded; nothing of it is changed.
+        task: ``loss`` returns the outputs and, if the task ``writes``, ``generate`` returns more; ``predicted`` turns
+            them into columns. Without ``predicted``, the outputs are the columns.
+        model: whole or sharded; it is not changed.
         dataset: map-style.
         accelerator: its ranks share the samples.
-        micro: samples that one rank looks at at once.
-        workers: processes that load data.
-        dtype: of floating inputs.
-        seed: of what is random in the data set.
-        raw: the outputs too.
+        micro: micro-batch size per rank.
+        workers: number of data loading processes.
+        dtype: dtype of floating-point inputs.
+        seed: seed of random data sets.
+        raw: add the outputs as columns.
 
     Raises:
-        ValueError: an output or a column has no entry for each sample.
+        ValueError: an output or a column does not have one entry per sample.
     """
     share = share_of([range(len(dataset))], micro, accelerator.num_processes, accelerator.process_index)
     collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)
@@ -74,7 +73,7 @@ def predictions(
             if getattr(task, "writes", False):
                 outputs = {**outputs, **task.generate(model, batch)}  # type: ignore[attr-defined]
             if source is None:
-                continue  # of a rank that has none left, and must call the model as often as the others
+                continue  # a repeated micro-batch: FSDP2 needs equal forward counts
             predicted = (
                 _columns(task, task.predicted(batch, outputs), len(places)) if hasattr(task, "predicted") else {}
             )
@@ -104,105 +103,105 @@ def _outputs(outputs: Mapping[str, Tensor], samples: int) -> Columns:
 
 
 def write(file: Path, predicted: Iterable[Columns], *, accelerator: Accelerator) -> int:
-    """Writes all ranks' columns to one file, the same whatever their number. Every rank must get here.
+    """Write all ranks' columns to one file, equal on any number of ranks. Collective: call on every rank.
 
     Args:
-        file: .parquet, .jsonl or .csv; whole at the end, or not there.
-        said: this rank's, as :func:`predictions` gives them.
+        file: .parquet, .jsonl or .csv; written atomically.
+        predicted: this rank's columns, from :func:`predictions`.
         accelerator: its ranks share the file system.
 
     Returns:
-        How many rows there are, on rank 0.
+        The number of rows, on rank 0.
 
     Raises:
-        ValueError: csv is asked for, and a column holds lists.
+        ValueError: the file is a .csv, and a column holds lists.
     """
-    rank, parts = accelerator.process_index, file.with_name(f".{file.name}.parts")
+    rank, shards = accelerator.process_index, file.with_name(f".{file.name}.parts")
     if rank == 0:
-        shutil.rmtree(parts, ignore_errors=True)
-        parts.mkdir(parents=True)
+        shutil.rmtree(shards, ignore_errors=True)
+        shards.mkdir(parents=True)
     accelerator.wait_for_everyone()
     problem = None
     try:
         try:
-            _write_part(parts / f"{rank:05d}.jsonl", predicted, flat=file.suffix == ".csv")
+            _write_shard(shards / f"{rank:05d}.jsonl", predicted, flat=file.suffix == ".csv")
         except ValueError as error:
             if accelerator.is_fsdp2:
-                raise  # the others wait for this rank inside the model
+                raise  # the other ranks wait for this one inside the model
             problem = str(error)
-        troubles: list[str | None] = gather_object([problem])  # type: ignore[no-untyped-call]
-        if wrong := [one for one in troubles if one]:
+        problems: list[str | None] = gather_object([problem])  # type: ignore[no-untyped-call]
+        if wrong := [found for found in problems if found]:
             raise ValueError(wrong[0])
         rows = 0
         if rank == 0:
             with replacing(file) as draft:
-                rows = _SINKS[file.suffix](draft, sorted(parts.glob("*.jsonl")))
+                rows = _SINKS[file.suffix](draft, sorted(shards.glob("*.jsonl")))
     finally:
         if rank == 0:
-            shutil.rmtree(parts, ignore_errors=True)
+            shutil.rmtree(shards, ignore_errors=True)
     return rows
 
 
-def _write_part(part: Path, predicted: Iterable[Columns], *, flat: bool) -> None:
-    with part.open("w", encoding="utf-8") as stream:
+def _write_shard(shard: Path, predicted: Iterable[Columns], *, flat: bool) -> None:
+    with shard.open("w", encoding="utf-8") as stream:
         for columns in predicted:
             for row in zip(*columns.values(), strict=True):
                 line = dict(zip(columns, row, strict=True))
                 if flat and (lists := [name for name, value in line.items() if isinstance(value, list)]):
                     which = ", ".join(lists)
                     raise ValueError(f"{which} hold a list for each sample, and csv has none; write parquet or jsonl")
-                stream.write(json.dumps(line, ensure_ascii=False, default=_told) + "\n")
+                stream.write(json.dumps(line, ensure_ascii=False, default=_plain) + "\n")
 
 
-def _told(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise ValueError(f"a column of predicted() holds a {type(value).__name__}; give text, numbers or lists of them")
 
 
-def _rows(parts: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    for part in parts:
-        with part.open(encoding="utf-8") as stream:
+def _rows(shards: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    for shard in shards:
+        with shard.open(encoding="utf-8") as stream:
             yield from map(json.loads, stream)
 
 
-def _to_parquet(draft: Path, parts: Sequence[Path]) -> int:
-    """In groups of one length, whatever parts they are from; the types are those of all rows."""
+def _to_parquet(draft: Path, shards: Sequence[Path]) -> int:
+    """Write row groups of equal size; the schema unifies the types of all rows."""
     from pyarrow import Table, unify_schemas
     from pyarrow.parquet import ParquetWriter
 
     schema, rows = None, 0
-    for chunk in _chunks(parts):
+    for chunk in _chunks(shards):
         own = Table.from_pylist(chunk).schema
         schema = own if schema is None else unify_schemas([schema, own], promote_options="permissive")
     with ParquetWriter(str(draft), schema) as sink:
-        for chunk in _chunks(parts):
+        for chunk in _chunks(shards):
             sink.write_table(Table.from_pylist(chunk, schema=schema))
             rows += len(chunk)
     return rows
 
 
-def _chunks(parts: Sequence[Path]) -> Iterator[list[dict[str, Any]]]:
-    rows = _rows(parts)
+def _chunks(shards: Sequence[Path]) -> Iterator[list[dict[str, Any]]]:
+    rows = _rows(shards)
     while chunk := list(islice(rows, _GROUP)):
         yield chunk
 
 
-def _to_lines(draft: Path, parts: Sequence[Path]) -> int:
+def _to_lines(draft: Path, shards: Sequence[Path]) -> int:
     rows = 0
     with draft.open("w", encoding="utf-8") as stream:
-        for row in _rows(parts):
+        for row in _rows(shards):
             stream.write(dumps(row, ensure_ascii=False) + "\n")
             rows += 1
     return rows
 
 
-def _to_csv(draft: Path, parts: Sequence[Path]) -> int:
-    rows, names = 0, dict.fromkeys(name for row in _rows(parts) for name in row)
+def _to_csv(draft: Path, shards: Sequence[Path]) -> int:
+    rows, names = 0, dict.fromkeys(name for row in _rows(shards) for name in row)
     with draft.open("w", encoding="utf-8", newline="") as stream:
         sink = csv.DictWriter(stream, [*names], lineterminator="\n")
         sink.writeheader()
-        for row in _rows(parts):
+        for row in _rows(shards):
             sink.writerow(row)
             rows += 1
     return rows

@@ -1,1 +1,1 @@
-"""Small tools that several rooms need; they import nothing else of oneloop."""
+"""Small tools for several packages; they import nothing else from oneloop."""

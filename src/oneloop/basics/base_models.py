@@ -1,4 +1,4 @@
-"""Base models: files of the Hugging Face hub or a folder, which a checkpoint names instead of holding them."""
+"""Base models: files in a folder or on the Hugging Face hub, which checkpoints refer to instead of storing."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-HUB = "hf:"  # begins the name of a repository: ``hf:ID[@REVISION]``
+HUB = "hf:"  # prefix of a repository: ``hf:ID[@REVISION]``
 
 
 def place_of(name: str) -> tuple[str, str | None]:
-    """Folder or repository, and revision."""
+    """Split a model's name into folder or repository, and revision."""
     if not name.startswith(HUB):
         return str(Path(name).expanduser()), None
     where, _, revision = name.removeprefix(HUB).partition("@")
@@ -18,7 +18,7 @@ def place_of(name: str) -> tuple[str, str | None]:
 
 
 def fetched(name: str, file: str) -> Path | None:
-    """Return the path of a file of a folder or hub repository, None if it has no such file. Raises ValueError if the
+    """Return the path of a file in a folder or hub repository, or None if it is missing. Raise ValueError if the
     repository does not exist or cannot be reached."""
     where, revision = place_of(name)
     if not name.startswith(HUB):
@@ -38,30 +38,29 @@ def fetched(name: str, file: str) -> Path | None:
 
 
 def _first(error: Exception) -> str:
-    """What went wrong, without what a library advises."""
+    """Return the first two lines of an error, without the library's advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) or type(error).__name__
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A model of somebody's, on which a few parameters of a run's own stand."""
+    """A pretrained model of which a run trains only a few parameters; checkpoints do not store its tensors."""
 
-    place: str  # for a person: a folder, or hf:ID
-    names: frozenset[str]  # what of the model's state was read from there
+    place: str  # for messages: a folder, or hf:ID
+    names: frozenset[str]  # tensors of the model that were read from the base model
     look: Callable[[], dict[str, Any]]
-    """tells what lies there from anything else: checksums of its files, or the hub's commit"""
-    file: str  # of the other weights, where they are taken elsewhere
-    outside: Callable[[str], str]  # the name in there of a tensor of the model
-    settings: Mapping[str, Any]  # what the other weights mean nothing without, by its names in adapter_config.json
-    seen: Callable[[], object] = lambda: None  # a quick look at what lies there, which changes where it is changed
+    """identifies the current content: checksums of the files, or the hub's commit"""
+    file: str  # name of the exported file of the other (trained) weights
+    outside: Callable[[str], str]  # maps the model's tensor names to names in that file
+    settings: Mapping[str, Any]  # settings that the trained weights require, as in adapter_config.json
+    seen: Callable[[], object] = lambda: None  # a cheap stamp that changes with the content
 
     def __post_init__(self) -> None:
         self.__dict__["_first"] = self.seen()
 
     def unchanged(self) -> None:
-        """Raise ValueError if the content of the base model has changed since it was read (a new mtime is no
-        change)."""
+        """Raise ValueError if the content of the base model has changed since it was read; mtime is ignored."""
         if (now := self.seen()) == self.__dict__["_first"]:
             return
         if self.look() != self.__dict__.get("content"):
@@ -72,24 +71,24 @@ class BaseModel:
 
     @cached_property
     def content(self) -> dict[str, Any]:
-        """What :attr:`look` finds, once."""
+        """The result of :attr:`look`, computed once."""
         self.unchanged()
         return self.look()
 
     @property
     def description(self) -> dict[str, Any]:
-        """As JSON."""
+        """The base model as JSON data, for manifests."""
         return {"place": self.place, **self.content, "settings": dict(self.settings)}
 
     def difference(self, there: Mapping[str, Any]) -> str:
-        """What is other than it was told; empty where nothing is."""
+        """Return how this base model differs from the recorded one ``there``; empty if it does not."""
         if any(there.get(key) != value for key, value in self.content.items()):
             one, other = (short(about) for about in (there, self.description))
             return f"{one}, and not {other}"
         return self.other_settings(there.get("settings", {}))
 
     def other_settings(self, there: Mapping[str, Any]) -> str:
-        """Which settings are others; empty where none is."""
+        """Return the settings that differ; empty if none does."""
         apart = ((key, there.get(key, value), value) for key, value in self.settings.items())
         return "; ".join(f"{key} {other}, and not {value}" for key, other, value in apart if other != value)
 
@@ -104,7 +103,7 @@ class BaseModel:
 
 
 def short(about: Mapping[str, Any]) -> str:
-    """An origin, for a person."""
+    """Return a short description of a base model for messages."""
     files = about.get("files", {})
     sums = [f"{name} {entry[1]}" for name, entry in files.items() if isinstance(entry, list)]
     return f"{about.get('place')} ({about.get('commit') or ', '.join(sums[:2]) or files.get('digest')})"

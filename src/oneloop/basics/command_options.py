@@ -1,4 +1,4 @@
-"""The options of a command line."""
+"""Parser for the options of a command."""
 
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class Options(ArgumentParser):
 
 
 def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a type for an option: a number above 0, made by ``kind`` (int or float)."""
+    """Return an option type that parses a positive number with ``kind`` (int or float)."""
 
     def parse(text: str) -> Any:
         try:

@@ -24,7 +24,7 @@ class Duration:
         self.unit = _UNITS[match[3]]
 
     def steps(self, scale: "Scale", *, total: int | None = None, key: str = "duration") -> int:
-        """Return whole steps, rounded up; ``total`` steps of the run resolve ``%``. Raises ValueError if that is
+        """Return whole steps, rounded up; ``total`` steps of the run resolve ``%``. Raise ValueError if that is
         unknown, or for tokens if the samples differ in length."""
         return math.ceil(self._steps(scale, total, key))
 
@@ -47,7 +47,7 @@ class Duration:
         return self.amount / (scale.batch * Fraction(scale.sample_tokens))
 
     def samples(self, scale: "Scale", *, total: int | None = None, key: str = "duration") -> float:
-        """The same length in samples, not rounded; raises as :meth:`steps` does."""
+        """Return the length in samples, not rounded. Raise ValueError as :meth:`steps` does."""
         if self.unit == "samples":
             return float(self.amount)
         return float(self._steps(scale, total, key) * scale.batch)
@@ -64,20 +64,20 @@ class Duration:
 
 @dataclass(frozen=True)
 class Scale:
-    """What one step and one epoch hold."""
+    """Sizes of one step and one epoch."""
 
     batch: int  # samples of one step, over all processes
     epoch: int  # samples of one epoch
-    sample_tokens: float | None = None  # tokens of one sample, where all have the same number
+    sample_tokens: float | None = None  # tokens per sample, if equal for all samples
 
 
 def is_time(step: int, every: int, total: int) -> bool:
-    """True at every ``every``-th step and at the last one; ``every=0``: at the last one only."""
+    """Return True at every ``every``-th step and at the last step; ``every=0``: only at the last step."""
     return step == total or (every > 0 and step % every == 0)
 
 
 def span(text: str, key: str) -> tuple[int, int]:
-    """Parse ``"10-15"`` as (10, 15) and ``"10"`` as (10, 10). Raises ValueError for anything else."""
+    """Parse ``"10-15"`` as (10, 15) and ``"10"`` as (10, 10). Raise ValueError for anything else."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:

@@ -1,12 +1,11 @@
-"""Sums that are the same bits in any order, so that they depend on no split and no sharding.
+"""Sums that are bit-identical in any order, so that they do not depend on parallel layout or sharding.
 
-A square is cut at fixed places into digits of 30 bits, and digits are added as whole numbers, which does not round
-(binned summation: Demmel & Nguyen 2015). Three digits below the largest value are kept: what is cut off a square is
-less than 2^-60 of the largest one. The cuts lie at multiples of 30 bits, not at the largest value, so that sums of
-parts can be put together later.
+Each square is cut at fixed positions into digits of 30 bits. Digits are added as integers, which does not round (binned
+summation: Demmel & Nguyen 2015). Three digits are kept: the rest of a square is below 2^-60 of the largest square.
+The cuts are at multiples of 30 bits, not relative to the largest value, so that partial sums can be combined later.
 
 >>> norm = exact_norm(tensors)
->>> rows = [digit_rows([part]) for part in parts]        # of ranks, pieces, … in any order
+>>> rows = [digit_rows([part]) for part in parts]        # of ranks, shards, … in any order
 >>> square = square_sum(torch.cat(rows).tolist())
 """
 
@@ -17,19 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_HALF = 15  # bits of a digit of a value whose square has digits of 30
+_HALF = 15  # bits per digit of a value; its square has digits of 30 bits
 _DIGITS = 3
 NOTHING = -60
-"""number of the first digit where all is zero; below that of any value"""
+"""index of the first digit if all values are zero; below that of any other value"""
 _ON_CPU, _ELSEWHERE = 1 << 17, 1 << 21
-"""elements at once: as many as a cache holds; at most 2^22, whose digits float64 adds without rounding"""
+"""elements per piece, to fit into the cache; float64 adds the digits of up to 2^22 elements without rounding"""
 
 
 def tree_sum(parts: Tensor) -> Tensor:
-    """The sum over the first dimension in one fixed binary tree, neighbours first. Zeros at the end change nothing.
+    """Sum a tensor of shape (n, …) over its first dimension in one fixed binary tree, neighbours first.
 
-    Args:
-        parts: of shape (n, …).
+    Zeros at the end do not change the result.
     """
     while len(parts) > 1:
         if len(parts) % 2:
@@ -39,19 +37,19 @@ def tree_sum(parts: Tensor) -> Tensor:
 
 
 def rounded_sum(values: Iterable[float]) -> float:
-    """Their sum, rounded once; infinite or NaN where one of them is not finite, or where it is too large."""
+    """Return the sum, rounded once; infinite or NaN if a value is not finite, or if the sum overflows."""
     known = [*values]
     try:
         return math.fsum(known)
-    except (OverflowError, ValueError):  # of inf - inf
+    except (OverflowError, ValueError):  # overflow, or inf - inf
         return sum(known)
 
 
 def digit_rows(tensors: Iterable[Tensor]) -> Tensor:
-    """What the squares of all elements come to, for :func:`square_sum`: shape (pieces, 4), float64. No host sync.
+    """Return the digits of the sum of squares, for :func:`square_sum`: shape (pieces, 4), float64. No host sync.
 
-    A row is the number of its first digit, and the sums of three digits. Exact for float32 and less; of float64 the
-    square is rounded first, element by element.
+    A row holds the index of its first digit, and the sums of three digits. The digits are exact for float32 and
+    smaller dtypes; for float64, each square is rounded first.
     """
     rows = []
     for piece in _pieces(tensors):
@@ -61,7 +59,7 @@ def digit_rows(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def square_sum(rows: Sequence[Sequence[float]]) -> float:
-    """The sum of the squares that these rows stand for, correctly rounded; NaN where a value was not finite."""
+    """Return the sum of squares of these :func:`digit_rows`, correctly rounded; NaN if a value was not finite."""
     whole, last = _whole(rows)
     if whole is None:
         return math.nan
@@ -72,22 +70,22 @@ def square_sum(rows: Sequence[Sequence[float]]) -> float:
 
 
 def square_ratio(rows: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:
-    """The quotient of two such sums; NaN where a value was not finite, or the second is zero."""
-    (one, at), (other, there) = _whole(rows), _whole(others)
-    if one is None or not other:
+    """Return the quotient of two sums of squares; NaN if a value was not finite, or the second sum is zero."""
+    (first, first_unit), (second, second_unit) = _whole(rows), _whole(others)
+    if first is None or not second:
         return math.nan
-    return math.ldexp(one / other, 2 * _HALF * (at - there)) if one else 0.0
+    return math.ldexp(first / second, 2 * _HALF * (first_unit - second_unit)) if first else 0.0
 
 
 def _whole(rows: Sequence[Sequence[float]]) -> tuple[int | None, int]:
-    """The sum as a whole number of its last digit, and that digit's number."""
+    """Return the sum as an integer in units of its last digit, and the index of that digit."""
     if not all(math.isfinite(value) for row in rows for value in row):
         return None, 0
     last = int(max((row[0] for row in rows), default=NOTHING)) - _DIGITS
     whole = 0
     for first, *digits in rows:
-        for place, digit in enumerate(digits):
-            if (shift := int(first) - 1 - place - last) >= 0:
+        for index, digit in enumerate(digits):
+            if (shift := int(first) - 1 - index - last) >= 0:
                 whole += int(digit) << (2 * _HALF * shift)
     return whole, last
 
@@ -96,12 +94,12 @@ def _whole(rows: Sequence[Sequence[float]]) -> tuple[int | None, int]:
 def exact_norm(
     whole: Sequence[Tensor], shards: Sequence[Tensor] = (), group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """L2 norm of all elements together, 0-dim, float64, not finite where one is not. No host sync.
+    """Return the L2 norm over all elements, 0-dim, float64; not finite if any element is not. No host sync.
 
     Args:
-        whole: tensors that every rank has.
-        shards: this rank's parts of others; every rank must get here, if it has none.
-        group: the ranks that have the shards.
+        whole: tensors that are equal on all ranks.
+        shards: this rank's shards of other tensors.
+        group: process group of the shards. Collective: call on all of its ranks, even without shards.
     """
     device = next(tensor.device for tensor in (*whole, *shards))
     held = [tensor for tensor in (*whole, *shards) if tensor.numel()]
@@ -122,7 +120,7 @@ def exact_norm(
 
 
 def _whole_digits(tensors: Sequence[Tensor], first: Tensor) -> Tensor:
-    """Sums of digits as whole numbers; for 2^33 elements."""
+    """Sum digits as integers, shape (3,), int64; exact for up to 2^33 elements."""
     total = torch.zeros(_DIGITS, dtype=torch.int64, device=first.device)
     for piece in _pieces(tensors):
         total += _digits(piece, first).nan_to_num(0.0, 0.0, 0.0).to(torch.int64)
@@ -130,28 +128,28 @@ def _whole_digits(tensors: Sequence[Tensor], first: Tensor) -> Tensor:
 
 
 def _first_digit(largest: Tensor) -> Tensor:
-    """Number of the first digit, float64, 0-dim: the smallest n with |value| < 2^(15 n). What is not finite stays."""
+    """Return the index of the first digit, 0-dim, float64: the least n with |value| < 2^(15 n), or inf or NaN."""
     largest = largest.double()
     number = torch.ceil(torch.frexp(largest).exponent.double() / _HALF).clamp(min=NOTHING + 1)
     return torch.where(torch.isfinite(largest), torch.where(largest > 0, number, NOTHING), largest)
 
 
 def _digits(piece: Tensor, first: Tensor) -> Tensor:
-    """Sums of the first digits of all squares, shape (3,), float64."""
+    """Sum the first three digits of all squares, shape (3,), float64."""
     rest = piece.detach().double() * _power_of_two(-_HALF * first)
     rest.square_()
     sums = []
-    for place in range(_DIGITS):
+    for index in range(_DIGITS):
         rest.mul_(2.0 ** (2 * _HALF))
         digit = rest.floor()
         sums.append(digit.sum())
-        if place < _DIGITS - 1:
+        if index < _DIGITS - 1:
             rest.sub_(digit)
     return torch.stack(sums)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Made of its bits, since a device's ``pow`` may round."""
+    """Return 2^exponent, built from bits, since ``pow`` may round on some devices."""
     whole = exponent.nan_to_num(0.0, 0.0, 0.0).to(torch.int64)
     return ((whole + 1023) << 52).view(torch.float64)
 

@@ -1,4 +1,4 @@
-"""How a run ends: the exit codes, and the exceptions that lead to them."""
+"""Exit codes of a run, and the exceptions that lead to them."""
 
 import math
 
@@ -6,11 +6,11 @@ DONE = 0
 ERROR = 1
 BAD_INPUT = 2
 DIVERGED = 3
-STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again to go on
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again to resume
 
 
 class BadInput(ValueError):
-    """What the user asked for cannot be done: the message says what was asked, what was found and what to do."""
+    """Invalid input: the message says what the user asked for, what was found, and what to do."""
 
 
 class StoppedEarly(BaseException):
@@ -18,30 +18,22 @@ class StoppedEarly(BaseException):
 
 
 class Diverged(RuntimeError):
-    """Loss or gradient became NaN or Inf; the weights are those from before that step."""
+    """The loss or gradient became NaN or Inf, or spiked; the weights are those from before that step."""
 
 
 class Inexact(RuntimeError):
-    """A step whose result would depend on the parallel layout; it was not accepted, and no checkpoint holds it."""
+    """The result of a step would depend on the parallel layout; the step was not accepted or saved."""
 
 
 def at_least(bound: float, **values: float) -> None:
-    """Rejects values below ``bound``; their names are keys of the recipe, with two underscores for the dot.
-
-    Raises:
-        BadInput: one is smaller, infinite or NaN.
-    """
+    """Raise BadInput if a value is below ``bound``, infinite or NaN; names are recipe keys with ``__`` for the dot."""
     for key, value in values.items():
         if not bound <= value < math.inf:
             raise BadInput(f"{key.replace('__', '.')} must be at least {bound}, and finite; got {value}")
 
 
 def within(bound: float, most: float, **values: float) -> None:
-    """Rejects values outside of ``bound`` to ``most``, as :func:`at_least` does.
-
-    Raises:
-        BadInput: one is smaller, larger or NaN.
-    """
+    """Raise BadInput if a value is not in the range ``bound`` to ``most``, as :func:`at_least` does."""
     for key, value in values.items():
         if not bound <= value <= most:
             raise BadInput(f"{key.replace('__', '.')} must be from {bound} to {most}, got {value}")

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, JSON that any reader accepts, and text for a terminal."""
+"""Atomic file writes, strictly valid JSON, and text for a terminal."""
 
 import json
 import math
@@ -23,9 +23,9 @@ def replacing(file: Path, *, shared: bool = False) -> Iterator[Path]:
     draft = file.with_name(f".{file.name}.{os.getpid()}.draft" if shared else f".{file.name}.draft")
     try:
         if draft.is_symlink():
-            draft.unlink()  # it would be written to where it leads
+            draft.unlink()  # else the write would follow the link
         draft.touch()
-        mode = draft.stat().st_mode & 0o777  # as umask says: some libraries make theirs readable to nobody else
+        mode = draft.stat().st_mode & 0o777  # by umask; some libraries write files that only the owner can read
         yield draft
         draft.chmod(mode)
     except BaseException:
@@ -34,11 +34,11 @@ def replacing(file: Path, *, shared: bool = False) -> Iterator[Path]:
     draft.replace(file)
 
 
-_plain = json.JSONEncoder(allow_nan=False).encode  # kept: json.dumps makes one at every call
+_plain = json.JSONEncoder(allow_nan=False).encode  # cached: json.dumps builds one per call
 
 
 def dumps(content: Any, **how: Any) -> str:
-    """As :func:`json.dumps`; ``float`` reads what is written for NaN and Inf."""
+    """Return JSON, with NaN and Inf as strings that ``float`` can parse."""
     try:
         return json.dumps(content, allow_nan=False, **how) if how else _plain(content)
     except ValueError:
@@ -46,12 +46,12 @@ def dumps(content: Any, **how: Any) -> str:
 
 
 def vouched(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The content with a checksum of itself, for a file that is read again: see :func:`intact`."""
+    """Return the content with a checksum of itself, which :func:`intact` checks."""
     return {**content, "checksum": _checksum(content)}
 
 
 def intact(content: Mapping[str, Any]) -> bool:
-    """Whether what :func:`vouched` was given is unchanged; without a checksum it is not."""
+    """Return whether content from :func:`vouched` is unchanged; False without a checksum."""
     rest = {name: value for name, value in content.items() if name != "checksum"}
     return bool(content.get("checksum") == _checksum(rest))
 
@@ -71,7 +71,7 @@ def _finite(content: Any) -> Any:
 
 
 def printable(text: object) -> str:
-    """The text with control characters written out (``\\x1b``), so that it moves no cursor; line ends stay."""
+    """Return the text with control characters escaped (``\\x1b``), except tabs and line ends."""
     shown = str(text)
     if shown.isprintable():
         return shown
@@ -79,12 +79,12 @@ def printable(text: object) -> str:
 
 
 def one_line(error: object) -> str:
-    """A message of several lines on one."""
+    """Return a message on one line."""
     return re.sub(r"\s*\n\s*", " ", str(error)).strip()
 
 
 def flattened(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"seed": 0, "batch": {"size": 64}}`` as ``{"seed": 0, "batch.size": 64}``; one level, no further."""
+    """Flatten one level: ``{"seed": 0, "batch": {"size": 64}}`` to ``{"seed": 0, "batch.size": 64}``."""
     flat: dict[str, Any] = {}
     for group, value in groups.items():
         if isinstance(value, Mapping):

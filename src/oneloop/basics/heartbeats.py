@@ -1,4 +1,4 @@
-"""Signs of life: what this process is at, and when it last got on, for whoever watches it.
+"""Heartbeats: the phase of this process and the time of its last progress, for the supervisor.
 
 >>> with BEATS.phase("evaluation"):
 ...     for batch in batches:
@@ -14,30 +14,30 @@ SET_UP, TRAINING, EVALUATION, SAVING, ENDING = "set-up", "training", "evaluation
 EPOCH, METRICS = "training (new epoch)", "evaluation (metrics)"
 
 _FIRST = {SET_UP: 1800.0, ENDING: 1800.0, **dict.fromkeys((TRAINING, EPOCH, EVALUATION, METRICS, SAVING), 600.0)}
-"""seconds without a sign of life, as long as nothing is known of what is usual (a first step compiles)"""
+"""hang limit in seconds until enough intervals are measured (the first step may compile)"""
 _LEARNS = (TRAINING, EPOCH, EVALUATION)  # phases that consist of similar steps
-_WARM = 2  # steps of a phase that tell nothing of those that follow
-_ENOUGH = 3
-_AT_LEAST = 9.0  # seconds that are waited beyond what was to be expected
+_WARM = 2  # first intervals of a phase, which are not typical
+_ENOUGH = 3  # intervals needed after them
+_AT_LEAST = 9.0  # minimum seconds beyond the longest interval
 
 
 class Beats:
-    """The last sign of life of a process, and how long it usually takes from one to the next."""
+    """The last heartbeat of a process, and the usual intervals between heartbeats."""
 
     def __init__(self) -> None:
-        self.now_in = SET_UP  # the phase
-        self.count = 0  # signs of life so far
+        self.now_in = SET_UP  # the current phase
+        self.count = 0  # heartbeats so far
         self.unit = ""  # number and name of the FSDP2 unit that ran last in this step
         self.last = monotonic()
-        self.changed: Callable[[], None] = lambda: None  # called at the beginning of every phase
+        self.changed: Callable[[], None] = lambda: None  # called at the start of every phase
         self._known: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=200))
         self._seen: defaultdict[str, int] = defaultdict(int)
         self._current = self._known[SET_UP]
         self._opening = False
-        """whether this is the first batch of an evaluation: a data set may do there what it does once per evaluation"""
+        """whether this is the first batch of an evaluation, in which a data set may do slow work"""
 
     def beat(self) -> None:
-        """Something was done. Half a microsecond."""
+        """Record progress; costs about half a microsecond."""
         now = monotonic()
         if self._opening:
             self._opening = False
@@ -47,7 +47,7 @@ class Beats:
         self.count += 1
 
     def enter(self, phase: str) -> None:
-        """From now on it is at this."""
+        """Switch to this phase."""
         self.now_in, self._current, self._opening = phase, self._known[phase], phase == EVALUATION
         self.last = monotonic()
         self.count += 1
@@ -55,7 +55,7 @@ class Beats:
 
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
-        """It is at this in here."""
+        """Switch to this phase in the context, then back."""
         before = self.now_in
         self.enter(phase)
         try:
@@ -64,7 +64,7 @@ class Beats:
             self.enter(before)
 
     def usual(self) -> tuple[float, float] | None:
-        """Median and longest of the last times from one sign of life to the next, in this phase; None: not known."""
+        """Return the median and the longest of this phase's last 200 intervals, in seconds; None if unknown."""
         known = list(self._current)
         if self.now_in == TRAINING and len(known) < _WARM + _ENOUGH:
             known = [*self._known[EPOCH], *known]
@@ -74,8 +74,7 @@ class Beats:
         return known[len(known) // 2], known[-1]
 
     def limit(self, patience: float) -> float:
-        """Seconds after which a process that gives no sign of life hangs: the longest that was usual and, times
-        ``patience``, the larger of three medians and nine seconds."""
+        """Return the hang limit in seconds: longest interval + patience * max(3 * median interval, 9)."""
         usual = None if self._opening else self.usual()
         if usual is None:
             return patience * _FIRST[self.now_in]

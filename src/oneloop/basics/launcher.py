@@ -1,4 +1,4 @@
-"""What a process knows of its launcher: rank and world size, stop signals, whether it is alive, the exit code."""
+"""A process and its launcher: rank, world size, stop signals, and the exit code that the launcher gets."""
 
 import ctypes
 import os
@@ -15,12 +15,12 @@ from oneloop.basics.exit_codes import ERROR, STOPPED
 
 
 def ranks() -> int:
-    """How many processes there are."""
+    """Return the number of processes (world size), from the environment."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    """The number of this one; 0 where there is but one."""
+    """Return the rank of this process; 0 if there is only one process."""
     return int(os.environ.get("RANK", "0")) if ranks() > 1 else 0
 
 
@@ -28,40 +28,40 @@ _NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Those that this process is to hear: not SIGHUP under nohup."""
+    """Return the signals that request a stop; SIGHUP is not one under nohup."""
     there = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
-    return [one for one in there if one.name != "SIGHUP" or signal.getsignal(one) is not signal.SIG_IGN]
+    return [found for found in there if found.name != "SIGHUP" or signal.getsignal(found) is not signal.SIG_IGN]
 
 
 def on_stops(do: Callable[[int, Any], Any] | signal.Handlers) -> None:
-    """What is done at each of them from now on; ``signal.SIG_IGN`` where the process that started this one decides."""
-    for one in stop_signals():
-        signal.signal(one, do)
+    """Install a handler for all stop signals; ``signal.SIG_IGN`` if the parent process handles them."""
+    for number in stop_signals():
+        signal.signal(number, do)
 
 
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """From now on this process is killed when ``parent``, which started it, is gone. Call it on the main thread."""
+    """Let this process be killed when its ``parent`` process ends. Call it on the main thread."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it went before the line above
+    if os.getppid() != parent:  # the parent ended before the line above
         os._exit(1)
 
 
 def die_with_launcher() -> None:
-    """Ends with torchrun or accelerate, where one of them started this process. Call it before anything slow."""
+    """End this process with torchrun or accelerate, if one of them started it. Call it before anything slow."""
     if (process := launcher()) is not None:
         die_with(process)
 
 
 def launcher() -> int | None:
-    """The process of torchrun or accelerate that started this one; None: neither did.
+    """Return the process id of the torchrun or accelerate that started this process, or None.
 
-    A launcher that was gone before even this line has left its child to init: then this process ends.
+    If the launcher has already ended, init has adopted this process: then end this process.
     """
     if not {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
         return None
@@ -74,12 +74,12 @@ def launcher() -> int | None:
         )
         os._exit(1)
     if "TORCHELASTIC_RUN_ID" not in os.environ and not _is_python(parent):
-        return None  # somebody has set accelerate's variable in a shell
+        return None  # accelerate's variable was set in a shell
     return parent
 
 
 def is_alive(process: int) -> bool:
-    """Whether there is such a process, of this user's, that has not ended."""
+    """Return whether this user has a running process with this id."""
     try:
         os.kill(process, 0)
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -90,7 +90,7 @@ def is_alive(process: int) -> bool:
 
 
 def _is_python(process: int) -> bool:
-    """Whether it may be a launcher (in a container one can be process 1)."""
+    """Return whether a process may be a launcher; in a container, a launcher can be process 1."""
     try:
         return b"python" in Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
@@ -103,44 +103,44 @@ def _watch(parent: int) -> None:
     os._exit(1)
 
 
-FILE = "ONELOOP_EXIT_FILE"  # the variable by which ``oneloop launch`` says where it wants the exit code
+FILE = "ONELOOP_EXIT_FILE"  # variable with the path of the file in which ``oneloop launch`` expects the exit code
 _LAUNCHER = "launcher"
 
 
-def offered(folder: Path) -> dict[str, str]:
-    """The variable with which what this process launches tells its exit code, through a file in this folder."""
+def exit_file_variable(folder: Path) -> dict[str, str]:
+    """Return the variable that lets launched processes report their exit code by a file in this folder."""
     (folder / _LAUNCHER).write_text(str(os.getpid()))
     return {FILE: str(folder / "exit_code")}
 
 
-def awaited() -> bool:
-    """Whether ``oneloop launch`` is there, and waits."""
+def launcher_waits() -> bool:
+    """Return whether ``oneloop launch`` is running, and waits for an exit code."""
     try:
         return is_alive(int((Path(os.environ[FILE]).parent / _LAUNCHER).read_text()))
     except (KeyError, OSError, ValueError):
         return False
 
 
-def taken() -> bool:
-    """Whether a launcher takes it."""
+def has_exit_file() -> bool:
+    """Return whether this process should report its exit code by a file."""
     return FILE in os.environ and Path(os.environ[FILE]).parent.is_dir()
 
 
-def registered() -> None:
-    """Tells ``oneloop launch``, where it listens, that this process is to get the signals that it gets."""
+def register_process() -> None:
+    """If ``oneloop launch`` waits for this process, ask it to forward its signals here."""
     if file := os.environ.get(FILE):
         with suppress(OSError):
             (Path(file).parent / f"process-{os.getpid()}").touch()
 
 
-def noted(code: int) -> bool:
-    """Tells ``oneloop launch``, where it listens, the exit code. That of a stop replaces no other, an error any."""
+def report_exit_code(code: int) -> bool:
+    """Report the exit code to ``oneloop launch``, if there is one. An error overrides other codes, a stop none."""
     file = os.environ.get(FILE)
     if not file:
         return False
     try:
         if code == ERROR or not os.path.exists(file) or (code != STOPPED and Path(file).read_text() == str(STOPPED)):
             Path(file).write_text(str(code))
-    except OSError:  # of a launcher that has gone
+    except OSError:  # the launcher has ended
         return False
     return True

@@ -1,4 +1,4 @@
-"""How much memory a process takes."""
+"""Memory of this process."""
 
 import resource
 from pathlib import Path
@@ -7,14 +7,14 @@ import torch
 
 
 def peak_memory() -> int:
-    """Most bytes of device memory this process has held at once; of host memory where there is no device."""
+    """Return the peak memory of this process in bytes: of the GPU, or of the host without one."""
     if torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_reserved())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def anonymous_memory() -> int:
-    """Bytes of host memory that this process has for itself: not of mapped files. 0 where the system does not say."""
+    """Return the bytes of host memory of this process without mapped files; 0 if the system does not report it."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a parameter is called, whatever has been put around its module, and which patterns take it."""
+"""Names of parameters without wrapper prefixes, and patterns that match them."""
 
 from fnmatch import fnmatchcase
 
@@ -6,7 +6,7 @@ _INSERTED = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def bare_name(name: str) -> str:
-    """A parameter's name without what DDP, torch.compile and recompute put into it."""
+    """Return a parameter's name without the prefixes of DDP, torch.compile and activation checkpointing."""
     name = name.removeprefix("module.")
     for inserted in _INSERTED:
         name = name.replace(inserted, "")
@@ -14,5 +14,5 @@ def bare_name(name: str) -> str:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern takes the parameter of this name."""
+    """Return whether a pattern matches a parameter's name, or the start of it."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")

@@ -1,4 +1,4 @@
-"""A bar for whatever takes its time, from any depth: ``show.display`` puts up the bars, others say what they do.
+"""Progress bars from any depth of the code; ``show.terminal`` creates the display that they appear in.
 
 >>> for batch in tracked(loader, "evaluating", total=len(loader)):
 ...     ...
@@ -17,24 +17,24 @@ from oneloop.basics.heartbeats import BEATS
 Item = TypeVar("Item")
 
 BARS: ContextVar[Progress | None] = ContextVar("bars", default=None)
-"""the bars that are up; None: none are, and nothing here shows anything"""
+"""the current display of bars; None: no bars are shown"""
 
 
 class Working:
-    """A bar without an end, for what is under way: until :meth:`done`, or as a context."""
+    """A progress bar that ends with :meth:`done`, or as a context; without ``total``, it has no end."""
 
     def __init__(self, what: str, *, total: int | None = None) -> None:
         self._bars = BARS.get()
         self._task: Any = self._bars.add_task(what, total=total, text="") if self._bars else None
 
     def advance(self) -> None:
-        """One more of them is done; a sign of life."""
+        """Advance the bar by one; also a heartbeat."""
         BEATS.beat()
         if self._bars and self._task is not None:
             self._bars.advance(self._task)
 
     def done(self) -> None:
-        """It has ended."""
+        """Remove the bar."""
         if self._bars and self._task is not None:
             self._bars.remove_task(self._task)
             self._task = None
@@ -47,7 +47,7 @@ class Working:
 
 
 def tracked(items: Iterable[Item], what: str, *, total: int | None = None) -> Iterator[Item]:
-    """The items, with a bar while they are gone through."""
+    """Yield the items, and show a bar meanwhile."""
     with Working(what, total=total) as bar:
         for item in items:
             yield item

@@ -10,7 +10,7 @@ _MASK = (1 << 64) - 1
 
 
 def mixed(state: int, number: int) -> int:
-    """One more number mixed into a 64-bit state: a round of splitmix64 (Steele et al. 2014)."""
+    """Mix one more number into a 64-bit state, with a round of splitmix64 (Steele et al. 2014)."""
     state = ((state ^ (number & _MASK)) + GOLDEN) & _MASK
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -18,7 +18,7 @@ def mixed(state: int, number: int) -> int:
 
 
 def key(*numbers: int) -> int:
-    """One well-mixed 63-bit key from integers, the same on every machine: a seed for (seed, step, rank, …)."""
+    """Return a well-mixed 63-bit key from integers, for example (seed, step, rank), equal on every machine."""
     state = GOLDEN
     for number in numbers:
         state = mixed(state, number)
@@ -26,8 +26,8 @@ def key(*numbers: int) -> int:
 
 
 def reseed(device: torch.device, *numbers: int, others: bool = False) -> None:
-    """Makes what is random in the model a function of these numbers. About a microsecond; ten with ``others``, which
-    seeds Python's and numpy's generators too."""
+    """Seed torch's generators from these numbers; takes about 1 us. With ``others``, seed also
+    Python's and numpy's generators (10 us)."""
     number = key(*numbers)
     if others:
         random.seed(number)

@@ -15,18 +15,18 @@ from oneloop.basics.parameter_names import bare_name
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, sharing its memory; a plain tensor itself."""
+    """Return this rank's shard of a DTensor, sharing its memory; a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def dense(tensor: Tensor) -> bool:
-    """Whether a tensor has no gaps between its elements, in whatever order they are stored."""
+    """Return whether a tensor has no gaps between its elements, in any order of dimensions."""
     packed = torch.empty_like(tensor, device="meta").stride()
     return all(a == b or size == 1 for a, b, size in zip(tensor.stride(), packed, tensor.size(), strict=True))
 
 
 def first_element(tensor: Tensor) -> int:
-    """Return the index of the first element of this rank's shard in the flat tensor. Raises ValueError unless the
+    """Return the index of the first element of this rank's shard in the flat tensor. Raise ValueError unless the
     sharding is by rows over one mesh dimension."""
     if not isinstance(tensor, DTensor):
         return 0
@@ -37,18 +37,18 @@ def first_element(tensor: Tensor) -> int:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """A complex tensor as a real view of it, of shape (…, 2), for files that hold no complex numbers; others as is."""
+    """Return a complex tensor as a real view of shape (…, 2), for files without complex dtypes; others unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def optimized(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor, dict[str, Any]]]:
-    """The optimizer's parameters in its own order: bare name, parameter, its group."""
+    """Return the optimizer's parameters in its order: bare name, parameter, parameter group."""
     names = {parameter: bare_name(name) for name, parameter in model.named_parameters()}
     return [(names[p], p, group) for group in optimizer.param_groups for p in group["params"]]
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's tensors as ``optimizer.<parameter>.<key>``; the tensors themselves, not copies."""
+    """Return the optimizer's tensors (not copies) by ``optimizer.<parameter>.<key>``."""
     return {
         f"optimizer.{name}.{key}": as_real(value.detach())
         for name, parameter, _ in optimized(model, optimizer)
@@ -58,7 +58,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 
 
 def reshard(model: nn.Module) -> None:
-    """Gives back what FSDP2 has gathered: a forward without a backward leaves the root whole. On all ranks alike."""
+    """Free the weights that FSDP2 has gathered: a forward without a backward keeps the root gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -77,4 +77,4 @@ def share_buffers(model: nn.Module) -> None:
     joined = torch.cat(flat)
     dist.broadcast(joined, src=0)
     for buffer, got in zip(buffers, joined.split([len(own) for own in flat]), strict=True):
-        buffer.copy_(got.clone().view(buffer.dtype).view(buffer.shape))  # a copy is aligned for every type
+        buffer.copy_(got.clone().view(buffer.dtype).view(buffer.shape))  # the clone is aligned for every dtype

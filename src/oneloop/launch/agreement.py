@@ -1,4 +1,4 @@
-"""What the ranks of a run tell one another, on the host: it never waits for a device."""
+"""Collectives between the ranks of a run on the host, which never wait for a device."""
 
 import os
 import sys
@@ -17,37 +17,37 @@ from oneloop.basics.exit_codes import BAD_INPUT, BadInput
 from oneloop.basics.files import printable
 from oneloop.launch.signals import leave_at_once
 
-_PATIENCE = 15.0  # seconds in which the others hear of what is wrong on one rank
+_PATIENCE = 15.0  # seconds that the other ranks have to receive an error of one rank
 
 
 class Agreement:
-    """The ranks of a run, as one of them talks to the others; with several, torch.distributed is initialized."""
+    """Host collectives of one rank; with several ranks, torch.distributed must be initialized."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.host = cast("dist.ProcessGroup | None", dist.new_group(backend="gloo") if ranks > 1 else None)
-        """of collectives on the host; None: one rank"""
+        """process group of collectives on the host; None: one rank"""
 
     def union(self, flags: list[bool]) -> list[bool]:
-        """Which of these flags are set on any rank. Collective: call on every rank."""
+        """Return for each flag whether it is set on any rank. Collective: call on every rank."""
         shared = torch.tensor(flags, dtype=torch.uint8)
         if self.host:
             dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.host)
         return list(map(bool, shared.tolist()))
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on any rank. Every rank must get here."""
+        """Return whether the flag is set on any rank. Collective: call on every rank."""
         return self.union([flag])[0]
 
     def largest(self, *values: float) -> list[float]:
-        """The largest of each value over all ranks. Every rank must get here."""
+        """Return the maximum of each value over all ranks. Collective: call on every rank."""
         shared = torch.tensor(values, dtype=torch.float64)
         if self.host:
             dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.host)
         return list(shared.tolist())
 
     def gathered(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
+        """Return the values of all ranks, in order of rank. Collective: call on every rank."""
         values = [value]
         if self.host:
             values = [None] * self.ranks
@@ -55,7 +55,7 @@ class Agreement:
         return values
 
     def from_main(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value. Collective: call on every rank."""
         box = [value]
         if self.host:
             dist.broadcast_object_list(box, src=0, group=self.host)
@@ -71,7 +71,7 @@ class Agreement:
             message = str(error)
         except (ValueError, ImportError) as error:
             message = f"{error}{where(error)}"
-        with _not_alone(message if self.ranks > 1 else None):
+        with _exit_if_blocked(message if self.ranks > 1 else None):
             several = self.gathered(message)
         for shared in several:
             if shared is not None:
@@ -79,27 +79,27 @@ class Agreement:
 
 
 @contextmanager
-def _not_alone(message: str | None) -> Iterator[None]:
-    """Where the other ranks never come to hear what is wrong on this one (they wait for it in a collective of the
-    model's), this process says it itself and ends, and the launcher ends the others."""
+def _exit_if_blocked(message: str | None) -> Iterator[None]:
+    """Print this rank's error and exit if the other ranks do not receive it in time, because they wait in a collective
+    of the model. The launcher then ends them."""
 
-    def say() -> None:
+    def end() -> None:
         print(printable(f"oneloop: rank {os.environ.get('RANK', '0')}: {message}"), file=sys.stderr, flush=True)
         leave_at_once(BAD_INPUT)
 
-    waiting = threading.Timer(_PATIENCE, say)
-    waiting.daemon = True
+    timer = threading.Timer(_PATIENCE, end)
+    timer.daemon = True
     if message is not None:
-        waiting.start()
+        timer.start()
     try:
         yield
     finally:
-        waiting.cancel()
+        timer.cancel()
 
 
 def where(error: BaseException) -> str:
-    """Where an error of someone else's code was raised, so that a bug there is not taken for a typing error: the
-    innermost line that is neither of a library nor of oneloop."""
+    """Return the position of an error in the user's code, so that a bug there is not taken for bad input: the innermost
+    line outside of libraries and oneloop; empty if oneloop raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     if _ours(frames[-1].filename):
         return ""

@@ -1,4 +1,4 @@
-"""What a run does before the slow imports: it is watched from then on, and tells of bad input at once."""
+"""The start of a run, before the slow imports: start the supervisor, and report bad input at once."""
 
 import os
 import selectors
@@ -15,29 +15,29 @@ from oneloop.basics.launcher import die_with, launcher, on_stops, rank, ranks
 from oneloop.launch.signals import leave
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
-from oneloop.supervise.pipe import LINK
+from oneloop.supervise.pipe import CHANNEL
 from oneloop.supervise.ranks import Supervisors
 from oneloop.supervise.supervisor import Supervisor
 from oneloop.supervise.worker import Worker
 
 
 def begin() -> None:
-    """Reads the command line, in a process that is watched from now on; ``--help`` and bad input end here."""
+    """Start the supervisor, then read the command line; ``--help`` and bad input end the process here."""
     open_streams()
     supervised()
     report(sys.argv[1:])
 
 
 def report(argv: Sequence[str]) -> None:
-    """Reads these words, and tells from now on how this process gets on, where it is watched."""
+    """Read the command line, and report heartbeats to the supervisor from now on."""
     try:
         recipe = read_once(tuple(argv))
     except BadInput as error:
         reject(error)
     except SystemExit as end:  # --help
-        LINK.send(ended=end.code or 0)
+        CHANNEL.send(ended=end.code or 0)
         raise
-    LINK.report(recipe.machine.patience)
+    CHANNEL.report(recipe.machine.patience)
 
 
 @cache
@@ -47,21 +47,21 @@ def read_once(argv: tuple[str, ...]) -> Recipe:
 
 
 def reject(error: BadInput) -> NoReturn:
-    """Says what was wrong, on rank 0, and ends this process."""
+    """Print the error on rank 0, and end this process with exit code 2."""
     if is_main():
         print(printable(f"oneloop: {error}"), file=sys.stderr)
     leave(exit_codes.BAD_INPUT, main=is_main())
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, by the launcher's word: accelerate need not be there yet."""
+    """Return whether this is rank 0, from the launcher's variables (no accelerate import needed)."""
     return rank() == 0
 
 
 def supervised() -> None:
-    """Goes on in a process of its own, and watches it from this one. Returns in the new one.
+    """Fork: the child continues as the training process, and this process becomes its supervisor.
 
-    A debugger that has this process keeps it: then nothing watches.
+    If a debugger is attached, or fork is not available, there is no supervisor.
     """
     if sys.gettrace() is not None or not hasattr(os, "fork"):
         return
@@ -74,10 +74,10 @@ def supervised() -> None:
     pid = os.fork()
     if pid == 0:
         die_with(own)
-        on_stops(signal.SIG_DFL)  # until it listens itself: nothing has been written by then
+        on_stops(signal.SIG_DFL)  # until the run installs its handlers; nothing is written before
         for handle in (reports, stacks):
             os.close(handle)
-        LINK.open(reporting, dumped)
+        CHANNEL.open(reporting, dumped)
         return
     for handle in (reporting, dumped):
         os.close(handle)
@@ -85,7 +85,7 @@ def supervised() -> None:
 
 
 def open_streams() -> None:
-    """Standard streams that the shell has closed go nowhere: their numbers are no other file's then."""
+    """Open standard streams that the shell has closed on /dev/null, so that no other file gets their descriptors."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))

@@ -1,4 +1,4 @@
-"""``oneloop launch``: accelerate's launcher, with oneloop's own exit codes."""
+"""``oneloop launch``: accelerate's launcher, with oneloop's exit codes."""
 
 import math
 import os
@@ -16,26 +16,26 @@ from pathlib import Path
 import yaml
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED, BadInput
-from oneloop.basics.launcher import die_with, is_alive, offered, on_stops
+from oneloop.basics.launcher import die_with, exit_file_variable, is_alive, on_stops
 
 _PACKAGE = Path(__file__).parents[1]
-_PLACES = (_PACKAGE / "accelerate_configs", _PACKAGE.parents[1] / "accelerate_configs")
-"""of an installed package, and of a checkout"""
+_FOLDERS = (_PACKAGE / "accelerate_configs", _PACKAGE.parents[1] / "accelerate_configs")
+"""folders in an installed package, and in a checkout"""
 
 
 def config_files() -> dict[str, Path]:
-    """All of them by name."""
-    place = next(place for place in _PLACES if place.is_dir())
-    return {path.stem: path for path in sorted(place.glob("*.yaml"))}
+    """Return the packaged config files of accelerate by name."""
+    folder = next(folder for folder in _FOLDERS if folder.is_dir())
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def config_file(asked: str) -> str:
-    """The path that a short name stands for; a file of one's own comes first."""
+    """Return the path of a config file by its short name; an existing file of that name takes precedence."""
     found = None if Path(asked).is_file() else config_files().get(asked)
     return str(found) if found else asked
 
 
-_LOOK = 0.2  # seconds from one look to the next
+_INTERVAL = 0.2  # seconds between two checks
 
 
 def launch(
@@ -46,78 +46,76 @@ def launch(
     seconds: float = math.inf,
     output: int | None = None,
 ) -> int:
-    """Run ``accelerate launch`` with these words (its options, the recipe, and its keys); return the exit code that
-    oneloop.train meant.
+    """Run ``accelerate launch`` with these words (its options, the recipe, and its keys); return oneloop's exit code.
 
-    ``after`` are commands in place of a recipe, else the processes run ``module``. They are killed after ``seconds``,
-    with a TimeoutError, and write to the file descriptor ``output``. Raise BadInput for what accelerate would answer
-    with a traceback.
+    The processes run ``module``, or oneloop.apply if a command in ``after`` takes the place of the recipe. They write
+    to the file descriptor ``output``. After ``seconds`` they are killed, and TimeoutError is raised. Raise BadInput for
+    invalid options, for which accelerate would print a traceback.
     """
     options, training = launch_options(words)
     launched = "oneloop.apply" if training and training[0] in after else module
     accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     command = [*accelerate, *options, "-m", launched, *training]
     with tempfile.TemporaryDirectory(prefix="oneloop-") as folder:
-        environment = {**os.environ, **offered(Path(folder)), "PET_SIGNALS_TO_HANDLE": "SIGTERM"}
+        environment = {**os.environ, **exit_file_variable(Path(folder)), "PET_SIGNALS_TO_HANDLE": "SIGTERM"}
         begin = partial(_begin, os.getpid())
         process = subprocess.Popen(command, env=environment, preexec_fn=begin, stdout=output, stderr=output)
         return _Launched(process, Path(folder)).ended(time.monotonic() + seconds)
 
 
 def _begin(parent: int) -> None:
-    """What accelerate's process begins with: interrupts of a terminal reach the trainers themselves."""
+    """Prepare accelerate's process: it ignores SIGINT, which a terminal sends to the training processes, too."""
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Launched:
-    """accelerate's process and its descendants, which get the signals of this one; ``folder`` holds their process
-    ids."""
+    """accelerate's process and the training processes, to which signals are forwarded; ``folder`` holds their ids."""
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
         self._process, self._folder = process, folder
-        self._heard: list[int] = []
-        self._passed: set[tuple[int, str]] = set()
-        on_stops(self._hear)
+        self._signals: list[int] = []
+        self._forwarded: set[tuple[int, str]] = set()
+        on_stops(self._record)
 
-    def _hear(self, number: int, frame: object) -> None:
-        """A terminal sends SIGINT to the trainers too, and a second one would end them at once: it is passed on as
-        SIGTERM, once."""
+    def _record(self, number: int, frame: object) -> None:
+        """Record a signal. SIGINT becomes SIGTERM: a terminal sends SIGINT also to the training processes, and a second
+        one would kill them."""
         number = signal.SIGTERM if number == signal.SIGINT else number
-        if number not in self._heard:
-            self._heard.append(number)
+        if number not in self._signals:
+            self._signals.append(number)
 
     def ended(self, until: float) -> int:
-        """Waits for all of them; what oneloop.train meant to exit with."""
-        while (code := self._waited()) is None:
-            self._pass_on()
+        """Wait for all processes; return oneloop's exit code. Raise TimeoutError at the time ``until``."""
+        while (code := self._poll()) is None:
+            self._forward()
             if time.monotonic() > until:
                 self._process.kill()  # the others end with it
                 raise TimeoutError
-        while self._alive():  # accelerate was killed: they save, and end
-            self._pass_on()
-            time.sleep(_LOOK)
+        while self._alive():  # if accelerate was killed, they save and exit
+            self._forward()
+            time.sleep(_INTERVAL)
         file = self._folder / "exit_code"
         if file.exists():
             return int(file.read_text())
-        if self._heard:
+        if self._signals:
             return STOPPED
         if code not in (0, BAD_INPUT):
             print("oneloop: error: a training process and its supervisor were killed from outside", file=sys.stderr)
         return code if code in (0, BAD_INPUT) else ERROR
 
-    def _waited(self) -> int | None:
+    def _poll(self) -> int | None:
         try:
-            return self._process.wait(_LOOK)
+            return self._process.wait(_INTERVAL)
         except subprocess.TimeoutExpired:
             return None
 
-    def _pass_on(self) -> None:
-        """To those that have not had it yet, also where they come later."""
-        for number in self._heard:
+    def _forward(self) -> None:
+        """Send each recorded signal once to each process, also to processes that start later."""
+        for number in self._signals:
             for pid in self._alive():
-                if (number, pid) not in self._passed:
-                    self._passed.add((number, pid))
+                if (number, pid) not in self._forwarded:
+                    self._forwarded.add((number, pid))
                     with suppress(ProcessLookupError):
                         os.kill(int(pid), number)
 
@@ -127,7 +125,7 @@ class _Launched:
 
 
 def launch_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split accelerate's options from the trainer's with accelerate's own parser. Raises BadInput."""
+    """Split accelerate's options from the rest with accelerate's own parser. Raise BadInput for invalid options."""
     from accelerate.commands.launch import launch_command_parser
     from accelerate.utils import is_fp8_available
 

@@ -1,4 +1,4 @@
-"""What a run stood on: versions, machine, git revision, accelerate's settings."""
+"""The environment of a run: versions, machine, git revision, accelerate's settings."""
 
 import os
 import platform
@@ -20,7 +20,7 @@ _PACKAGES += ["torchmetrics", "torchvision", "transformers"]
 
 
 _COMPUTE = ("bitsandbytes", "numpy", "oneloop", "peft", "timm", "torch", "torchvision", "transformers")
-"""those whose version may change what is computed"""
+"""packages whose version may change computed values"""
 
 
 def _versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
@@ -39,7 +39,7 @@ def _git_revision() -> str | None:
 
 
 def environment(**more: Any) -> dict[str, Any]:
-    """What a run stood on: versions, machine, git revision, command, accelerate's settings."""
+    """Return versions, machine, git revision and accelerate's settings, for environment.json."""
     settings = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("ACCELERATE_", "FSDP_"))}
     host = {"host": socket.gethostname(), "cpus": len(os.sched_getaffinity(0)), "git": _git_revision()}
     system = {"python": platform.python_version(), "platform": platform.platform(), "versions": _versions()}
@@ -47,7 +47,7 @@ def environment(**more: Any) -> dict[str, Any]:
 
 
 def computed_by(recipe: Recipe, device: torch.device) -> dict[str, Any]:
-    """What the bits of a run rest on beside its mathematics: kind of device, versions, and how products are made."""
+    """Return what bit-identical results require besides the recipe: device, versions, matmul and compile settings."""
     machine, versions = recipe.machine, _versions(_COMPUTE)
     if device.type == "cuda":
         versions |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}

@@ -1,4 +1,4 @@
-"""A run inside somebody's interpreter: what it changes of the process is put back.
+"""A run in the user's interpreter, which restores the state of the process.
 
 >>> with borrowed(mixed_precision="bf16"):
 ...     run = start()
@@ -24,11 +24,11 @@ _PRECISIONS = ("no", "bf16", "fp16", "fp8")
 
 @contextmanager
 def borrowed(mixed_precision: str | None = None) -> Iterator[None]:
-    """Run without an Accelerator from before, with accelerate set to this precision (None: the launcher's).
+    """Clear accelerate's state in this context, and set its precision (None: the launcher's).
 
     Afterwards accelerate's shared state, the environment, torch's switches and the random generators are restored. One
-    process makes no process group. Several keep theirs: torch cannot create a second one at the launcher's address.
-    Raises BadInput for an unknown precision.
+    process makes no process group. With several, the group remains: torch cannot create a second one at the launcher's
+    address. Raise BadInput for an unknown precision.
     """
     states = (PartialState, AcceleratorState, GradientState)
     before = [dict(state._shared_state) for state in states]
@@ -48,7 +48,7 @@ def borrowed(mixed_precision: str | None = None) -> Iterator[None]:
 
 
 def _end_group() -> None:
-    """At the end of the process, before destructors, which abort now and then under gloo."""
+    """Destroy the process group at exit, before destructors run: under gloo these abort sometimes."""
     if dist.is_initialized() and sys.exc_info()[0] is None:
         dist.destroy_process_group()
 
@@ -59,7 +59,7 @@ def _clear(states: tuple[type, ...]) -> None:
 
 
 def _precision(asked: str | None) -> str:
-    # notebook_launcher says its own under another name, which accelerate does not read.
+    # notebook_launcher sets MIXED_PRECISION, which accelerate does not read.
     current = os.environ.get("ACCELERATE_MIXED_PRECISION") or os.environ.get("MIXED_PRECISION") or "no"
     if asked is not None and asked not in _PRECISIONS:
         raise BadInput(f"mixed_precision {asked!r} is unknown; known: {', '.join(_PRECISIONS)}")

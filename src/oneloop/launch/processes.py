@@ -1,4 +1,4 @@
-"""The processes of a run, as the launcher's environment asks for them: accelerate's set-up, checked."""
+"""The processes of a run: set up accelerate from the launcher's environment, and check it."""
 
 import os
 import sys
@@ -29,11 +29,11 @@ from oneloop.show.terminal import Display
 
 _AXES = tuple(f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD"))
 _LONG = timedelta(hours=2)
-"""that a collective may take where nothing is known of the run: one rank prepares, compiles or writes"""
+"""time-out of collectives before step times are known: one rank may prepare, compile or write"""
 
 
 class Run(Agreement):
-    """The processes of one run, as one of them sees it."""
+    """One process of a run: its rank, device and accelerator, and collectives with the other ranks."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator.num_processes)
@@ -46,15 +46,15 @@ class Run(Agreement):
         self.cores = max(1, len(os.sched_getaffinity(0)) // self.local_ranks)
         self.stopping = Stopping(looks=self.main)
         self.display = Display(shown=self.main)
-        self.command: Sequence[str] = sys.argv  # what was started: a module, the recipe and its keys
-        self.closing = ExitStack()  # what has to be ended however the run ends
+        self.command: Sequence[str] = sys.argv  # command of the run: module, recipe and keys
+        self.closing = ExitStack()  # callbacks for every end of the run
 
     def workers(self, asked: int | str) -> int:
-        """Processes that load data for this one."""
+        """Return the number of data loading processes for this process."""
         return workers_here(asked, device=self.device, local_ranks=self.local_ranks)
 
     def stop_wanted(self) -> bool:
-        """Whether any rank was told to stop. Every rank must get here."""
+        """Return whether a stop is requested on any rank. Collective: call on every rank."""
         return self.any(self.stopping.requested())
 
     def prepare(self, model: nn.Module, *, blocks: Sequence[str] = ()) -> nn.Module:
@@ -62,15 +62,15 @@ class Run(Agreement):
         return prepare(model, self.accelerator, blocks=blocks)
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum of a small tensor over all ranks, on the device. Every rank must get here."""
+        """Return the sum of a small tensor over all ranks, on the device. Collective: call on every rank."""
         return cast(Tensor, self.accelerator.reduce(value, "sum"))
 
     def peak_flops(self) -> float:
-        """What this rank's device can make per second at the run's precision."""
+        """Return the peak FLOP/s of this rank's device at the run's precision."""
         return peak_flops(self.device, HALF.get(self.accelerator.mixed_precision, torch.float32))[0]
 
     def end(self, code: int) -> NoReturn:
-        """Ends this process with ``code``."""
+        """End this process with ``code``."""
         leave(code, main=self.main)
 
 
@@ -83,11 +83,12 @@ def start(
     track: tuple[str, ...] = (),
     folder: Path | None = None,
 ) -> Run:
-    """Build the Accelerator that the launcher's environment asks for.
+    """Build the Accelerator that the launcher's environment configures.
 
-    ``exact``: bit-identical on any number of processes: deterministic; half precision is autocast, under FSDP2 too; one
-    thread on a CPU, whose number decides how sums are split. The other arguments are accelerate's and torch's. Raise
-    BadInput for a precision that the device lacks, and for a strategy other than one process, DDP and FSDP2.
+    ``exact``: bit-identical on any number of processes. This means deterministic algorithms, autocast for half
+    precision (also under FSDP2), and one CPU thread, as the number of threads changes the order of sums. The other
+    arguments are those of accelerate and torch. Raise BadInput if the device does not support the precision, and for
+    strategies other than one process, DDP and FSDP2.
     """
     if deterministic or exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -96,8 +97,8 @@ def start(
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     sharding = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     _reject_strategy(sharding=sharding)
-    on_cpu = not torch.accelerator.is_available()  # said to accelerate, several processes then get gloo
-    # Before the ranks connect: each finds the same, and none waits for another.
+    on_cpu = not torch.accelerator.is_available()  # with cpu=True, accelerate uses gloo
+    # Before the ranks connect: all raise the same error, and none waits for another.
     kind = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
     _reject_precision(precision, kind)
     if exact:

@@ -1,4 +1,4 @@
-"""How a run is asked to stop, and how its processes end: with oneloop's exit code, through any launcher."""
+"""Stop requests, and the end of a run's processes with oneloop's exit code under any launcher."""
 
 import os
 import signal
@@ -12,79 +12,79 @@ from typing import Any, NoReturn
 
 from oneloop.basics import exit_codes
 from oneloop.basics.exit_codes import StoppedEarly
-from oneloop.basics.launcher import noted, on_stops, ranks, stop_signals, taken
-from oneloop.supervise.pipe import LINK
+from oneloop.basics.launcher import has_exit_file, on_stops, ranks, report_exit_code, stop_signals
+from oneloop.supervise.pipe import CHANNEL
 
 
 def leave_at_once(code: int) -> NoReturn:
-    """Ends this process from any thread and rank, without the others."""
-    noted(code)
-    LINK.send(ended=code)
+    """End this process at once, from any thread and rank, without waiting for other ranks."""
+    report_exit_code(code)
+    CHANNEL.send(ended=code)
     os._exit(code)
 
 
 def leave(code: int, *, main: bool) -> NoReturn:
-    """Ends this process: nothing is left to destructors, which abort now and then under gloo.
+    """End this process, without destructors if there are several: under gloo these abort sometimes.
 
-    Under ``oneloop launch`` the code goes through a file, since torchrun makes every code 1.
+    Under ``oneloop launch`` a file passes the code on, since torchrun turns every code into 1.
     """
     several = ranks() > 1
-    LINK.send(ended=code)
-    if taken() and (code != exit_codes.ERROR or not several):
+    CHANNEL.send(ended=code)
+    if has_exit_file() and (code != exit_codes.ERROR or not several):
         if main:
-            noted(code)
+            report_exit_code(code)
         code = 0
     elif code == exit_codes.STOPPED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
         code = 0  # torchrun would start the run again
     sys.stdout.flush()
     sys.stderr.flush()
-    distributed = sys.modules.get("torch.distributed")  # bad input is told before torch is imported
+    distributed = sys.modules.get("torch.distributed")  # not imported yet if the input is bad
     if distributed is not None and distributed.is_initialized() and code != exit_codes.ERROR:
-        distributed.destroy_process_group()  # after an error the other ranks may never come to that
+        distributed.destroy_process_group()  # after an error, other ranks may never call it
     if several:
         if not main and code not in (0, exit_codes.ERROR):
-            time.sleep(3)  # torchrun ends all ranks with the first that fails: let rank 0 say why first
+            time.sleep(3)  # torchrun kills all ranks after the first failure: let rank 0 print its error first
         os._exit(code)
-    if LINK.watched and code == exit_codes.ERROR:  # nothing waits for a process that loads data, which may block
+    if CHANNEL.watched and code == exit_codes.ERROR:  # do not wait for data workers, which may block
         os._exit(code)
     raise SystemExit(code)
 
 
-_AT_ONCE = 1.0  # seconds in which a second interrupt is the first one, which a launcher has passed on
+_AT_ONCE = 1.0  # seconds; a second interrupt within them is the first one, forwarded by a launcher
 
 
 class Stopping:
-    """Whether this process was told to stop, and by what; one process of a run ``looks`` for the STOP file."""
+    """Stop requests for this process, by signals, time limit or STOP file; only one rank ``looks`` for the file."""
 
     def __init__(self, *, looks: bool = True) -> None:
-        self.by: str | None = None  # a signal's name, ``stop.after`` or ``a STOP file``; None: not told
-        self._looks, self._looked = looks, 0.0
+        self.by: str | None = None  # source: a signal's name, ``stop.after`` or ``a STOP file``; None: no request
+        self._looks, self._last_check = looks, 0.0
         self._file: Path | None = None
         self._deadline = float("inf")
-        self._heard: list[signal.Signals] = []
-        self._interrupted = 0.0
-        self.early = False  # nothing has been written yet, so that there is nothing to be saved
+        self._signals: list[signal.Signals] = []
+        self._last_interrupt = 0.0
+        self.early = False  # whether the run has not begun: nothing to save
 
     def listen(self) -> None:
-        """From now on SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask for a stop: of a run that has begun after the step, of
-        another at once, by :class:`StoppedEarly`. A second SIGINT ends at once."""
+        """Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP from now on: they stop the run after the current step. Before the
+        run has begun they raise :class:`StoppedEarly`. A second SIGINT ends the process at once."""
         self.early = True
-        on_stops(self._end_at_twice)
+        on_stops(self._exit_on_second)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """:meth:`listen` in here alone: what was heard is passed on afterwards to who had the signal before. A second
-        SIGINT is a KeyboardInterrupt at once. Only the main thread can listen; another one goes without."""
+        """Handle the same signals in this context; afterwards raise them again for the previous handlers. A second
+        SIGINT raises KeyboardInterrupt at once. Outside of the main thread this does nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._raise_at_twice) for number in stop_signals()}
+        before = {number: signal.signal(number, self._raise_on_second) for number in stop_signals()}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
-            for number in dict.fromkeys(self._heard):
+            for number in dict.fromkeys(self._signals):
                 signal.raise_signal(number)
 
     def also(self, *, file: Path, after: float) -> None:
@@ -92,34 +92,34 @@ class Stopping:
         self._file, self._deadline = file, time.monotonic() + after
 
     def requested(self) -> bool:
-        """Whether to stop. Looks at the disk once a second at most."""
+        """Return whether a stop is requested; check the STOP file at most once a second."""
         now = time.monotonic()
         if self.by is None and now > self._deadline:
             self.by = "stop.after"
-        if self._looks and self._file and now - self._looked > 1.0:
-            self._looked = now
+        if self._looks and self._file and now - self._last_check > 1.0:
+            self._last_check = now
             if self._file.exists():
                 self.by = "a STOP file"
         return self.by is not None
 
-    def _note(self, number: int, *, apart: float = 0.0) -> bool:
-        """Whether it is an interrupt that was heard before, as many seconds ago at least."""
+    def _record(self, number: int, *, apart: float = 0.0) -> bool:
+        """Record a signal; return whether it is a repeated SIGINT, at least ``apart`` seconds after the last one."""
         now = time.monotonic()
-        again = number == signal.SIGINT and number in self._heard and now - self._interrupted >= apart
-        self._interrupted = now if number == signal.SIGINT else self._interrupted
+        again = number == signal.SIGINT and number in self._signals and now - self._last_interrupt >= apart
+        self._last_interrupt = now if number == signal.SIGINT else self._last_interrupt
         self.by = self.by or signal.Signals(number).name
-        self._heard.append(signal.Signals(number))
+        self._signals.append(signal.Signals(number))
         return again
 
-    def _end_at_twice(self, number: int, frame: Any) -> None:
-        if self._note(number, apart=_AT_ONCE):
+    def _exit_on_second(self, number: int, frame: Any) -> None:
+        if self._record(number, apart=_AT_ONCE):
             if os.isatty(1):
-                os.write(1, b"\x1b[?25h")  # a bar has hidden the cursor
+                os.write(1, b"\x1b[?25h")  # show the cursor that a bar has hidden
             leave_at_once(128 + signal.SIGINT)
         if self.early:
             self.early = False
             raise StoppedEarly
 
-    def _raise_at_twice(self, number: int, frame: Any) -> None:
-        if self._note(number):
+    def _raise_on_second(self, number: int, frame: Any) -> None:
+        if self._record(number):
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The parts of a model that decide how it can be run: its blocks, dropout and BatchNorm."""
+"""Find a model's blocks, dropout and BatchNorm, which decide how it can be run."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ def blocks(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
     """Return the model's outermost blocks, in order.
 
     Blocks are the classes in ``names``; else the ``_no_split_modules`` of transformers; else the classes of which a
-    ``ModuleList`` or ``Sequential`` holds several that have layers. Raises ValueError if a named class is missing.
+    ``ModuleList`` or ``Sequential`` holds several that have layers. Raise ValueError if a named class is missing.
     """
     classes = set(names)
     present = {type(module).__name__ for module in model.modules()}

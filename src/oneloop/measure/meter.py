@@ -215,10 +215,7 @@ class Meter:
     def _load_leaves(self, state: dict[str, Any]) -> None:
         rows = torch.tensor(state.get("leaves", []), dtype=self._wide, device=self._metrics.device)
         ranks, rank = self._accelerator.num_processes, self._accelerator.process_index
-        same = rows.ndim == 2 and rows.shape == (
-            ranks * self._leaves,
-            self._metrics.shape[1],
-        )  # otherwise start from zero
+        same = rows.ndim == 2 and rows.shape == (ranks * self._leaves, self._metrics.shape[1])  # else from zero
         assert self._leaf is not None
         mine = [self._leaf(rank, leaf) for leaf in range(self._leaves)]
         self._metrics = rows[mine] if same else torch.zeros_like(self._metrics)

@@ -30,7 +30,7 @@ _IMPORTED_FILES: dict[Path, tuple[int, int]] = {}  # mtime and size of imported 
 
 
 def resolve(group: str, name: str) -> Callable[..., Any]:
-    """Return the class or function of a short name or dotted path. Raises BadInput if there is none."""
+    """Return the class or function of a short name or dotted path. Raise BadInput if there is none."""
     known = CHOICES[group]
     path, attribute = _split(group, name)
     try:
@@ -108,7 +108,7 @@ def source(group: str, name: str) -> Path | None:
 
 def path_of(chosen: Any) -> str:
     """Return the name by which :func:`resolve` finds a class or function: ``file.py:Name`` if it is of the running
-    script, ``__main__.Name`` of a notebook, else ``module.Name``. Raises BadInput if there is none."""
+    script, ``__main__.Name`` of a notebook, else ``module.Name``. Raise BadInput if there is none."""
     name, module = getattr(chosen, "__qualname__", ""), getattr(chosen, "__module__", "")
     if not module or not name.isidentifier():
         raise BadInput(f"{chosen!r} cannot be found by its name; define it outside of any function or class")

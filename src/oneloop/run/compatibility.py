@@ -1,4 +1,4 @@
-"""What a run is made of, kept in its checkpoints and compared when it goes on: data, model, precision, recipe."""
+"""The inputs of a run (data, model, precision, recipe), which checkpoints store and a resume compares."""
 
 import inspect
 import json
@@ -24,12 +24,12 @@ from oneloop.recipe.comparison import same_data_path
 from oneloop.recipe.schema import Recipe
 from oneloop.tasks.protocol_checks import theirs
 
-SAMPLES = 16  # of each data set, spread over it, that are loaded and compared
-FIRST = 2  # of each data set, that all ranks compare
+SAMPLES = 16  # samples of each data set that a resume compares, evenly spaced
+FIRST = 2  # first samples of each data set that all ranks compare
 
 
-class Identity:
-    """What a run is made of (see :func:`identity`), as a part of its checkpoints."""
+class InputCheck:
+    """The inputs of a run (see :func:`inputs_of`), which its checkpoints store and a resume checks."""
 
     def __init__(self, about: Mapping[str, Any], *, accept_changes: bool, say: Callable[[str], object]) -> None:
         self.about, self._accept, self._say = about, accept_changes, say
@@ -38,8 +38,8 @@ class Identity:
         return dict(self.about)
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Compare a checkpoint that is not yet loaded with what there is now. Raise ValueError if data, model or
-        precision differ, and that is not accepted."""
+        """Compare the inputs in a checkpoint's state with the current inputs. Raise ValueError if they differ, unless
+        changes are accepted."""
         if not (there := saved.get("identity")):
             self._say("the checkpoint has no fingerprints of data and model (older oneloop): nothing to compare")
             return
@@ -55,11 +55,11 @@ class Identity:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What two identities differ in, one sentence for each."""
+    """Return the differences between the inputs of two runs, one line for each."""
     found = data_differences(before, now)
     if before["model"] != now["model"]:
         pairs = zip(before["model"].splitlines(), now["model"].splitlines(), strict=False)
-        one = next((f"{a.strip()!r} -> {b.strip()!r}" for a, b in pairs if a != b), "it has more or fewer data sets")
+        one = next((f"{a.strip()!r} -> {b.strip()!r}" for a, b in pairs if a != b), "it has more or fewer parts")
         found.append(f"the model's structure: {one}")
     for key, what in (("trained", "trained parameters"), ("precision", "precision"), ("rates", "learning rates")):
         if before[key] != now[key]:
@@ -82,7 +82,7 @@ def _computed_otherwise(key: str, there: Any, here: Any) -> str:
 
 
 def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What the data differs in; what several sets have in common is told once."""
+    """Return the differences of the data; one that several sets share is listed once."""
     reported: dict[str, list[str]] = {}
     found, compared = [], True
     for name in dict.fromkeys([*before["data"], *now["data"]]):
@@ -95,7 +95,7 @@ def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         else:
             compared = False
             if there["length"] != here["length"]:
-                found.append(f"the {name} set has {here['length']:,} samples; before: {there['length']:,}")
+                found.append(f"the {name} set has {here['length']:,} samples, and had {there['length']:,}")
             elif there.get("checksum") != here.get("checksum") and there.get("checksum") and here.get("checksum"):
                 found.append(f"the {name} set has as many samples, but some of {SAMPLES} compared ones differ")
     if not compared and not found and not same_data_path(before["recipe"], now["recipe"]):
@@ -104,10 +104,10 @@ def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     return found + [f"data ({', '.join(names)}): {line}" for line, names in reported.items()]
 
 
-def identity(job: Job, run: Run, optimizer: Optimizer) -> dict[str, Any]:
-    """What the job is made of, as plain data; to be asked on rank 0, which loads some samples for it.
+def inputs_of(job: Job, run: Run, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the inputs of the job as plain data. Call it on rank 0 only; it loads some samples.
 
-    A set whose samples are others each time they are loaded has no checksum.
+    A data set has no checksum if its samples differ each time they are loaded.
     """
     named = [(bare_name(name), parameter) for name, parameter in job.model.named_parameters()]
     trained = [name for name, parameter in named if parameter.requires_grad]
@@ -130,19 +130,19 @@ def _digest(text: str) -> str:
 
 
 def data_of(task: Any, sets: Mapping[str, Any], *, seed: int) -> dict[str, Any]:
-    """What the data sets are, by name, as far as their content or 16 samples tell."""
+    """Return length and content of each data set by name, or a checksum of 16 samples if its content is unknown."""
     return {name: _of_set(task, name, dataset, seed) for name, dataset in sets.items()}
 
 
 def _of_set(task: Any, name: str, dataset: Any, seed: int) -> dict[str, Any]:
     keyed, number = SeededSamples(dataset, seed=seed), len(dataset)
     member = "train_set()" if name == "train" else "eval_sets()"
-    places = sorted({place * number // SAMPLES for place in range(SAMPLES)})
+    indices = sorted({k * number // SAMPLES for k in range(SAMPLES)})
 
     def load() -> str | None:
-        first = checksum([keyed[0, places[0]]])
-        whole = checksum(keyed[0, index] for index in places)
-        return whole if checksum([keyed[0, places[0]]]) == first else None
+        first = checksum([keyed[0, indices[0]]])
+        whole = checksum(keyed[0, index] for index in indices)
+        return whole if checksum([keyed[0, indices[0]]]) == first else None
 
     if content := theirs(task, member, lambda: fingerprint_of(dataset)):
         return {"length": number, "content": content}
@@ -150,12 +150,12 @@ def _of_set(task: Any, name: str, dataset: Any, seed: int) -> dict[str, Any]:
 
 
 def first_samples(task: Any, sets: Mapping[str, Any], *, seed: int) -> dict[str, Any]:
-    """Length of each set, and what tells its first samples from others; None of a set that draws for itself."""
+    """Return the length of each set, and a checksum of its first samples; None if they are random."""
 
     def load(dataset: Any) -> str | None:
-        keyed, places = SeededSamples(dataset, seed=seed), range(min(FIRST, len(dataset)))
-        one, other = (checksum(keyed[0, index] for index in places) for _ in range(2))
-        return one if one == other else None
+        keyed, indices = SeededSamples(dataset, seed=seed), range(min(FIRST, len(dataset)))
+        first, second = (checksum(keyed[0, index] for index in indices) for _ in range(2))
+        return first if first == second else None
 
     return {
         name: {
@@ -167,12 +167,12 @@ def first_samples(task: Any, sets: Mapping[str, Any], *, seed: int) -> dict[str,
 
 
 def checksum(values: Any) -> str:
-    """xxh3-64 of tensors, arrays, texts, numbers and containers of them; of other objects their class alone."""
+    """Return the xxh3-64 of tensors, arrays, strings, numbers, containers and attributes; else of the class name."""
     state = xxh3_64()
 
     def take(value: Any, depth: int = 0) -> None:
         state.update(type(value).__name__.encode())
-        if depth > 8:  # of objects that hold one another
+        if depth > 8:  # objects may refer to each other
             return
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided or value.is_nested:
@@ -189,7 +189,7 @@ def checksum(values: Any) -> str:
             for name in sorted(value, key=str):
                 take(str(name), depth + 1)
                 take(value[name], depth + 1)
-        elif hasattr(value, "tobytes") and hasattr(value, "size"):  # an image of PIL
+        elif hasattr(value, "tobytes") and hasattr(value, "size"):  # a PIL image
             state.update(repr(value.size).encode() + value.tobytes())
         elif isinstance(value, set | frozenset):
             take(sorted(checksum([inside]) for inside in value), depth + 1)
@@ -205,19 +205,19 @@ def checksum(values: Any) -> str:
 
 
 def another_file(recipe: Recipe, run: Path) -> str:
-    """A sentence, where the run in this folder was trained with the task of another file, which is still there."""
-    place = source("task", recipe.task.name)
+    """Return a sentence if the run in this folder used a task from another file, which still exists; else empty."""
+    file = source("task", recipe.task.name)
     try:
         there = Path(str(json.loads((run / "environment.json").read_text())["task"]))
-        if place is None or there.suffix != ".py" or there.samefile(place) or there.read_bytes() == place.read_bytes():
+        if file is None or there.suffix != ".py" or there.samefile(file) or there.read_bytes() == file.read_bytes():
             return ""
     except (OSError, ValueError, KeyError, TypeError):
         return ""
-    return f"was trained with the task of {there}; the task is now {place}"
+    return f"was trained with the task of {there}, and now it is that of {file}"
 
 
 def source_changed(recipe: Recipe, run: Path) -> str:
-    """A sentence, where the source of one's own task is another than when the run in this folder was saved last."""
+    """Return a sentence if the source of the user's task has changed since the last save in this folder; else empty."""
     if recipe.task.name in CHOICES["task"] or not (sealed := Store(run / "checkpoints").sealed()):
         return ""
     try:
@@ -231,11 +231,11 @@ def source_changed(recipe: Recipe, run: Path) -> str:
 
 
 def source_of(kind: type) -> dict[str, str]:
-    """File and checksum of a task's source: of its file, or of the class itself where it stands in a notebook."""
+    """Return file and checksum of a task's source; for a class in a notebook, of its functions."""
     try:
         file = str(inspect.getsourcefile(kind))
         content = Path(file).read_bytes()
-    except (TypeError, OSError):  # no file: what its functions are made of, which a notebook knows
+    except (TypeError, OSError):  # no file: a notebook knows the source of functions
         try:
             file = kind.__qualname__
             own = [inspect.getsource(part) for part in vars(kind).values() if inspect.isfunction(part)]

@@ -1,4 +1,4 @@
-"""The counters of a run, and its log: each line starts with the counters."""
+"""The counters of a run, and its log, in which each line starts with the counters."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -12,28 +12,28 @@ from oneloop.show.tracking import Tracking
 
 @dataclass
 class Counters:
-    """One counter, one meaning. ``position`` and ``samples`` part only by steps that were not taken."""
+    """Counters of a run. ``position`` and ``samples`` differ only by the samples of steps that were not accepted."""
 
-    position: int = 0  # samples drawn from the order, skipped steps included; drives which samples come next
+    position: int = 0  # samples drawn from the order, with skipped steps; decides the next samples
     step: int = 0  # optimizer updates done
     samples: int = 0  # samples trained on
     weight: float = 0.0  # summed weight trained on: samples, or target tokens for text
     reductions: int = 0  # times that the plateau schedule lowered the learning rate
-    waited: int = 0  # evaluations since the best one or the last reduction
-    seconds: float = 0.0  # spent on the run by earlier starts
+    waited: int = 0  # evaluations since the best result or the last reduction
+    seconds: float = 0.0  # time spent by earlier starts
     evaluation_due: bool = False  # a stop came before the evaluation of this step was done
 
     @property
     def passed_over(self) -> int:
-        """Samples drawn but not trained on: of bad steps that the policy leaves out, and of fp16 loss scaling."""
+        """Samples drawn but not trained on, because of bad steps or fp16 loss scaling."""
         return self.position - self.samples
 
     def begin(self) -> None:
-        """The clock of :meth:`elapsed` goes on from here; a rewind does not turn it back."""
+        """Start the clock of :meth:`elapsed`; a rewind does not reset it."""
         self._began = time.perf_counter() - self.seconds
 
     def elapsed(self) -> float:
-        """Seconds spent on the run, over all starts."""
+        """Return the seconds spent on the run, over all starts."""
         return time.perf_counter() - self._began
 
     def state_dict(self) -> dict[str, Any]:
@@ -43,29 +43,29 @@ class Counters:
         self.__dict__.update(state)
 
     def trained(self, samples: int, weight: float) -> None:
-        """One update was made with ``samples`` samples of this summed weight."""
+        """Count an accepted update with ``samples`` samples of total weight ``weight``."""
         self.step += 1
         self.samples += samples
         self.weight += weight
 
     def evaluated(self, better: bool, *, patience: int) -> None:
-        """An evaluation was made; after ``patience`` of them without a better one the plateau schedule steps down."""
+        """Count an evaluation; after ``patience`` of them without improvement the plateau schedule reduces the rate."""
         self.waited = 0 if better else self.waited + 1
         if patience and self.waited >= patience:
             self.reductions += 1
             self.waited = 0
 
     def as_metrics(self, unit: str) -> dict[str, int]:
-        """What stands at the head of every line of metrics."""
+        """Return the counters for the start of a log line."""
         tokens = {"tokens": int(self.weight)} if unit == "tokens" else {}
         return {"step": self.step, "samples": self.samples, **tokens}
 
 
 class Results(dict[str, float]):
-    """The latest metric of each kind; those of an average are headed by its name."""
+    """The latest value of each metric; metrics of EMA weights are prefixed with the name of the EMA."""
 
     def take(self, metrics: Mapping[str, float], weights: str) -> None:
-        """Takes in the evaluation of these weights (``raw``, or an average's name)."""
+        """Store the metrics of an evaluation of ``weights`` (``raw``, or the name of an EMA)."""
         self.update(metrics if weights == "raw" else {f"{weights}/{name}": value for name, value in metrics.items()})
 
     def __missing__(self, name: str) -> float:
@@ -80,7 +80,7 @@ class Results(dict[str, float]):
 
 @dataclass
 class Best:
-    """The best evaluation so far, and how many have passed since."""
+    """The best evaluation so far, and the number of evaluations since."""
 
     value: float | None = None
     step: int = 0
@@ -93,7 +93,7 @@ class Best:
         self.__dict__.update(state)
 
     def update(self, value: float, step: int, *, higher_is_better: bool) -> bool:
-        """Take one result; True where it is the best so far. NaN never is."""
+        """Compare one result; return True if it is the best so far, which NaN never is."""
         better = value == value and (
             self.value is None or (value > self.value if higher_is_better else value < self.value)
         )
@@ -105,8 +105,8 @@ class Best:
 
 
 class RunLog:
-    """Lines for metrics.jsonl, the trackers and the terminal; ``unit`` is what the weight counts, samples or tokens.
-    ``resumed`` is whether the run continues a checkpoint of its own folder."""
+    """Writes metrics.jsonl, the trackers and the terminal. ``unit`` is what the weight counts: samples or tokens.
+    ``resumed``: whether the run continues from a checkpoint of its own folder."""
 
     def __init__(
         self,
@@ -122,19 +122,19 @@ class RunLog:
         self._unit, self.resumed = unit, resumed
 
     def line(self, **metrics: Any) -> dict[str, Any]:
-        """These metrics, headed by the counters; what is given here again takes the counter's place."""
+        """Return a line: the counters, then these metrics, which may override counters."""
         return {**self._count.as_metrics(self._unit), **metrics}
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Writes a line down."""
+        """Log a line to metrics.jsonl and the trackers."""
         self._tracking.log(line)
 
     def event(self, name: str) -> None:
-        """Writes down that something happened."""
+        """Log an event, for example ``save``."""
         self.write(self.line(event=name))
 
     def log(self, metrics: Mapping[str, float], remarks: Iterable[str], **more: str) -> None:
-        """Training metrics, and what there is to say of them; ``more`` is written down only."""
+        """Log training metrics, and print them with ``remarks``; ``more`` is only logged."""
         self._results["train/loss"] = metrics["train/loss"]
         self.write(self.line(time=self._count.elapsed(), **metrics, **more))
         self._display.metrics(self._count.step, metrics, remarks)
@@ -142,8 +142,8 @@ class RunLog:
     def evaluated(
         self, by_weights: Mapping[str, Mapping[str, float]], examples: Examples | None = None, *, of: int | None = None
     ) -> None:
-        """The results of an evaluation by the weights that were evaluated (``raw``, an average's name). At the end they
-        may be ``of`` an earlier step, the best: what was written down then is not written again."""
+        """Log the results of an evaluation by weights (``raw``, or the name of an EMA). If they are ``of`` an earlier
+        step, the best one, log only test metrics: the others were logged at that step."""
         step = self._count.step if of is None else of
         if examples is not None:
             self._tracking.show(step, examples)

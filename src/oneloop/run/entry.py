@@ -1,4 +1,4 @@
-"""From a command line to a run and its exit code: recipe, processes, folder, summary."""
+"""Run a recipe from the command line: processes, folder, training, summary, exit code."""
 
 import json
 import os
@@ -32,37 +32,37 @@ from oneloop.show.report.page import report
 from oneloop.show.terminal import Display
 from oneloop.show.tracking import check_trackers
 from oneloop.supervise.crash_report import stopped_early
-from oneloop.supervise.pipe import LINK
+from oneloop.supervise.pipe import CHANNEL
 from oneloop.supervise.ranks import ADDRESS
 
-Ended = tuple[dict[str, Any], BaseException | None]  # the summary of a run, and what ended it, where that is an error
-Train = Callable[[Job, Run, Folder], dict[str, Any]]  # the loop: :func:`oneloop.train.train`
-_WATCHED = 10.0  # seconds in which a process that has told its fault is ended
+Ended = tuple[dict[str, Any], BaseException | None]  # the summary, and the error that ended the run, if any
+Train = Callable[[Job, Run, Folder], dict[str, Any]]  # the training loop: :func:`oneloop.train.train`
+_WATCHED = 10.0  # seconds that the supervisor has to end a process that reported an error
 
 
 def main(train: Train, argv: Sequence[str]) -> NoReturn:
-    """Reads the recipe, trains it, writes summary.json, and ends the process with oneloop's exit code."""
+    """Read the recipe, train it, write summary.json, and end the process with oneloop's exit code."""
     try:
         recipe = read_once(tuple(argv))
-        run = begun(recipe, command=["oneloop.train", *argv])
+        run = start_run(recipe, command=["oneloop.train", *argv])
         run.stopping.listen()
-        LINK.send(listens=True)
-        LINK.send(watched_at=run.from_main(os.environ.get(ADDRESS)))
-        summary, _ = conduct(train, recipe, run, tell=True)
+        CHANNEL.send(listens=True)
+        CHANNEL.send(watched_at=run.from_main(os.environ.get(ADDRESS)))
+        summary, _ = conduct(train, recipe, run, cli=True)
     except BadInput as error:
         reject(error)
     except StoppedEarly:
         if is_main():
             print(f"oneloop: {stopped_early(run.stopping.by)}", file=sys.stderr)
         leave_at_once(exit_codes.STOPPED)
-    except BaseException as error:  # before there was a run
-        _tell(error, _words(error))
+    except BaseException as error:  # before the run existed
+        _report_error(error, _words(error))
         leave(exit_codes.ERROR, main=is_main())
     run.end(summary["exit_code"])
 
 
-def begun(recipe: Recipe, *, command: Sequence[str]) -> Run:
-    """Start the processes of a recipe's run, as the launcher configured them. Raises BadInput."""
+def start_run(recipe: Recipe, *, command: Sequence[str]) -> Run:
+    """Start the processes of a recipe's run, as the launcher configured them. Raise BadInput."""
     check_trackers(recipe.track)
     machine = recipe.machine
     how: dict[str, Any] = {"sync_each_batch": machine.sync_each_batch, "exact": recipe.batch.grain is not None}
@@ -73,16 +73,16 @@ def begun(recipe: Recipe, *, command: Sequence[str]) -> Run:
     return run
 
 
-def conduct(train: Train, recipe: Recipe, run: Run, *, tell: bool = False) -> Ended:
+def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> Ended:
     """Train a recipe with the loop ``train`` on the processes of a run; return the summary (of a finished run, the
-    earlier one) and the exception that ended the run, if any. ``tell``: print its traceback. Raises BadInput before
-    anything is written."""
+    earlier one) and the exception that ended the run, if any. ``cli``: the command line runs it, so print tracebacks.
+    Raise BadInput before anything is written."""
     job: Job | None = None
     fault: BaseException | None = None
     folder = Folder(recipe.folder, say=run.display.say)
     try:
         with run.display, run.closing, _exits_are_errors():
-            job = _prepared(recipe, run, folder, tell=tell)
+            job = _prepared(recipe, run, folder, cli=cli)
             if job is None:
                 known = json.loads((folder.path / "summary.json").read_text())
                 return {name: value for name, value in known.items() if name != "checksum"}, None
@@ -93,31 +93,31 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, tell: bool = False) -> En
     except Diverged as error:
         fault, summary = error, {"exit_reason": f"diverged: {error}", "exit_code": exit_codes.DIVERGED}
     except BaseException as error:
-        if job is None or (not tell and not isinstance(error, Exception)):  # in Python: a second interrupt
-            folder.let_go()
+        if job is None or (not cli and not isinstance(error, Exception)):  # from Python: a second interrupt
+            folder.release()
             raise
-        fault, summary = error, _failed(error, job, run, folder, tell=tell)
+        fault, summary = error, _failed(error, job, run, folder, cli=cli)
     if run.main:
         _end(run, folder, summary, as_json=recipe.watch.json)
     return summary, fault
 
 
-def _failed(error: BaseException, job: Job, run: Run, folder: Folder, *, tell: bool) -> dict[str, Any]:
-    """The summary of a run that an error has ended; of a lack of memory, what to do."""
+def _failed(error: BaseException, job: Job, run: Run, folder: Folder, *, cli: bool) -> dict[str, Any]:
+    """Return the summary of a run that an error ended; if memory ran out, with advice and a memory snapshot."""
     end_workers(error)
     reason = _words(error)
     if is_out_of_memory(error):
-        if run.device.type == "cuda" and folder.path.is_dir():  # begun, by rank 0
+        if run.device.type == "cuda" and folder.path.is_dir():  # rank 0 has begun the run
             snapshot = memory_snapshot(folder.path / "profile" / f"out-of-memory-{run.rank}.pickle")
             print(f"oneloop: {snapshot} shows which tensors use the memory (pytorch.org/memory_viz)", file=sys.stderr)
         reason = explained(job, run)
-    if tell:
-        _tell(error, reason)
+    if cli:
+        _report_error(error, reason)
     return {"exit_reason": f"error: {reason}", "exit_code": exit_codes.ERROR}
 
 
 def _words(error: BaseException) -> str:
-    """An error in a line; of one that a data worker has passed on with its traceback, the last."""
+    """Return type and message of an error; of a data worker's error, the last line of its traceback."""
     try:
         text = str(error).encode(errors="backslashreplace").decode()
     except Exception as why:
@@ -128,14 +128,14 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _tell(error: BaseException, reason: str) -> None:
-    """Prints the traceback; where several processes are watched, that is done for the first of them, and all end."""
+def _report_error(error: BaseException, reason: str) -> None:
+    """Print the traceback. With several ranks, report it to the supervisor, which prints the first one and ends all."""
     ours = isinstance(error, UnfitSample) and error.__cause__ is not None and not where(error.__cause__)
     if ours or isinstance(error, exit_codes.Inexact):
-        error = error.with_traceback(None)  # the message says all
+        error = error.with_traceback(None)  # the message is enough
         error.__cause__, error.__suppress_context__ = None, True
-    if LINK.watched and ranks() > 1:
-        LINK.fault(error, f"rank {rank()}: {reason}")
+    if CHANNEL.watched and ranks() > 1:
+        CHANNEL.fault(error, f"rank {rank()}: {reason}")
         time.sleep(_WATCHED)
     else:
         traceback.print_exception(error)
@@ -143,7 +143,7 @@ def _tell(error: BaseException, reason: str) -> None:
 
 @contextmanager
 def _exits_are_errors() -> Iterator[None]:
-    """``sys.exit`` in somebody's code would end the run with a code that means something else."""
+    """Turn ``sys.exit`` in the user's code into RuntimeError, since its code would be taken for oneloop's."""
     try:
         yield
     except SystemExit as error:
@@ -157,11 +157,11 @@ def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) ->
     try:
         folder.write_json("summary.json", vouched(summary))
         (folder.path / "STOP").unlink(missing_ok=True)
-    except OSError as error:  # a full disk: the exit code says the same
+    except OSError as error:  # a full disk: the exit code still reports the result
         print(f"summary.json cannot be written ({error.strerror})", file=sys.stderr)
     try:
         folder.write("report.html", report([folder.path]))
-    except Exception as error:  # a page that cannot be drawn is no fault of the run
+    except Exception as error:  # an error of the report does not fail the run
         print(f"report.html cannot be written ({type(error).__name__}: {error})", file=sys.stderr)
     folder.close()
     run.display.summary(summary)
@@ -170,8 +170,8 @@ def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) ->
     print(dumps({**summary, "folder": str(folder.path)}) if as_json else ended, flush=True)
 
 
-def _prepared(recipe: Recipe, run: Run, folder: Folder, *, tell: bool) -> Job | None:
-    """Return the checked job, or None if the run in the folder is finished. Raises BadInput on every rank."""
+def _prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | None:
+    """Return the checked job, or None if the run in the folder is finished. Raise BadInput on every rank."""
     with run.setting_up():
         finished = (
             folder.inspect(recipe.resolved, resume=recipe.run.resume, accept_changes=recipe.run.accept_changes)
@@ -182,12 +182,12 @@ def _prepared(recipe: Recipe, run: Run, folder: Folder, *, tell: bool) -> Job | 
             raise BadInput(f"run.dir {folder.path} {other}; choose another run.dir, or --run.accept_changes true")
     if finished := run.from_main(finished):
         other = source_changed(recipe, folder.path)
-        if other and not tell:  # in Python it would be the result of another class
+        if other and not cli:  # from Python, it would return the result of another class
             raise BadInput(f"{finished.partition(':')[0]}, and {other}")
         run.display.say(f"{finished}; {other}" if other else finished)
         return None
     float32_products(recipe.machine.matmul, benchmark=recipe.machine.cudnn_benchmark)
-    if isinstance(recipe.batch.micro, str):  # what is wrong with the rest is found before the search
+    if isinstance(recipe.batch.micro, str):  # find other errors before the search
         with run.setting_up():
             build_job(recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=1)
     with run.setting_up():

@@ -1,4 +1,4 @@
-"""Weights for use elsewhere: what ends a run, and what ``oneloop export`` takes out of a checkpoint."""
+"""Write weights for inference: at the end of a run, and by ``oneloop export`` from a checkpoint."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,20 +22,20 @@ from oneloop.machine.frozen_dtype import rounded
 from oneloop.show.model_card import model_card
 from oneloop.tasks.protocol import Task
 
-TASK = "task"  # what a task's own state is called in a checkpoint, and (task.json) in ``final/``
+TASK = "task"  # name of the task's state in a checkpoint, and of task.json in ``final/``
 
 
 def write_final(
     folder: Path,
     model: nn.Module,
     task: Task,
-    averages: Iterable[EMA] = (),
+    emas: Iterable[EMA] = (),
     *,
     about: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write ``model.safetensors``, a file for each average, and what the task adds. Collective: call on every rank.
+    """Write ``model.safetensors``, a file for each EMA, and the task's files. Collective: call on every rank.
 
-    ``task.save`` is called on rank 0, with a model whose tensors are whole (of one with an ``origin``: as it is).
+    Call ``task.save`` on rank 0, with a model of whole tensors; with an ``origin`` (base model), the model as it is.
     ``about`` goes into MANIFEST.json, which also holds the size and checksum of every file.
     """
     origin: BaseModel | None = getattr(task, "origin", None)
@@ -43,7 +43,7 @@ def write_final(
     if weights:  # on rank 0
         (folder / MANIFEST).unlink(missing_ok=True)
     write_weights(folder / f"{_file(origin)}.safetensors", weights)
-    for ema in averages:
+    for ema in emas:
         with ema.swapped():
             write_weights(folder / f"{ema.name}.safetensors", gathered_weights(model, origin))
     if weights:
@@ -59,13 +59,13 @@ def _file(origin: BaseModel | None) -> str:
 
 
 def _whole(model: nn.Module, task: Task, weights: Mapping[str, Tensor]) -> nn.Module:
-    """The model without DTensors: itself, or under FSDP2 a new one with its weights."""
+    """Return the model without DTensors; under FSDP2, this is a new model with the gathered weights."""
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return bare(model)
     made = task.model()
     for name, tensor in made.state_dict(keep_vars=True).items():
         if name in weights:
-            tensor.data = weights[name]  # another name of tied weights holds the same tensor
+            tensor.data = weights[name]  # tied weights share this tensor
     return made.train(model.training)
 
 
@@ -80,10 +80,10 @@ def export_checkpoint(
 ) -> None:
     """Write the weights of a checkpoint, or of ``final/``, as :func:`write_final` writes those of a run.
 
-    ``weights`` is ``raw``, the name of an average, or ``power:SIGMA``: the power-function average of that width, mixed
-    from those that this checkpoint and the others beside it hold. ``merge`` adds adapters to their base model, whose
-    matrices had ``base_dtype`` in the run. Raise ValueError if the checkpoint is of another model or base model, if
-    there is no such average, or if there is nothing to merge.
+    ``weights`` is ``raw``, the name of an EMA, or ``power:SIGMA``: the power-function EMA of that width, combined from
+    the EMAs in this checkpoint and in earlier ones of the run. ``merge`` adds adapters to their base model, whose
+    matrices had ``base_dtype`` in the run. Raise ValueError if the checkpoint is of another model or base model, if the
+    EMA does not exist, or if there is nothing to merge.
     """
     load_task_state(task, checkpoint)
     model = task.model()
@@ -111,7 +111,7 @@ def export_checkpoint(
 
 
 def _reject_both(folder: Path, *, adapters: bool) -> None:
-    """Rejects a folder in which adapters and a model that has them already would lie together."""
+    """Raise ValueError if the folder would hold both adapters and a whole model."""
     other = "config.json" if adapters else "adapter_config.json"
     if (folder / other).exists():
         one, there = ("adapters", "a whole model") if adapters else ("a whole model", "adapters")
@@ -130,7 +130,7 @@ def reject_other_origin(folder: Path, origin: BaseModel | None) -> None:
 
 
 def load_task_state(task: Task, folder: Path) -> None:
-    """Gives a task back what it had saved of itself in a checkpoint, or in ``final/``."""
+    """Restore the task's state from a checkpoint, or from ``final/``, if it was saved."""
     if not hasattr(task, "load_state_dict"):
         return
     file = folder / f"{TASK}.json"
@@ -141,7 +141,7 @@ def load_task_state(task: Task, folder: Path) -> None:
 
 
 def _as_saved(model: nn.Module, checkpoint: Path) -> None:
-    """Turns floating tensors into the types that they are kept in (machine.dtype, machine.base_dtype)."""
+    """Convert floating-point tensors to the dtypes in the checkpoint (machine.dtype, machine.base_dtype)."""
     saved = {name: kind for name, (kind, _) in read_manifest(checkpoint).get("tensors", {}).items()}
     if (base := base_of(checkpoint)) and base_model_of(checkpoint) is None:
         saved |= _types_of(base[0] / FILE)
@@ -181,24 +181,24 @@ def _mix(checkpoint: Path, model: nn.Module, wanted: str) -> None:
     last = max(seen for *_, seen, _ in saved)
     factors = post_hoc([(seen, sigma) for *_, seen, sigma in saved], (last, sigma_rel))
     wide = {False: torch.float64, True: torch.complex128}
-    averaged = set.intersection(*({*read_manifest(folder)["tensors"]} for folder, *_ in saved))
+    available = set.intersection(*({*read_manifest(folder)["tensors"]} for folder, *_ in saved))
     held = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if all(f"ema.{average}.{name}" in averaged for _, average, *_ in saved)
+        if all(f"ema.{average}.{name}" in available for _, average, *_ in saved)
     }
     total = {name: torch.zeros_like(held[name], dtype=wide[held[name].is_complex()]) for name in held}
     for (folder, average, _, _), factor in zip(saved, factors, strict=True):
         load_tensors(folder, model, weights=average)
         for name, parameter in held.items():
             total[name] += factor * parameter
-    load_tensors(checkpoint, model)  # buffers, and what was not trained
+    load_tensors(checkpoint, model)  # buffers and frozen parameters
     for name, parameter in held.items():
         parameter.copy_(total[name])
 
 
 _REPLACED = (".safetensors", ".json", ".jinja", "recipe.yaml")
-"""ends of files that an earlier push may have left, and that this one replaces"""
+"""suffixes of files from an earlier push, which a push replaces"""
 
 
 def check_push(name: str) -> None:
@@ -227,7 +227,7 @@ def push(run: Path, folder: Path, name: str, *, licence: str | None, public: boo
     files: dict[str, Any] = {file: folder / file for file in (*manifest["files"], MANIFEST)}
     files |= {"README.md": card.encode(), "recipe.yaml": run / "recipe.yaml"}
     api = HfApi()
-    with _told(name):
+    with _hub_errors(name):
         api.create_repo(name, private=not public, exist_ok=True)
         there = api.list_repo_files(name)
         stale = [file for file in there if file.endswith(_REPLACED) and "/" not in file and file not in files]
@@ -243,16 +243,16 @@ def _what(about: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _told(name: str) -> Iterator[None]:
+def _hub_errors(name: str) -> Iterator[None]:
     from huggingface_hub.errors import HfHubHTTPError
 
-    below: Any = HfHubHTTPError.__bases__[0]  # of the library that it speaks HTTP with, which changes
+    base_error: Any = HfHubHTTPError.__bases__[0]  # the HTTP library's error class, which differs between versions
 
     try:
         yield
     except HfHubHTTPError as error:
         raise BadInput(f"--push {name}: the hub rejects it: {_first(error)}") from error
-    except (below, OSError) as error:
+    except (base_error, OSError) as error:
         raise BadInput(f"--push {name}: the hub cannot be reached: {_first(error)}") from error
 
 

@@ -1,4 +1,4 @@
-"""The run's own folder: its owner, and what a start finds in it."""
+"""The run folder: its lock, its files, and an earlier run in it."""
 
 import json
 import os
@@ -18,16 +18,16 @@ from oneloop.basics.files import dumps, intact, replacing
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
 from oneloop.recipe.comparison import difference, only_extends, same_data_path
 
-_OWN = {".lock", "owner.json", ".recipe.yaml.draft", ".environment.json.draft"}
-"""what a start leaves that was killed before it had written its recipe"""
+_WITHOUT_RECIPE = {".lock", "owner.json", ".recipe.yaml.draft", ".environment.json.draft"}
+"""files of a run that was killed before it wrote its recipe"""
 
 
-_GROUPS = ("task", "batch", "schedule", "machine", "run")  # that each resolved recipe has
-_LEFT = _OWN | {
+_GROUPS = ("task", "batch", "schedule", "machine", "run")  # that every resolved recipe has
+_WITHOUT_CHECKPOINT = _WITHOUT_RECIPE | {
     *("recipe.yaml", "environment.json", "metrics.jsonl", "examples.json", "summary.json", "report.html"),
     *("checkpoints", "base", "tensorboard", "profile", "stacks", "STOP", "wandb", "mlruns"),
 }
-"""what a run leaves that has saved nothing"""
+"""files of a run that has not saved a checkpoint"""
 
 
 class Folder:
@@ -36,15 +36,15 @@ class Folder:
 
     def __init__(self, path: Path, *, say: Callable[[str], object] = print) -> None:
         self.path, self.say = path, say
-        self.begun = False  # whether a run is written here
+        self.begun = False  # whether the run has begun to write
         self._made: list[Path] = []
         self._lock = FileLock(path / ".lock", blocking=False)
         self._store = Store(path / "checkpoints")
 
     def inspect(self, resolved: Mapping[str, Any], *, resume: str = "auto", accept_changes: bool = False) -> str | None:
-        """Looks without touching: the line of a finished run of the same recipe, None where there is work to do."""
+        """Check the folder without changing it; return a message if it holds the same run, finished, else None."""
         if resume not in ("auto", "never"):
-            _look_for(resume)
+            _reject_resume_path(resume)
         try:
             return self._inspected(resolved, resume, accept_changes)
         except OSError as error:
@@ -58,13 +58,13 @@ class Folder:
         if self._in_use():
             raise BadInput(f"run.dir {self.path} is in use by {self._owner()}; wait for it, or choose another run.dir")
         saved = bool(self._store.sealed()) or (self.path / "final").exists()
-        if not saved and self._strange():
+        if not saved and self._has_other_files():
             raise BadInput(f"run.dir {self.path} has files that do not belong to a oneloop run; choose another run.dir")
         if not saved and not (self.path / "recipe.yaml").exists():
             return None
         if resume == "never":
             raise BadInput(f"run.dir {self.path} holds a run, and run.resume is never; choose another run.dir")
-        old = self._recipe() if saved else None  # a run that has saved nothing binds nobody
+        old = self._recipe() if saved else None  # a run without a checkpoint may be overwritten
         if old is None:
             return None
         changed = difference(old, resolved)
@@ -75,7 +75,7 @@ class Folder:
             apart = f"a run of another recipe ({'; '.join(changed)})"
             ways = "choose another run.dir, use the same recipe, or continue with --run.accept_changes true"
             raise BadInput(f"run.dir {self.path} holds {apart}; {ways}")
-        ended = self._plain("summary.json", _summary)
+        ended = self._read("summary.json", _summary)
         done = str((ended or {}).get("exit_reason", "")).startswith(("done", "early stop"))
         if not ended or ended.get("exit_code") != 0 or not done or changed or not same_data_path(old, resolved):
             return None
@@ -85,21 +85,21 @@ class Folder:
             return None
         return f"{self.path} holds this run, finished at step {ended.get('step')}: nothing to do"
 
-    def _strange(self) -> bool:
-        """Whether there is anything that a run which has saved nothing does not leave."""
+    def _has_other_files(self) -> bool:
+        """Return whether the folder has files that do not belong to a run without a checkpoint."""
         for path in self.path.iterdir():
-            if path.name not in _LEFT and not path.name.startswith(("bad-", ".")):
+            if path.name not in _WITHOUT_CHECKPOINT and not path.name.startswith(("bad-", ".")):
                 return True
         try:
             resolved = yaml.safe_load((self.path / "recipe.yaml").read_text(encoding="utf-8"))
             return not isinstance(resolved, dict) or not set(_GROUPS) <= set(resolved)
         except FileNotFoundError:
-            return any(path.name not in _OWN for path in self.path.iterdir())
+            return any(path.name not in _WITHOUT_RECIPE for path in self.path.iterdir())
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
             return not (self.path / "environment.json").exists()
 
-    def _plain(self, name: str, parse: Callable[[str], dict[str, Any]]) -> dict[str, Any] | None:
-        """What a file of the run holds; None where it is not there, or damaged, which is told."""
+    def _read(self, name: str, parse: Callable[[str], dict[str, Any]]) -> dict[str, Any] | None:
+        """Return the parsed content of a file; None if it is missing or damaged. Damage is logged."""
         file = self.path / name
         try:
             return parse(file.read_text(encoding="utf-8"))
@@ -117,7 +117,7 @@ class Folder:
                 raise ValueError("no recipe")
             return content
 
-        if recipe := self._plain("recipe.yaml", parsed):
+        if recipe := self._read("recipe.yaml", parsed):
             return recipe
         return self._saved_recipe()
 
@@ -145,19 +145,19 @@ class Folder:
             return "another process"
 
     def hold(self, *, need: int = 0) -> None:
-        """Make the folder and take its lock, which the operating system releases when this process ends.
+        """Create the folder and lock it; the operating system releases the lock when this process ends.
 
-        ``need`` are the bytes that the run will write, besides those that are already there."""
+        ``need`` is the number of bytes that the run will still write."""
         self._made = [parent for parent in (self.path, *self.path.parents) if not parent.exists()]
         with self._writing():
-            self._reject_too_little(need)
+            self._reject_full_disk(need)
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
             owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
             (self.path / "owner.json").write_text(json.dumps(owner))
 
     def begin(self, recipe: str, environment: Mapping[str, Any]) -> None:
-        """Writes down what is known before the first step: the resolved recipe as YAML, and what the run stands on."""
+        """Write the resolved recipe (YAML) and the environment, before the first step."""
         with self._writing():
             self.write("recipe.yaml", recipe)
             self.write_json("environment.json", environment)
@@ -176,16 +176,16 @@ class Folder:
             raise BadInput(f"run.dir {self.path} cannot be written: {why}; make room, or choose another") from None
 
     def abandon(self) -> None:
-        """What :meth:`hold` made is removed again, where the run did not begin."""
+        """Remove what :meth:`hold` created, if the run did not begin."""
         if self._lock.is_locked and not self.begun:
             self.close()
             if self._made:
                 (self.path / ".lock").unlink(missing_ok=True)
         with suppress(OSError):
             for folder in () if self.begun else self._made:
-                folder.rmdir()  # where nothing else is in it
+                folder.rmdir()  # only if it is empty
 
-    def _reject_too_little(self, need: int) -> None:
+    def _reject_full_disk(self, need: int) -> None:
         there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
         free = shutil.disk_usage(there).free
         if free < need:
@@ -199,8 +199,8 @@ class Folder:
             path.rename(path.with_name(f"bad-{name}-{time.time_ns()}"))
         path.unlink(missing_ok=True)
 
-    def let_go(self) -> None:
-        """Others may have it, where this run held it."""
+    def release(self) -> None:
+        """Release the lock, if this run holds it."""
         if self._lock.is_locked:
             self.close()
 
@@ -209,7 +209,7 @@ class Folder:
         self._lock.release()
 
     def write(self, name: str, text: str) -> None:
-        """Writes one file whole or not at all."""
+        """Write one file atomically."""
         if (self.path / name).is_dir():
             self._remove(name)
         with replacing(self.path / name) as draft:
@@ -226,10 +226,10 @@ def _summary(text: str) -> dict[str, Any]:
     return content
 
 
-def _look_for(resume: str) -> None:
+def _reject_resume_path(resume: str) -> None:
     path = Path(resume).expanduser()
     if (path / "checkpoints").is_dir():
-        names = ", ".join(one.name for one in Store(path / "checkpoints").sealed())
+        names = ", ".join(found.name for found in Store(path / "checkpoints").sealed())
         raise BadInput(f"run.resume {resume} is a run folder; name one of its checkpoints: {names or 'it has none'}")
     if not path.is_dir():
         raise BadInput(f"run.resume {resume}: no such checkpoint; give auto, never, or the path of a …/step-… folder")

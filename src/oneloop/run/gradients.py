@@ -1,4 +1,4 @@
-"""The gradients of one step: those of the summed loss of the global batch, divided once by its total weight.
+"""The gradients of one step: of the summed loss of the global batch, divided by its total weight.
 
 >>> sums = gradients.sums()
 >>> with gradients.step(position):
@@ -55,27 +55,27 @@ class Gradients:
             else Reduction(model, **how)
         )
         leaves = [layout.leaf(run.rank, micro) for micro in range(layout.accumulate)]
-        self._leaves = torch.tensor(leaves, device=run.device)  # this rank's, among those of a step
+        self._leaves = torch.tensor(leaves, device=run.device)  # indices of this rank's leaves in the step
         self._position, self._micro, self._weight = 0, -1, 0.0
 
     @property
     def factor(self) -> int:
-        """Of the loss: undoes accelerate's mean over the micro-batches."""
+        """Factor of the loss that undoes accelerate's mean over the micro-batches."""
         return self._reduction.factor
 
     def sums(self) -> Sums:
-        """The sums of one step: the loss, and the metrics that the task's loss returns."""
+        """Return empty sums for one step, of the loss and of the metrics that the task's loss returns."""
         return Sums(self._metrics, apart=self._job.exact)
 
     def step(self, position: int, *, measured: bool = False) -> AbstractContextManager[None]:
-        """A context around the micro-batches of one step.
+        """Return a context around the micro-batches of one step.
 
         ``position`` is that of its first sample; ``measured``: measure the noise scale, if the run does."""
         self._position, self._micro = position, -1
         return self._sensor.measuring(measured and self._job.noise_scale)
 
     def micro_batch(self, weight: float) -> "Gradients":
-        """A context around forward and backward of the next micro-batch, whose weight on this rank is ``weight``."""
+        """Return a context around forward and backward of the next micro-batch, of this ``weight`` on this rank."""
         self._micro, self._weight = self._micro + 1, weight
         return self
 
@@ -89,22 +89,22 @@ class Gradients:
             self._sensor.micro_batch(self._weight)
 
     def _reseed(self) -> None:
-        """Random numbers are a function of step, rank and micro-batch; with ``batch.grain``, of step and leaf."""
+        """Seed random numbers by step, rank and micro-batch; with ``batch.grain``, by step and leaf."""
         job, run = self._job, self._run
         own = [job.layout.leaf(run.rank, self._micro)] if job.exact else [run.rank, self._micro]
         reseed(run.device, job.recipe.seed, self._position, *own, others=job.exact)
 
     def norm(self) -> Tensor:
-        """Global L2 norm of the gradients, 0-dim, equal on all ranks. Collective: call on every rank."""
+        """Return the global L2 norm of the gradients, 0-dim, equal on all ranks. Collective: call on every rank."""
         return global_norm(self._parameters, exact=self._job.exact)
 
     def noise(self, total: float) -> tuple[float, float, float]:
-        """What :meth:`Sensor.read` found in the last measured step, whose weight over all ranks is ``total``.
+        """Return :meth:`Sensor.read` of the last measured step, whose total weight is ``total``.
         Collective: call on every rank."""
         return self._sensor.read(total, self._job.layout.size)
 
     def total(self, losses: Tensor) -> Tensor:
-        """A step's loss over all ranks, 0-dim, on the device. Collective: call on every rank.
+        """Return a step's loss summed over all ranks, 0-dim, on the device. Collective: call on every rank.
 
         With ``batch.grain`` each leaf has its own slot in the all-reduce, so that the tree adds them in one order.
         """
@@ -115,7 +115,7 @@ class Gradients:
         return tree_sum(self._run.total(slots))
 
     def fingerprint(self, optimizer: Optimizer, emas: Sequence[EMA]) -> dict[str, str]:
-        """With ``batch.grain``: hashes of the tensors that a checkpoint would hold. Collective: call on every rank."""
+        """With ``batch.grain``, return hashes of all tensors of a checkpoint. Collective: call on every rank."""
         if not self._job.exact or not (self._run.main or self._run.sharded):
             return {}
         averages = {name: tensor for ema in emas for name, tensor in ema.tensors().items()}

@@ -1,5 +1,4 @@
-"""Whether the ranks of a run have the same data, model and folder: otherwise they would wait for one another for ever,
-or train what nobody asked for."""
+"""Check that all ranks have the same data, model and folder; otherwise the run could hang or train a wrong model."""
 
 import socket
 import time
@@ -13,7 +12,7 @@ from oneloop.launch.environment import computed_by
 from oneloop.launch.processes import Run
 from oneloop.run.compatibility import first_samples
 
-_SECONDS = 10.0  # in which a shared storage shows a file that another machine has written
+_SECONDS = 10.0  # until a file from another machine appears on shared storage
 
 
 def reject_other_jobs(job: Job, run: Run) -> None:
@@ -24,14 +23,14 @@ def reject_other_jobs(job: Job, run: Run) -> None:
         mine = {"sets": first_samples(job.task, job.sets, seed=job.recipe.seed), "model": _model_of(job)}
         mine["computed"] = computed_by(job.recipe, run.device) if job.exact else {}
     reports = run.gathered(mine)
-    for name in dict.fromkeys(name for one in reports for name in one["sets"]):
-        _compare(name, [one["sets"].get(name) for one in reports])
-    for rank, one in enumerate(reports):
-        for key, value in one["computed"].items():
+    for name in dict.fromkeys(name for report in reports for name in report["sets"]):
+        _compare(name, [report["sets"].get(name) for report in reports])
+    for rank, report in enumerate(reports):
+        for key, value in report["computed"].items():
             if value != reports[0]["computed"][key]:
                 apart = f"{value} on rank {rank} and {reports[0]['computed'][key]} on rank 0"
                 raise BadInput(f"batch.grain requires machines of one kind: the {key} is {apart}")
-    models = [one["model"] for one in reports]
+    models = [report["model"] for report in reports]
     for rank, model in enumerate(models):
         if model != models[0]:
             part = next(key for key in {**models[0], **model} if models[0].get(key) != model.get(key))
@@ -63,18 +62,18 @@ def _compare(name: str, reports: Sequence[Mapping[str, Any] | None]) -> None:
 
 
 def reject_other_folders(folder: Path, run: Run, *, patience: float) -> None:
-    """Raise BadInput if a rank sees another folder than rank 0, which holds it. Collective: call on every rank."""
+    """Raise BadInput if a rank does not see the folder that rank 0 has locked. Collective: call on every rank."""
     if run.ranks == 1:
         return
     file = folder / "owner.json"
-    word = run.from_main(_read(file) if run.main else None)
+    owner = run.from_main(_read(file) if run.main else None)
     until = time.monotonic() + _SECONDS * (patience or 1.0)
-    while (found := _read(file)) != word and time.monotonic() < until:
+    while (found := _read(file)) != owner and time.monotonic() < until:
         time.sleep(0.1)
-    there = run.gathered((found == word, f"{folder.absolute()} on {socket.gethostname()}"))
-    for rank, (same, place) in enumerate(there):
+    there = run.gathered((found == owner, f"{folder.absolute()} on {socket.gethostname()}"))
+    for rank, (same, path) in enumerate(there):
         if not same:
-            apart = f"on rank {rank} ({place}) than on rank 0 ({there[0][1]})"
+            apart = f"on rank {rank} ({path}) than on rank 0 ({there[0][1]})"
             raise BadInput(f"run.dir {folder} is another folder {apart}; it must be on shared storage")
 
 

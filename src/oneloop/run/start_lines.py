@@ -1,4 +1,4 @@
-"""Lines for the log before the first step: the batch arithmetic, and how exact the run is."""
+"""Lines of the start-up log: batch sizes, precision, and how exactly the run can be reproduced."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ _IGNORED: dict[str, tuple[str, ...]] = {
 }
 _IGNORED |= {"FSDP_CPU_RAM_EFFICIENT_LOADING": ("false", "False"), "XLA_DOWNCAST_BF16": ("0",)}
 _IGNORED |= {"ACCELERATE_DOWNCAST_BF16": ("false",)}
-"""accelerate's settings that oneloop does not use, and their values that ask for nothing"""
+"""settings of accelerate that oneloop ignores, and the values that have no effect anyway"""
 DEPENDS = "another parallel layout trains a different model; the same layout is bit-identical"
 
 

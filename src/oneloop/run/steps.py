@@ -1,4 +1,4 @@
-"""The steps of a run: micro-batches loaded ahead, and what all ranks agree on before each step."""
+"""The steps of a run: micro-batches that are loaded ahead, and the host all-reduce before each step."""
 
 from collections.abc import Generator, Iterable, Iterator
 from datetime import timedelta
@@ -21,23 +21,23 @@ from oneloop.run.counters import Counters
 NO_WEIGHT = "the total weight of the global batch is 0, so the mean loss is undefined; check task.weight()"
 _AHEAD = 3  # steps whose samples may be loaded before the current one ends
 _KNOWN, _LEAST, _MANY = 50, 600.0, 20
-"""steps after which collectives get a time-out of the run's own: seconds at least, and times what names a hang"""
+"""time-out of collectives after _KNOWN steps: at least _LEAST seconds, or _MANY times the hang limit"""
 
 
 class Steps:
-    """This rank's micro-batches, step by step, without an end, each with the total weight of its global batch and the
-    stop that any rank was asked for.
+    """An endless iterator over this rank's micro-batches, by step. Each step has the total weight of its global batch,
+    and whether any rank got a stop request.
 
-    One small all-reduce on the host per step, in progress while the previous step trains. If a rank has an error in a
-    save, all ranks finish that save first; OSError if too many in a row have failed."""
+    Each step makes one small all-reduce on the host, while the previous step trains. If a save fails on any rank, all
+    ranks finish that save first. Raise OSError if too many saves in a row fail."""
 
     def __init__(self, job: Job, run: Run, count: Counters, saves: Checkpoints, checks: Checks) -> None:
         self._job, self._run, self._count, self._saves = job, run, count, saves
         self._checks = checks if run.sharded else None
-        self._afresh = False
-        self._coming: tuple[Group, Tensor, Any] | None = None
-        """the group after the one that trains, and its sum, which is in progress"""
-        self._signs = 0  # how many numbers of that sum are signs that are not yet compared
+        self._restart = False
+        self._next: tuple[Group, Tensor, Any] | None = None
+        """the micro-batches of the next step, and their all-reduce in progress"""
+        self._pending_hashes = 0  # number of hashes in that sum that are not yet compared
 
     def __iter__(self) -> Iterator[Group]:
         steps = self._agreed()
@@ -45,31 +45,31 @@ class Steps:
         return steps
 
     def begin_afresh(self) -> None:
-        """Drop the groups that were loaded ahead. Collective: call on every rank, at the same step."""
-        self._afresh = True
+        """Drop the steps that were loaded ahead. Collective: call on every rank, at the same step."""
+        self._restart = True
 
     def confirm(self) -> None:
         """Raise Inexact if the ranks ran different FSDP2 units in the pending step. Collective: call on every rank.
 
-        Wait for the sum that is in progress since that step was made; if there is none yet, make one."""
+        Wait for the all-reduce in progress since that step; if there is none, make one."""
         host = self._run.host
         if self._checks is None or host is None:
             return
-        if self._signs and self._coming is not None:
-            self._coming[2].wait()
-            sums = self._coming[1][-self._signs :]
+        if self._pending_hashes and self._next is not None:
+            self._next[2].wait()
+            sums = self._next[1][-self._pending_hashes :]
         else:
             sums = torch.tensor(self._checks.hashes(), dtype=torch.float64)
             dist.all_reduce(sums, group=host)
-        self._signs = 0
+        self._pending_hashes = 0
         if not agree(sums.tolist(), self._run.ranks):
             raise disagreement(self._run.gathered(self._checks.units.last))
 
     def _agreed(self) -> Generator[Group]:
-        self._afresh, steps = True, 0
+        self._restart, steps = True, 0
         BEATS.enter(self._phase())
-        while self._afresh:
-            self._afresh = False
+        while self._restart:
+            self._restart = False
             for group, total, stop, failed in self._summed(self._groups()):
                 if failed:
                     self._saves.finish()
@@ -83,7 +83,7 @@ class Steps:
                     BEATS.enter(phase)
 
     def _phase(self) -> str:
-        """Whether samples of a new epoch may be loaded next: a data set may do there what it does once per epoch."""
+        """Return EPOCH if samples of a new epoch may be loaded next, which may be slow; else TRAINING."""
         position, length = self._count.position, len(self._job.train_set)
         ahead = position + _AHEAD * self._job.layout.size
         return TRAINING if (position - 1) // length == ahead // length else EPOCH
@@ -101,33 +101,33 @@ class Steps:
             set_timeout(timedelta(seconds=seconds), group)
 
     def _summed(self, groups: Iterable[Group]) -> Iterator[tuple[Group, float, float, float]]:
-        """Each group with the sums over the ranks of its weight, the stop flag and the error flag."""
+        """Yield each step with its weight, stop flag and error flag, summed over the ranks."""
         requested, poll = self._run.stopping.requested, self._saves.poll
         if self._run.host is None:
             for group in groups:
                 total = rounded_sum(group.weights) if group.apart else group.weight
                 yield group, total, requested(), poll() is not None
-                if self._afresh:
+                if self._restart:
                     break
             return
-        self._coming = None
+        self._next = None
         for group in groups:
             hashes, weights = self._checks.hashes() if self._checks is not None else [], self._weights(group)
             mine = torch.tensor([requested(), poll() is not None, *weights, *hashes], dtype=torch.float64)
             work = dist.all_reduce(mine, group=self._run.host, async_op=True)
-            before: tuple[Group, Tensor, Any] | None = self._coming
-            self._coming, self._signs = (group, mine, work), len(hashes)
+            before: tuple[Group, Tensor, Any] | None = self._next
+            self._next, self._pending_hashes = (group, mine, work), len(hashes)
             if before is not None:
                 before[2].wait()
                 stop, failed, *sums = before[1].numpy().tolist()
                 yield before[0], rounded_sum(sums[: len(weights)]), stop, failed
-                if self._afresh:
-                    self._coming[2].wait()
+                if self._restart:
+                    self._next[2].wait()
                     return
 
     def _weights(self, group: Group) -> list[float]:
-        """The values to all-reduce: the total weight, or with ``batch.grain`` a vector with one slot per micro-batch,
-        so that no two values are ever added."""
+        """Return the values to all-reduce: the total weight; with ``batch.grain``, one slot per micro-batch, so that no
+        two values are ever added."""
         if not group.apart:
             return [group.weight]
         mine, rank = len(group.weights), self._run.rank

@@ -19,16 +19,16 @@ from oneloop.measure.meter import Meter
 from oneloop.measure.noise_scale import NoiseScale
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.recipe.class_paths import source
-from oneloop.run.compatibility import Identity, identity
+from oneloop.run.compatibility import InputCheck, inputs_of
 from oneloop.run.counters import Best, Counters, Results, RunLog
 from oneloop.run.export import TASK
 from oneloop.run.folder import Folder
 from oneloop.run.same_on_ranks import reject_other_folders
 from oneloop.show.tracking import Tracking
-from oneloop.supervise.pipe import LINK
+from oneloop.supervise.pipe import CHANNEL
 from oneloop.tasks.protocol import Progress
 
-_SMALL = 1 << 19  # bytes of a checkpoint besides tensors, about: manifests, metrics, a page
+_SMALL = 1 << 19  # approximate bytes of a checkpoint without tensors: manifests, metrics, a page
 
 
 class State(RunState):
@@ -55,11 +55,11 @@ class State(RunState):
         how: dict[str, Any] = {"sync": save.sync, "max_failures": save.max_failures, "say": run.display.say}
         how |= {"origin": getattr(task, "origin", None), "patience": recipe.machine.patience}
         self.checkpoints = Checkpoints(folder.path / "checkpoints", run.accelerator, **how)
-        if run.ranks == 1:  # if there are several and one fails, it ends at once: its part will never come
+        if run.ranks == 1:  # with several ranks, a failed one exits at once: its shard never arrives
             run.closing.callback(self.checkpoints.close)
         with run.setting_up():
-            known = identity(job, run, optimizer) if run.main else {}
-        same = Identity(run.from_main(known), accept_changes=recipe.run.accept_changes, say=run.display.say)
+            known = inputs_of(job, run, optimizer) if run.main else {}
+        same = InputCheck(run.from_main(known), accept_changes=recipe.run.accept_changes, say=run.display.say)
         parts: dict[str, Any] = {"counters": self.count, "best": self.best, "meter": self.meter}
         parts |= {"results": self.results, "noise": self.noise, "guard": guard, "identity": same}
         if hasattr(task, "progress"):
@@ -70,7 +70,7 @@ class State(RunState):
         super().__init__(model, optimizer, emas=emas, parts=parts, own=["tracking"], check=same.check)
 
     def begin(self, job: Job, run: Run, folder: Folder, *, graph: Any = None) -> RunLog:
-        """Take the folder, resume as the recipe says, write what is known before the first step; return the run_log.
+        """Lock the folder, resume as the recipe says, write the recipe and the environment; return the log.
 
         Raise BadInput on all ranks if the folder is in use or too full, or its checkpoints are damaged or do not fit.
         Collective: call on every rank."""
@@ -79,7 +79,7 @@ class State(RunState):
         with run.setting_up():
             saved = self.resume(self.checkpoints, recipe.run.resume, say=say)
         with run.setting_up():
-            run.stopping.early = False  # from here on a stop leaves something to resume
+            run.stopping.early = False  # from here on, a stop saves a checkpoint
             if run.main:
                 data = {name: content for name, part in job.sets.items() if (content := fingerprint_of(part))}
                 about: dict[str, Any] = {"device": str(run.device), "processes": run.ranks, "data": data}
@@ -89,8 +89,8 @@ class State(RunState):
                 if skipped := getattr(job.task, "skipped_rows", None):
                     about["skipped_rows"] = skipped
                 folder.begin(recipe.yaml(), environment(command=[*run.command], **about))
-        LINK.send(folder=str(folder.path.absolute()))
-        self.count.begin()  # the clock
+        CHANNEL.send(folder=str(folder.path.absolute()))
+        self.count.begin()  # start the clock
         how: dict[str, Any] = {"project": recipe.name, "config": recipe.resolved, "resumed": saved.get("tracking")}
         how |= {"step": self.count.step, "graph": graph, "say": say}
         tracking = self.parts["tracking"] = Tracking(run.accelerator, folder.path, **how)

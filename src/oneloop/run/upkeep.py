@@ -1,4 +1,4 @@
-"""Rare work between steps: log, evaluate, and answer bad steps; at the end, the final weights and the summary."""
+"""Rare work between steps: log, evaluate, handle bad steps; at the end, final weights and summary."""
 
 import gc
 from collections.abc import Collection, Sequence
@@ -46,7 +46,7 @@ class Upkeep:
         self._advice = Advice(workers=self._workers, cores=cores, **about)
 
     def over(self) -> bool:
-        """Whether the run has reached its last step, or stops early (``stop.patience``)."""
+        """Return whether the run has reached its last step, or stops early (``stop.patience``)."""
         state, job = self._state, self._job
         return state.count.step >= job.steps or 0 < job.recipe.stop.patience <= state.best.since
 
@@ -96,13 +96,13 @@ class Upkeep:
         with BEATS.phase(EVALUATION):
             how: dict[str, Any] = {"micro": recipe.eval.micro or job.layout.each, "workers": self._workers}
             how |= {"dtype": job.dtype, "seed": recipe.seed, "exact": job.exact, "interrupted": run.stop_wanted}
-            what = {"averages": self._emas, "examples": examples, "accelerator": run.accelerator}
+            what = {"emas": self._emas, "examples": examples, "accelerator": run.accelerator}
             metrics = evaluate_all(job.task, state.model, sets, **what, **how)
         if metrics is None:
             return False
         self._run_log.evaluated(metrics, examples, of=of)
         if recipe.eval.micro not in (None, job.layout.each):
-            release_cache()  # memory cached for shapes that training does not have
+            release_cache()  # memory cached for shapes that only the evaluation has
         state.meter.clock.mark("evaluate")
         return True
 
@@ -113,7 +113,7 @@ class Upkeep:
         return {"about": {"metric": recipe.eval.best, **best.state_dict()}, "keep": keep}
 
     def is_best(self) -> bool:
-        """Whether this step has the best evaluation so far, and the recipe saves it."""
+        """Return whether this step has the best evaluation so far, and the recipe saves it."""
         return self._job.recipe.save.best and self._state.best.step == self._state.count.step
 
     def bad_step(self, step: Step) -> Outcome:
@@ -142,7 +142,7 @@ class Upkeep:
         return Outcome.REWOUND
 
     def profiling(self, folder: Path) -> Profiling:
-        """A trace of the steps that the recipe names, on rank 0, in ``folder``."""
+        """Return the profiler for the steps in the recipe; it records on rank 0, to ``folder``."""
         watch, run_log, run = self._job.recipe.watch, self._run_log, self._run
         which = {"profile": watch.profile, "memory": watch.memory} if run.main else dict.fromkeys(("profile", "memory"))
         log = lambda metrics: run_log.write(run_log.line(**metrics))  # noqa: E731
@@ -174,7 +174,7 @@ class Upkeep:
         write_final(folder, self._state.model, self._job.task, self._emas, about=final)
 
     def summary(self, final: dict[str, Any], *, stopped: bool) -> dict[str, Any]:
-        """The summary of a run that is done or stopped: summary.json."""
+        """Return the summary (summary.json) of a run that is done or stopped."""
         job, state, metric = self._job, self._state, self._job.recipe.eval.best
         count, best = state.count, state.best
         early = f"early stop: {metric} was best at step {best.step}" if count.step < job.steps else "done"

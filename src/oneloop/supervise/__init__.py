@@ -1,1 +1,1 @@
-"""A small process beside each training process, which sees that every death and every hang ends clearly."""
+"""A small supervisor process per training process, so that every crash and hang ends with a clear error."""

@@ -1,4 +1,4 @@
-"""Why a run ended, and what is written to its folder then."""
+"""Reports of a run that crashed or hung: the cause, and the files in the run folder."""
 
 import signal
 import subprocess
@@ -13,40 +13,40 @@ from typing import Any
 from oneloop.basics.exit_codes import ERROR
 from oneloop.basics.files import dumps, replacing, vouched
 
-STACKS = "stacks"  # folder of the stacks, in the run folder
-_SECONDS = 3.0  # for the storage
-_PAGE = 10.0  # for the report page
+STACKS = "stacks"  # folder of the stacks in the run folder
+_SECONDS = 3.0  # time limit of writes to the run folder
+_PAGE = 10.0  # time limit of the report page
 _HINTS = {
-    signal.SIGKILL: "the kernel does this if memory runs out, and so do schedulers",
+    signal.SIGKILL: "the kernel does so where memory runs out, and so do schedulers",
     signal.SIGSEGV: "a fault in native code; its stack is above",
-    signal.SIGBUS: "memory or storage that is no longer available; the stack is above",
-    signal.SIGABRT: "native code aborted; the reason is above",
+    signal.SIGBUS: "memory or storage that is not there any more; the stack is above",
+    signal.SIGABRT: "native code gave up; it says why above",
 }
 _EXITED = "some code called os._exit, or failed as it left"
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What one rank tells."""
+    """The cause of an error, as one rank reports it."""
 
     rank: int
     words: str
-    text: str = ""  # its traceback
-    follows: bool = False  # it only says that another rank has gone
+    text: str = ""  # the traceback
+    follows: bool = False  # a consequence: the error only shows that another rank has ended
     hung: bool = False  # a rank hangs
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Of the run."""
+        """Entries for the run's summary."""
         return {"exit_reason": f"error: {self.words}", "exit_code": ERROR}
 
 
 def describe_exit(rank: int, code: int, *, stopped_by: str | None) -> str:
-    """Describe the end of a process without an error message: its exit code (negative: a signal), and the signal
-    ``told`` before."""
-    before = f", after a stop request by {stopped_by}" if stopped_by else ""
+    """Describe how a process ended that reported no error: ``code`` is its exit code (negative: a signal), and
+    ``stopped_by`` the stop request before it."""
+    before = f", after it was told to stop by {stopped_by}" if stopped_by else ""
     if code >= 0:
-        return f"rank {rank} exited with code {code} and no error message{before}: {_EXITED}"
+        return f"rank {rank} ended with exit code {code} and without a word{before}: {_EXITED}"
     try:
         by = signal.Signals(-code)
     except ValueError:
@@ -56,12 +56,12 @@ def describe_exit(rank: int, code: int, *, stopped_by: str | None) -> str:
 
 
 def stopped_early(by: str | None) -> str:
-    """What is said of a run that was told to stop before it had begun."""
+    """Return the message for a run that was stopped before it began; ``by`` requested the stop."""
     return f"stopped by {by} before the run had begun; nothing was written"
 
 
 def write_summary(folder: Path, content: Mapping[str, Any]) -> None:
-    """summary.json of a run whose processes have gone."""
+    """Write summary.json of a run whose processes have ended."""
 
     def write() -> None:
         with replacing(folder / "summary.json") as draft:
@@ -72,14 +72,14 @@ def write_summary(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_page(folder: Path) -> None:
-    """The page of such a run, where it can be drawn in time."""
+    """Write the report page of such a run, unless that takes too long."""
     command = [sys.executable, "-m", "oneloop.cli", "report", str(folder)]
     with suppress(OSError, subprocess.SubprocessError):
         subprocess.run(command, capture_output=True, timeout=_PAGE, check=False)
 
 
 def write_stacks(folder: Path, stacks: Mapping[int, str]) -> None:
-    """What each rank was doing, a file each."""
+    """Write the stacks of each rank to its own file."""
 
     def write() -> None:
         (folder / STACKS).mkdir(exist_ok=True)
@@ -92,14 +92,14 @@ def write_stacks(folder: Path, stacks: Mapping[int, str]) -> None:
 def _within(seconds: float, write: Callable[[], None]) -> bool:
     done = threading.Event()
 
-    def tried() -> None:
+    def attempt() -> None:
         try:
             write()
             done.set()
         except OSError as error:
             print(f"oneloop: the run's folder cannot be written: {error}", file=sys.stderr)
 
-    thread = threading.Thread(target=tried, daemon=True)
+    thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(seconds)
     return done.is_set()

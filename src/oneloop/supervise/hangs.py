@@ -25,7 +25,7 @@ class RankStatus:
     where: str = ""
     patience: float = 1.0  # factor of all limits
     unit: str = ""  # number and name of the FSDP2 unit that ran last in this step
-    held: bool = False  # by a debugger: never counts as hung
+    held: bool = False  # held by a debugger: never counts as hung
     silent: float = 0.0  # seconds since the last report
     stopped: bool = False  # whether SIGSTOP stopped it
     stop_requested: bool = False
@@ -42,23 +42,23 @@ def hung_ranks(statuses: Sequence[RankStatus]) -> list[RankStatus]:
 
     These are the ranks that do not report, else those that do not wait in a collective, else the furthest behind.
     """
-    if not statuses or any(one.held for one in statuses) or (len(statuses) == 1 and statuses[0].stopped):
+    if not statuses or any(status.held for status in statuses) or (len(statuses) == 1 and statuses[0].stopped):
         return []  # the user has stopped a run of one process, and can continue it
-    stop_requested = any(one.stop_requested for one in statuses)
-    if not all(one.late(stop_requested) for one in statuses):
+    stop_requested = any(status.stop_requested for status in statuses)
+    if not all(status.late(stop_requested) for status in statuses):
         return []
-    for chosen in ([one for one in statuses if one.silent > _SILENT], [one for one in statuses if not one.waits]):
+    for chosen in ([s for s in statuses if s.silent > _SILENT], [s for s in statuses if not s.waits]):
         if chosen:
             return chosen
-    least = min(one.count for one in statuses)
-    return [one for one in statuses if one.count == least]
+    least = min(status.count for status in statuses)
+    return [status for status in statuses if status.count == least]
 
 
 def other_units(statuses: Sequence[RankStatus]) -> str:
     """Describe a likely cause if all ranks wait in collectives: under FSDP2 they run different units."""
-    if len({one.unit for one in statuses}) < 2 or not all(one.waits for one in statuses):
+    if len({status.unit for status in statuses}) < 2 or not all(status.waits for status in statuses):
         return ""
-    units = ", ".join(f"rank {one.rank} in unit call {one.unit or 'none'}" for one in statuses[:4])
+    units = ", ".join(f"rank {status.rank} in unit call {status.unit or 'none'}" for status in statuses[:4])
     return f"; all wait, {units}: FSDP2 hangs if which units run, or how often, depends on the samples"
 
 
@@ -119,7 +119,7 @@ class Watch:
         text = "; ".join(map(describe_hang, late)) + other_units(known)
         if not self._named:
             grace = _GRACE * late[0].patience
-            self._named, self._until = [one.rank for one in late], time.monotonic() + grace
+            self._named, self._until = [hung.rank for hung in late], time.monotonic() + grace
             self._say(f"{text}; the run ends in {grace:.0f} s if it does not continue")
             ask_for_stacks(False)
             return None
@@ -135,8 +135,8 @@ class Watch:
             if rank not in self._statuses:
                 return []
             at, status = self._statuses[rank]
-            one = RankStatus(**asdict(status))
-            one.since += now - at
-            one.silent += now - at
-            known.append(one)
+            copy = RankStatus(**asdict(status))
+            copy.since += now - at
+            copy.silent += now - at
+            known.append(copy)
         return known

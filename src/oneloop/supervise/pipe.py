@@ -17,60 +17,60 @@ from typing import Any
 from oneloop.basics.heartbeats import BEATS, SET_UP
 from oneloop.basics.launcher import rank
 
-_OURS = str(Path(__file__).parents[1])
+_ROOT = str(Path(__file__).parents[1])
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_OF_OTHERS = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/", "/accelerate/")
-"""where a process waits for the others, or for a device that waits for them"""
-_DOING = ("data", "checkpoint", "show", "tasks", "evaluate.py", "predict.py")
-"""rooms of oneloop in which a process that hangs does so by itself"""
+_WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/", "/accelerate/")
+"""paths of code that waits for other ranks, or for a device that waits for them"""
+_WORKING = ("data", "checkpoint", "show", "tasks", "evaluate.py", "predict.py")
+"""packages of oneloop in which a process hangs by itself, not in a collective"""
 _COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/")
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd", "/debugpy/", "/ipdb/")
 
 
 @dataclass(frozen=True)
 class StackSnapshot:
-    """One look at the main thread."""
+    """State of the main thread at one moment."""
 
-    where: str  # ``file:line in function``: the innermost line of someone's own code, or of any
-    waits: bool  # it waits for other processes
+    where: str  # ``file:line in function``: the innermost line of the user's code, else of any code
+    waits: bool  # whether it waits for other processes
     compiles: bool
-    debugged: bool  # a person is looking at it
+    debugged: bool  # whether a debugger runs
 
 
 def stack_snapshot() -> StackSnapshot:
-    """Of this process, now; to be asked from another thread."""
+    """Inspect the main thread of this process. Call it from another thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames: list[FrameType] = []
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back
     files = [frame.f_code.co_filename for frame in frames]
-    own = [frame for frame, file in zip(frames, files, strict=True) if not file.startswith((_OURS, *_LIBRARIES, "<"))]
+    own = [frame for frame, file in zip(frames, files, strict=True) if not file.startswith((_ROOT, *_LIBRARIES, "<"))]
     inner = (own or frames)[0] if frames else None
     return StackSnapshot(
         where=f"{inner.f_code.co_filename}:{inner.f_lineno} in {inner.f_code.co_name}" if inner else "",
         waits=bool(files) and _waits(files[0]),
-        compiles=any(part in file for file in files for part in _COMPILERS),
-        debugged=any(part in file for file in files for part in _DEBUGGERS),
+        compiles=any(path in file for file in files for path in _COMPILERS),
+        debugged=any(path in file for file in files for path in _DEBUGGERS),
     )
 
 
 def _waits(file: str) -> bool:
-    if any(part in file for part in _OF_OTHERS):
+    if any(path in file for path in _WAITING):
         return True
-    return file.startswith(_OURS) and not file.removeprefix(_OURS).lstrip("/").startswith(_DOING)
+    return file.startswith(_ROOT) and not file.removeprefix(_ROOT).lstrip("/").startswith(_WORKING)
 
 
-TICK = 0.5  # seconds from one report to the next
-_QUIET = 2.0  # seconds without a sign of life, from which on the stack is looked at
-_UNREAD = 2.0  # seconds that the other side has to read
-_COMPILING = 1800.0  # seconds that a compiler may take, whatever the phase
+TICK = 0.5  # seconds between two reports
+_STACK_AFTER = 2.0  # seconds without a heartbeat before reports include the stack
+_SEND_TIMEOUT = 2.0  # time limit in seconds of a send
+_COMPILING = 1800.0  # hang limit in seconds while a compiler runs, in any phase
 _CONSEQUENCES = ("DistBackendError", "DistNetworkError", "DistStoreError")
-_OF_A_CONNECTION = ("connection reset", "connection closed", "connection refused", "broken pipe", "gloo", "nccl")
+_CONNECTION_ERRORS = ("connection reset", "connection closed", "connection refused", "broken pipe", "gloo", "nccl")
 
 
-class Link:
-    """The way to the watching process; without one, everything here does nothing."""
+class Channel:
+    """The pipe to the supervisor; without a supervisor, the methods do nothing."""
 
     def __init__(self) -> None:
         self._handle: int | None = None
@@ -83,22 +83,22 @@ class Link:
         return self._handle is not None and os.getpid() == self._owner
 
     def open(self, handle: int, stacks: int) -> None:
-        """From now on it is told through ``handle``; on SIGUSR2 the stacks of all threads go to ``stacks``."""
+        """Send messages to the file descriptor ``handle``; on SIGUSR2 write the stacks of all threads to ``stacks``."""
         self._handle, self._owner = handle, os.getpid()
-        BEATS.enter(SET_UP)  # it may have been imported long ago, in the process that this one was forked from
+        BEATS.enter(SET_UP)  # the parent may have imported it long before the fork
         for written in (handle, stacks):
             os.set_blocking(written, False)
         sys.excepthook = self._uncaught
-        faulthandler.enable()  # a fault in native code tells its stack
+        faulthandler.enable()  # print the stack if native code crashes
         if hasattr(faulthandler, "register"):
             faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
 
     def send(self, **message: Any) -> None:
-        """One message; dropped where the other side does not read."""
+        """Send one message; drop it if the supervisor does not read in time."""
         if not self.watched or self._handle is None:
             return
         line = json.dumps(message).encode() + b"\n"
-        until = time.monotonic() + _UNREAD
+        until = time.monotonic() + _SEND_TIMEOUT
         with self._lock:
             while line and time.monotonic() < until:
                 try:
@@ -109,8 +109,8 @@ class Link:
                     return
 
     def report(self, patience: float) -> None:
-        """Tells twice a second, from a thread, and at every new phase, how this process gets on; ``patience`` is the
-        factor of all limits."""
+        """Report heartbeats from a thread, twice a second and at every new phase. ``patience`` is the factor of all
+        limits."""
         self.patience = patience
         if self.watched:
             BEATS.changed = lambda: self.send(beat=_beat(patience))
@@ -122,12 +122,12 @@ class Link:
             time.sleep(TICK)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """What nothing has caught: of the imports, for example."""
+        """Report an uncaught exception, for example of an import."""
         sys.__excepthook__(kind, error, trace)
         self.send(fault={"words": f"rank {rank()}: {kind.__name__}: {error}", "text": "", "follows": False})
 
     def fault(self, error: BaseException, words: str) -> None:
-        """Tells what has ended this process."""
+        """Report the error that ends this process."""
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         self.send(fault={"words": words, "text": text, "follows": _follows(error)})
 
@@ -144,7 +144,7 @@ def _beat(patience: float) -> dict[str, Any]:
         "held": patience <= 0,
         "unit": BEATS.unit,
     }
-    if since > _QUIET:
+    if since > _STACK_AFTER:
         seen = stack_snapshot()
         beat |= {"waits": seen.waits, "where": seen.where, "held": beat["held"] or seen.debugged}
         if seen.compiles:
@@ -153,15 +153,15 @@ def _beat(patience: float) -> dict[str, Any]:
 
 
 def _follows(error: BaseException) -> bool:
-    """Whether it only says that another process has gone."""
+    """Return whether the error only shows that another process has ended."""
     seen: BaseException | None = error
     while seen is not None:
         if type(seen).__name__ in _CONSEQUENCES:
             return True
-        if isinstance(seen, RuntimeError | OSError) and any(part in str(seen).lower() for part in _OF_A_CONNECTION):
+        if isinstance(seen, RuntimeError | OSError) and any(part in str(seen).lower() for part in _CONNECTION_ERRORS):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
 
 
-LINK = Link()  # of this process
+CHANNEL = Channel()  # the pipe of this process

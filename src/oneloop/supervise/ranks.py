@@ -1,4 +1,4 @@
-"""The watching processes of one run, connected with that of rank 0: lines of JSON through TCP, without torch."""
+"""TCP connections between the supervisors of a run: all are connected to that of rank 0, and send lines of JSON."""
 
 import json
 import os
@@ -10,28 +10,28 @@ from contextlib import suppress
 from typing import Any
 
 ADDRESS = "ONELOOP_WATCHED_AT"
-"""the variable by which rank 0's training process knows where its watching process listens: HOST PORT WORD"""
+"""variable that tells rank 0's training process where its supervisor listens: HOST PORT TOKEN"""
 
 
-_FROM_A_STRANGER, _FROM_A_PEER = 1 << 10, 1 << 24
-"""bytes of a message at most: before the secret word was sent, and after it"""
-_STRANGERS = 64  # connections at most that have not sent the word
+_MAX_BYTES_UNKNOWN, _MAX_BYTES_KNOWN = 1 << 10, 1 << 24
+"""maximum bytes of a message, before and after authentication by the secret token"""
+_MAX_UNKNOWN = 64  # maximum number of connections without authentication
 
 
 class SupervisorConnection:
-    """One connection."""
+    """A connection to another supervisor."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self._buffer = connection, b""
         connection.setblocking(False)
-        self.rank: int | None = None  # of the other side, once it has said the word
+        self.rank: int | None = None  # rank of the other side, once it is authenticated
 
     def messages(self) -> list[dict[str, Any]] | None:
-        """Return its messages since the last call; None if it has gone, or sends anything else."""
+        """Return the messages since the last call; None if the connection is closed, or if the data is not valid."""
         try:
             while more := self.connection.recv(1 << 16):
                 self._buffer += more
-                if len(self._buffer) > (_FROM_A_STRANGER if self.rank is None else _FROM_A_PEER):
+                if len(self._buffer) > (_MAX_BYTES_UNKNOWN if self.rank is None else _MAX_BYTES_KNOWN):
                     return None
             return None
         except BlockingIOError:
@@ -65,8 +65,8 @@ class Supervisors:
     def __init__(self, rank: int, ranks: int, selector: selectors.BaseSelector) -> None:
         self.rank, self.ranks, self._selector = rank, ranks, selector
         self.others: list[SupervisorConnection] = []
-        self._word = ""
-        self._door: socket.socket | None = None
+        self._token = ""
+        self._server: socket.socket | None = None
 
     def listen(self) -> None:
         """Open a port, on rank 0 of several, and leave its address to the training process in the environment.
@@ -75,46 +75,46 @@ class Supervisors:
         """
         local = os.environ.get("LOCAL_WORLD_SIZE") == str(self.ranks)
         host = "127.0.0.1" if local else os.environ.get("MASTER_ADDR", "127.0.0.1")
-        self._word = secrets.token_hex(8)
+        self._token = secrets.token_hex(8)
         try:
             family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-            self._door = socket.create_server(address[:2], family=family)
+            self._server = socket.create_server(address[:2], family=family)
         except OSError:
             return
-        os.environ[ADDRESS] = f"{host} {self._door.getsockname()[1]} {self._word}"
+        os.environ[ADDRESS] = f"{host} {self._server.getsockname()[1]} {self._token}"
 
     def watch(self) -> None:
-        """From now on the port is looked at."""
-        if self._door is not None:
-            self._door.setblocking(False)
-            self._selector.register(self._door, selectors.EVENT_READ, self._door)
+        """Accept connections from now on."""
+        if self._server is not None:
+            self._server.setblocking(False)
+            self._selector.register(self._server, selectors.EVENT_READ, self._server)
 
-    def connect(self, place: str) -> None:
-        """To the watching process of rank 0."""
-        host, port, word = place.split()
+    def connect(self, address: str) -> None:
+        """Connect to the supervisor of rank 0 at ``address``: HOST PORT TOKEN."""
+        host, port, token = address.split()
         with suppress(OSError):
             peer = SupervisorConnection(socket.create_connection((host, int(port)), timeout=5.0))
             peer.rank = 0
-            peer.send(rank=self.rank, word=word)
+            peer.send(rank=self.rank, word=token)
             self.others.append(peer)
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
 
     @property
-    def together(self) -> bool:
-        """Whether all are connected."""
+    def all_connected(self) -> bool:
+        """Whether all supervisors that this one talks to are connected."""
         known = [peer for peer in self.others if peer.rank is not None]
         return len(known) == (self.ranks - 1 if self.rank == 0 else 1)
 
     def read(self, readable: object) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        """What has come, by rank; None: that one has gone."""
-        if readable is self._door:
-            assert self._door is not None
+        """Yield received messages as (rank, message); the message is None if that rank's connection is closed."""
+        if readable is self._server:
+            assert self._server is not None
             with suppress(OSError):
-                peer = SupervisorConnection(self._door.accept()[0])
+                peer = SupervisorConnection(self._server.accept()[0])
                 self.others.append(peer)
                 self._selector.register(peer.connection, selectors.EVENT_READ, peer)
-            strangers = [peer for peer in self.others if peer.rank is None]
-            for peer in strangers[:-_STRANGERS]:
+            unknown = [peer for peer in self.others if peer.rank is None]
+            for peer in unknown[:-_MAX_UNKNOWN]:
                 self._forget(peer)
             return
         assert isinstance(readable, SupervisorConnection)
@@ -126,8 +126,8 @@ class Supervisors:
             return
         for message in received:
             if readable.rank is None:
-                word, rank = str(message.get("word")), message.get("rank")
-                known = secrets.compare_digest(word.encode(errors="replace"), self._word.encode())
+                token, rank = str(message.get("word")), message.get("rank")
+                known = secrets.compare_digest(token.encode(errors="replace"), self._token.encode())
                 if not known or not isinstance(rank, int):
                     self._forget(readable)
                     return
@@ -141,7 +141,7 @@ class Supervisors:
         self.others.remove(peer)
 
     def send(self, **message: Any) -> None:
-        """All that are known."""
+        """Send a message to all authenticated supervisors."""
         for peer in self.others:
             if peer.rank is not None:
                 peer.send(**message)

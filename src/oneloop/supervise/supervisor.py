@@ -1,4 +1,4 @@
-"""The watching process: it starts the training process, ends with its exit code, and ends it where it hangs."""
+"""The supervisor process: watches the training process, ends it if it hangs, and exits with its exit code."""
 
 import os
 import selectors
@@ -12,51 +12,51 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED
-from oneloop.basics.launcher import awaited, noted, on_stops, registered, stop_signals
+from oneloop.basics.launcher import launcher_waits, on_stops, register_process, report_exit_code, stop_signals
 from oneloop.supervise.crash_report import Cause, describe_exit, stopped_early, write_page, write_stacks, write_summary
 from oneloop.supervise.hangs import RankStatus, Watch, describe_hang
 from oneloop.supervise.pipe import TICK
 from oneloop.supervise.ranks import Supervisors
 from oneloop.supervise.worker import Worker
 
-_LOOK = 0.25  # seconds from one look to the next
-_ORPHAN = 10.0  # seconds that a training process has for a last checkpoint, once its launcher has gone
-_EARLY = 5.0  # seconds that it has to end, when it is told to stop before the run has begun
+_INTERVAL = 0.25  # seconds between two checks
+_ORPHAN = 10.0  # seconds for a last checkpoint after the launcher has ended
+_EARLY = 5.0  # seconds to exit if a stop is requested before the run begins
 _OVER = 60.0
-"""seconds that it has to leave, once it has ended or rank 0 has: threads and exit handlers of other people's code"""
-_LEAVING = 10.0  # the same, when it is told to stop meanwhile
-_OTHERS = 1.0  # seconds in which other ranks may tell what the cause was
+"""seconds to exit after this rank or rank 0 has finished, for threads and exit handlers of the user's code"""
+_LEAVING = 10.0  # the same, if a stop is requested meanwhile
+_OTHERS = 1.0  # seconds to wait for causes from other ranks
 
 
 class Supervisor:
-    """Watches one training process, and on rank 0 the run. ``started_by`` is the launcher's process id, if there is
-    one."""
+    """Watches one training process and, on rank 0, the whole run. ``started_by`` is the launcher's process id or
+    None."""
 
     def __init__(self, child: Worker, peers: Supervisors, selector: Any, *, started_by: int | None) -> None:
         self.child, self.peers, self._selector, self._started_by = child, peers, selector, started_by
         self.watch = Watch(peers.ranks, say=say)
         self._signals: list[int] = []
-        self._stop_requested: tuple[float, str] | None = None  # since when this process is told to stop, and by what
-        self._orphan = self._listens = False
-        self._folder: Path | None = None  # of the run, once it has begun to write
-        self._over = float("inf")  # since when there is nothing left to be done
-        self._announced: int | None = None  # the exit code that the training process has told
+        self._stop_requested: tuple[float, str] | None = None  # (time, source) of the stop request
+        self._orphan = self._child_listens = False
+        self._folder: Path | None = None  # the run folder, once the run writes to it
+        self._finished_at = float("inf")  # when this rank or rank 0 finished
+        self._reported_code: int | None = None  # exit code that the training process reported
         self._causes: list[Cause] = []
-        self._decided = float("inf")  # when the cause is to be known
+        self._decide_at = float("inf")  # when the cause is decided
         self._hangs = False
-        """whether rank 0 ends the run because of a hang: then no exit code of the training process counts"""
-        self._rejected = float("inf")  # when a run ends that one rank has rejected
+        """whether rank 0 ends the run because of a hang; then the training process's exit code is ignored"""
+        self._rejected = float("inf")  # when the run ends because one rank has bad input
         self._stacks: dict[int, str] = {}
-        self._awaited: set[int] = set()  # ranks whose stacks are asked for
-        self._looked = self._sent = time.monotonic()
+        self._missing_stacks: set[int] = set()  # ranks whose stacks have not arrived
+        self._last_check = self._last_sent = time.monotonic()
 
     def run(self) -> NoReturn:
-        """Until the training process has ended; ends this one with its code."""
+        """Watch until the training process has ended; exit with its code."""
         wake, woken = os.pipe()
         for handle in (wake, woken):
             os.set_blocking(handle, False)
         on_stops(lambda number, _: self._signals.append(number))
-        registered()
+        register_process()
         signal.signal(signal.SIGCHLD, lambda number, _: None)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         self._selector.register(wake, selectors.EVENT_READ, wake)
@@ -64,22 +64,22 @@ class Supervisor:
         self.peers.watch()
         try:
             while True:
-                for key, _ in self._selector.select(_LOOK):
+                for key, _ in self._selector.select(_INTERVAL):
                     self._read(key.data)
-                self._look()
-        except Exception:  # a fault of the watching is none of the training
+                self._check()
+        except Exception:  # an error of the supervisor must not stop the training
             traceback.print_exc()
             say("this rank is no longer supervised, and continues")
         while self.child.alive() and not self._causes:
-            time.sleep(_LOOK)
+            time.sleep(_INTERVAL)
             while self._signals:
                 self.child.signal(self._signals.pop(0))
         code = self.child.status
         if self._causes or code is None or code < 0:
             self._leave(ERROR)
-        os._exit(code)  # it has told the launcher itself
+        os._exit(code)  # the training process has reported it to the launcher
 
-    # --- what is heard ---
+    # --- messages ---
 
     def _read(self, source: Any) -> None:
         if isinstance(source, int):
@@ -95,105 +95,105 @@ class Supervisor:
     def _from_child(self, message: dict[str, Any]) -> None:
         match message:
             case {"listens": _}:
-                self._listens = True
+                self._child_listens = True
             case {"folder": folder}:
                 self._folder = Path(folder)
-            case {"watched_at": str() as place} if self.peers.rank != 0:
-                self.peers.connect(place)
+            case {"watched_at": str() as address} if self.peers.rank != 0:
+                self.peers.connect(address)
             case {"ended": code}:
-                self._announced = code
-                self._over = time.monotonic()
+                self._reported_code = code
+                self._finished_at = time.monotonic()
                 self.watch.ended(self.peers.rank)
                 self.peers.send(ended=code)
             case {"fault": fault}:
-                self._found(Cause(self.child.rank, **fault))
+                self._add_cause(Cause(self.child.rank, **fault))
 
     def _from_peer(self, rank: int, message: dict[str, Any] | None) -> None:
         match message:
             case None:
-                if self._announced is None and not self.watch.has_ended(rank):
-                    self._found(Cause(rank, f"rank {rank} and its supervisor process were killed", follows=True))
+                if self._reported_code is None and not self.watch.has_ended(rank):
+                    self._add_cause(Cause(rank, f"rank {rank} and its supervisor process were killed", follows=True))
             case {"status": status}:
                 self.watch.update(RankStatus(**status))
             case {"ended": code}:
                 self.watch.ended(rank)
-                self._over = time.monotonic() if rank == 0 else self._over
-                if code == BAD_INPUT:  # found by that rank alone, if the others do not say the same at once
+                self._finished_at = time.monotonic() if rank == 0 else self._finished_at
+                if code == BAD_INPUT:  # if other ranks do not report the same soon, only that rank found it
                     self._rejected = min(self._rejected, time.monotonic() + 3 * _OTHERS)
             case {"cause": cause}:
-                self._found(Cause(**cause))
+                self._add_cause(Cause(**cause))
             case {"dump": wake}:
                 self._hangs = wake
                 self.peers.send(stacks=self.child.stacks(wake=wake))
-                self._looked = time.monotonic()  # it was this process that took its time
+                self._last_check = time.monotonic()  # collecting the stacks took the time
             case {"stacks": text}:
                 self._stacks[rank] = text or self._stacks.get(rank, "")
-                self._awaited.discard(rank)
+                self._missing_stacks.discard(rank)
             case {"end": code}:
                 self._leave(code)
 
-    # --- what is done ---
+    # --- actions ---
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = time.monotonic()
-        if now - self._looked > 8 * _LOOK:  # this process hung itself: a person has stopped all, or the machine
-            self.child.excuse()
+        if now - self._last_check > 8 * _INTERVAL:  # this process was stopped too: by the user, or with the machine
+            self.child.reset_timers()
             self.watch.reset()
-        self._looked = now
+        self._last_check = now
         while self._signals:
-            self._pass_on(self._signals.pop(0))
+            self._forward(self._signals.pop(0))
         if self._started_by not in (None, os.getppid()) and not self._orphan:
             self._orphan = True
-            self._pass_on(signal.SIGTERM, by="its launcher, which has gone")
+            self._forward(signal.SIGTERM, by="its launcher, which has gone")
         if not self.child.alive():
             self._read(self.child)
-            self._died()
+            self._child_ended()
         if self._stop_requested is not None:
-            self._see_it_stop(now - self._stop_requested[0])
-        self._see_it_leave(now)
+            self._check_stop(now - self._stop_requested[0])
+        self._check_exit(now)
         status = self.child.rank_status(stop_requested=self._stop_requested is not None)
-        if status is not None and self._announced is None:
-            unmet = self.peers.ranks > 1 and not self.peers.together
+        if status is not None and self._reported_code is None:
+            unmet = self.peers.ranks > 1 and not self.peers.all_connected
             if unmet and status.late(stop_requested=False):
-                self._causes, self._decided = [Cause(status.rank, describe_hang(status), hung=True)], now
+                self._causes, self._decide_at = [Cause(status.rank, describe_hang(status), hung=True)], now
             self.watch.update(status)
-            if self.peers.rank != 0 and now - self._sent > TICK:
-                self._sent = now
+            if self.peers.rank != 0 and now - self._last_sent > TICK:
+                self._last_sent = now
                 self.peers.send(status=asdict(status))
         if self.peers.rank == 0 and not self._causes and (cause := self.watch.look(self._ask_for_stacks)):
-            self._causes, self._decided = [cause], now
-        if now > self._decided:
-            self._wreck()
+            self._causes, self._decide_at = [cause], now
+        if now > self._decide_at:
+            self._end_with_error()
         if now > self._rejected:
             self.peers.send(end=BAD_INPUT)
             self._leave(BAD_INPUT)
 
-    def _pass_on(self, number: int, by: str = "") -> None:
+    def _forward(self, number: int, by: str = "") -> None:
         by = by or signal.Signals(number).name
         self._stop_requested = self._stop_requested or (time.monotonic(), by)
-        if self._listens:
+        if self._child_listens:
             self.child.signal(number)
         else:
             self._stop_early()
 
-    def _see_it_stop(self, since: float) -> None:
-        if self._folder is None and since > _EARLY and self._announced is None:
+    def _check_stop(self, since: float) -> None:
+        if self._folder is None and since > _EARLY and self._reported_code is None:
             self._stop_early()
-        if self._orphan and since > _ORPHAN and not self._causes and not awaited():
+        if self._orphan and since > _ORPHAN and not self._causes and not launcher_waits():
             words = f"rank {self.child.rank}: the launcher has gone, and {_ORPHAN:.0f} s were not enough to save"
-            self._found(Cause(self.child.rank, words))
+            self._add_cause(Cause(self.child.rank, words))
             if self.peers.rank == 0:
-                self._wreck()
+                self._end_with_error()
 
-    def _see_it_leave(self, now: float) -> None:
-        """Once it has ended, or rank 0 has: nobody stays behind."""
-        late = now - self._over > (self.child.patience or float("inf")) * _OVER
-        late |= self._stop_requested is not None and now - max(self._over, self._stop_requested[0]) > _LEAVING
-        if late and self._announced is not None:
+    def _check_exit(self, now: float) -> None:
+        """Kill this rank if it does not exit after it, or rank 0, has finished."""
+        late = now - self._finished_at > (self.child.patience or float("inf")) * _OVER
+        late |= self._stop_requested is not None and now - max(self._finished_at, self._stop_requested[0]) > _LEAVING
+        if late and self._reported_code is not None:
             say(f"rank {self.child.rank} has finished but does not exit (a thread or an exit handler); killing it")
-            self._leave(self._announced)
+            self._leave(self._reported_code)
         if late and not self._causes:
-            self._found(Cause(self.child.rank, f"rank {self.child.rank} hangs, and rank 0 has ended"))
+            self._add_cause(Cause(self.child.rank, f"rank {self.child.rank} hangs, and rank 0 has ended"))
 
     def _stop_early(self) -> NoReturn:
         assert self._stop_requested is not None
@@ -203,44 +203,44 @@ class Supervisor:
         self.peers.send(end=STOPPED)
         self._leave(STOPPED)
 
-    def _died(self) -> None:
+    def _child_ended(self) -> None:
         code = self.child.status
         assert code is not None
-        if self._announced is not None:
-            os._exit(ERROR if self._hangs else code if code >= 0 else self._announced)
-        if not self._listens and -code in stop_signals():
+        if self._reported_code is not None:
+            os._exit(ERROR if self._hangs else code if code >= 0 else self._reported_code)
+        if not self._child_listens and -code in stop_signals():
             self._stop_requested = self._stop_requested or (time.monotonic(), signal.Signals(-code).name)
             self._stop_early()
         if not self._causes:
             stop_requested = self._stop_requested[1] if self._stop_requested else None
-            self._found(Cause(self.child.rank, describe_exit(self.child.rank, code, stopped_by=stop_requested)))
+            self._add_cause(Cause(self.child.rank, describe_exit(self.child.rank, code, stopped_by=stop_requested)))
 
-    def _found(self, cause: Cause) -> None:
-        """One reason for which the run ends. Rank 0 hears of all, and decides which was the first."""
+    def _add_cause(self, cause: Cause) -> None:
+        """Add a cause for the end of the run. Rank 0 gets all causes, and decides which was first."""
         self._causes.append(cause)
-        reports = self.peers.rank != 0 and self.peers.together
+        reports = self.peers.rank != 0 and self.peers.all_connected
         if reports:
             self.peers.send(cause=asdict(cause))
-        slow = reports or all(one.follows for one in self._causes)
-        self._decided = min(self._decided, time.monotonic() + (3 if slow else 1) * _OTHERS)
+        slow = reports or all(cause.follows for cause in self._causes)
+        self._decide_at = min(self._decide_at, time.monotonic() + (3 if slow else 1) * _OTHERS)
 
     def _ask_for_stacks(self, wake: bool) -> None:
-        """Of every rank; those that are stopped go on for it, with ``wake``."""
+        """Collect the stacks of every rank; ``wake`` continues stopped processes for it."""
         self._hangs = wake
         self.peers.send(dump=wake)
         self._stacks[self.peers.rank] = self.child.stacks(wake=wake)
-        self._awaited = {peer.rank for peer in self.peers.others if peer.rank is not None}
+        self._missing_stacks = {peer.rank for peer in self.peers.others if peer.rank is not None}
         until = time.monotonic() + 2.0
-        while self._awaited and time.monotonic() < until:
+        while self._missing_stacks and time.monotonic() < until:
             for key, _ in self._selector.select(0.1):
                 self._read(key.data)
         if self._folder is not None:
             write_stacks(self._folder, self._stacks)
-        self._looked = time.monotonic()
+        self._last_check = time.monotonic()
 
-    def _wreck(self) -> NoReturn:
-        cause = next((one for one in self._causes if not one.follows), self._causes[0])
-        alone = self.peers.rank == 0 or not self.peers.together
+    def _end_with_error(self) -> NoReturn:
+        cause = next((cause for cause in self._causes if not cause.follows), self._causes[0])
+        alone = self.peers.rank == 0 or not self.peers.all_connected
         self.peers.send(end=ERROR)
         self.child.kill()
         folder = self._folder if alone and not self.watch.has_ended(0) else None
@@ -255,12 +255,12 @@ class Supervisor:
 
     def _leave(self, code: int) -> NoReturn:
         self.child.kill()
-        quiet = noted(code) and (self.peers.ranks == 1 or self.peers.together or self.peers.others)
+        quiet = report_exit_code(code) and (self.peers.ranks == 1 or self.peers.all_connected or self.peers.others)
         os._exit(0 if quiet else code)
 
 
 def say(words: str) -> None:
-    """To a person, under whatever else stands there."""
+    """Print a message to the terminal, below the progress bars."""
     if os.isatty(2):
-        os.write(2, b"\x1b[?25h")  # a bar has hidden the cursor
+        os.write(2, b"\x1b[?25h")  # show the cursor that a bar has hidden
     print(f"oneloop: {words}", file=sys.stderr, flush=True)

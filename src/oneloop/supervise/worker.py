@@ -1,4 +1,4 @@
-"""The training process, as the one that watches it has it."""
+"""The training process, from the supervisor's side."""
 
 import ctypes
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 from oneloop.supervise.hangs import RankStatus
 
-_OF_A_BEAT = {field.name for field in fields(RankStatus)} - {"rank", "silent", "stopped", "stop_requested"}
+_FIELDS = {field.name for field in fields(RankStatus)} - {"rank", "silent", "stopped", "stop_requested"}
 
 
 class Worker:
@@ -25,45 +25,45 @@ class Worker:
             os.set_blocking(handle, False)
         self._buffer = b""
         self._beat: dict[str, Any] | None = None
-        self._heard = time.monotonic()
-        self.status: int | None = None  # exit code, negative for a signal; None: it lives
+        self._last_report = time.monotonic()
+        self.status: int | None = None  # exit code, negative for a signal; None: it runs
 
     @property
     def patience(self) -> float:
-        """Factor of all limits."""
+        """Factor of all limits, as the process reported it."""
         return float(self._beat["patience"]) if self._beat is not None else 1.0
 
     def messages(self) -> list[dict[str, Any]]:
-        """What it has told since, but for its beats, which are taken in."""
+        """Return the messages since the last call; store heartbeats and leave them out."""
         with suppress(BlockingIOError):
             while more := os.read(self.reports, 1 << 16):
                 self._buffer += more
         *lines, self._buffer = self._buffer.split(b"\n")
         received = []
         for line in lines:
-            with suppress(ValueError):  # one that could not be told whole
+            with suppress(ValueError):  # a message may be incomplete
                 received.append(json.loads(line))
         for message in received:
             if "beat" in message:
-                self._beat, self._heard = message["beat"], time.monotonic()
+                self._beat, self._last_report = message["beat"], time.monotonic()
         return [message for message in received if "beat" not in message]
 
     def rank_status(self, *, stop_requested: bool) -> RankStatus | None:
-        """How it gets on; None: it has not reported yet."""
+        """Return the status of this rank; None before its first report."""
         if self._beat is None:
             return None
-        one = RankStatus(self.rank, **{name: value for name, value in self._beat.items() if name in _OF_A_BEAT})
-        one.silent = time.monotonic() - self._heard
-        one.since += one.silent
-        one.stop_requested = stop_requested
-        if one.silent > 1.0:
-            one.stopped, traced = self._stopped()
-            one.held = one.held or traced
-        return one
+        status = RankStatus(self.rank, **{name: value for name, value in self._beat.items() if name in _FIELDS})
+        status.silent = time.monotonic() - self._last_report
+        status.since += status.silent
+        status.stop_requested = stop_requested
+        if status.silent > 1.0:
+            status.stopped, traced = self._stopped()
+            status.held = status.held or traced
+        return status
 
-    def excuse(self) -> None:
-        """What it missed to report was missed by all: the machine hung."""
-        self._heard = time.monotonic()
+    def reset_timers(self) -> None:
+        """Restart all timers: the whole machine was suspended."""
+        self._last_report = time.monotonic()
         if self._beat is not None:
             self._beat["since"] = 0.0
 
@@ -76,7 +76,7 @@ class Worker:
         return about.get("State", "").startswith("T"), about.get("TracerPid", "0").strip() != "0"
 
     def alive(self) -> bool:
-        """Whether it lives; takes in how it ended."""
+        """Return whether the process runs; if not, store its exit code."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -88,8 +88,8 @@ class Worker:
             os.kill(self.pid, number)
 
     def stacks(self, *, wake: bool = False, seconds: float = 1.5) -> str:
-        """Return the Python stacks of its threads and data workers. ``wake`` continues a stopped process for it, then
-        stops it, so that it does not train on until it is killed."""
+        """Return the Python stacks of its threads and data workers. ``wake`` continues a stopped process for this and
+        then stops it again, so that it does not train until it is killed."""
         texts = []
         for pid in [self.pid, *_children(self.pid)] if self.alive() else []:
             if not _catches(pid, signal.SIGUSR2):
@@ -119,7 +119,7 @@ class Worker:
         return text.decode(errors="replace")
 
     def kill(self) -> None:
-        """Ends it at once, and waits until it has gone."""
+        """Kill the process, and wait up to 2 s for its end."""
         self.signal(signal.SIGKILL)
         until = time.monotonic() + 2.0
         while self.alive() and time.monotonic() < until:
@@ -135,7 +135,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _to_main_thread(pid: int, number: int) -> None:
-    """Of a process that is stopped any other thread may take a signal, while the main one goes on before it is seen."""
+    """Send a signal to the main thread; otherwise another thread of a stopped process may get it, too late."""
     send = getattr(ctypes.CDLL(None), "tgkill", None)
     if send is None:
         os.kill(pid, number)
@@ -144,7 +144,7 @@ def _to_main_thread(pid: int, number: int) -> None:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal, which would end it otherwise."""
+    """Return whether a process has a handler for a signal, which would otherwise kill it."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
