@@ -59,7 +59,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     found = data_differences(before, now)
     if before["model"] != now["model"]:
         pairs = zip(before["model"].splitlines(), now["model"].splitlines(), strict=False)
-        one = next((f"{a.strip()!r} -> {b.strip()!r}" for a, b in pairs if a != b), "it has more or fewer parts")
+        one = next((f"{a.strip()!r} -> {b.strip()!r}" for a, b in pairs if a != b), "it has more or fewer data sets")
         found.append(f"the model's structure: {one}")
     for key, what in (("trained", "trained parameters"), ("precision", "precision"), ("rates", "learning rates")):
         if before[key] != now[key]:
@@ -95,7 +95,7 @@ def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         else:
             compared = False
             if there["length"] != here["length"]:
-                found.append(f"the {name} set has {here['length']:,} samples, and had {there['length']:,}")
+                found.append(f"the {name} set has {here['length']:,} samples; before: {there['length']:,}")
             elif there.get("checksum") != here.get("checksum") and there.get("checksum") and here.get("checksum"):
                 found.append(f"the {name} set has as many samples, but some of {SAMPLES} compared ones differ")
     if not compared and not found and not same_data_path(before["recipe"], now["recipe"]):

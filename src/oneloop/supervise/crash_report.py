@@ -17,10 +17,10 @@ STACKS = "stacks"  # folder of the stacks in the run folder
 _SECONDS = 3.0  # time limit of writes to the run folder
 _PAGE = 10.0  # time limit of the report page
 _HINTS = {
-    signal.SIGKILL: "the kernel does so where memory runs out, and so do schedulers",
+    signal.SIGKILL: "the kernel does this if memory runs out, and so do schedulers",
     signal.SIGSEGV: "a fault in native code; its stack is above",
-    signal.SIGBUS: "memory or storage that is not there any more; the stack is above",
-    signal.SIGABRT: "native code gave up; it says why above",
+    signal.SIGBUS: "memory or storage that is no longer available; the stack is above",
+    signal.SIGABRT: "native code aborted; the reason is above",
 }
 _EXITED = "some code called os._exit, or failed as it left"
 
@@ -44,9 +44,9 @@ class Cause:
 def describe_exit(rank: int, code: int, *, stopped_by: str | None) -> str:
     """Describe how a process ended that reported no error: ``code`` is its exit code (negative: a signal), and
     ``stopped_by`` the stop request before it."""
-    before = f", after it was told to stop by {stopped_by}" if stopped_by else ""
+    before = f", after a stop request by {stopped_by}" if stopped_by else ""
     if code >= 0:
-        return f"rank {rank} ended with exit code {code} and without a word{before}: {_EXITED}"
+        return f"rank {rank} exited with code {code} and no error message{before}: {_EXITED}"
     try:
         by = signal.Signals(-code)
     except ValueError:
