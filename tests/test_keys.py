@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from oneloop.recipe.class_paths import resolve
+from oneloop.recipe.key_parser import parser
 from oneloop.recipe.key_rules import NEEDS
-from oneloop.recipe.parse import parser
 from worlds import CONFIGS, run, train
 
 SHORT = ["--duration", "6", "--batch.size", "32", "--eval.every", "3", "--save.every", "3", "--track", "none"]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from oneloop.recipe.parse import parser
+from oneloop.recipe.key_parser import parser
 
 PAGE = Path(__file__).with_name("keys.md")
 TASKS = ("image_classification", "causal_lm", "sft", "text_classification", "text_regression", "token_classification")

@@ -10,7 +10,7 @@ from oneloop.basics.launcher import die_with_launcher
 from oneloop.launch.interpreter import borrowed
 from oneloop.recipe.class_paths import reject_while_importing
 from oneloop.recipe.parse import recipe as recipe_of
-from oneloop.recipe.read import from_python, typed
+from oneloop.recipe.read import as_python, from_python, typed
 from oneloop.recipe.schema import Recipe
 from oneloop.run.entry import conduct, start_run
 from oneloop.train import train
@@ -60,7 +60,7 @@ def fit(
             with run.stopping.listening():
                 summary, fault = conduct(train, chosen, run)
     except BadInput as error:
-        raise BadInput(str(error)) from None  # the message is enough
+        raise BadInput(as_python(str(error))) from None  # the message alone
     finally:
         _LOCK.release()
     if fault is not None:

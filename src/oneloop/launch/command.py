@@ -12,6 +12,7 @@ from contextlib import redirect_stderr, suppress
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -50,22 +51,71 @@ def launch(
 
     The processes run ``module``, or oneloop.apply if a command in ``after`` takes the place of the recipe. They write
     to the file descriptor ``output``. After ``seconds`` they are killed, and TimeoutError is raised. Raise BadInput for
-    invalid options, for which accelerate would print a traceback.
+    invalid options, for which accelerate would print a traceback, and for wrong keys that need no import of torch.
     """
-    options, training = launch_options(words)
-    launched = "oneloop.apply" if training and training[0] in after else module
-    accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-    command = [*accelerate, *options, "-m", launched, *training]
+    from oneloop.recipe.parse import check_keys  # 0.3 s, which no other command needs
+
+    known = _known_options(words)
+    training = known[1] if known else launch_options(words)[1]
+    launched = "oneloop.apply" if training[0] in after else module
+    if launched != "oneloop.apply":
+        check_keys(training)
+    environment = _of_one_process(known[0]) if known else None
+    parent = None if environment else os.getpid()
+    command = [sys.executable, "-m", launched, *training]
+    if environment is None:
+        options, training = launch_options(words)
+        accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+        command = [*accelerate, *options, "-m", launched, *training]
+        environment = {"PET_SIGNALS_TO_HANDLE": "SIGTERM"}
     with tempfile.TemporaryDirectory(prefix="oneloop-") as folder:
-        environment = {**os.environ, **exit_file_variable(Path(folder)), "PET_SIGNALS_TO_HANDLE": "SIGTERM"}
-        begin = partial(_begin, os.getpid())
+        environment = {**os.environ, **exit_file_variable(Path(folder)), **environment}
+        begin = partial(_begin, parent)
         process = subprocess.Popen(command, env=environment, preexec_fn=begin, stdout=output, stderr=output)
         return _Launched(process, Path(folder)).ended(time.monotonic() + seconds)
 
 
-def _begin(parent: int) -> None:
-    """Prepare accelerate's process: it ignores SIGINT, which a terminal sends to the training processes, too."""
-    die_with(parent)
+_ONE_PROCESS: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "gpu_ids": "all"}
+_ONE_PROCESS |= {"num_machines": 1, "num_processes": 1, "machine_rank": 0, "main_training_function": "main"}
+_ONE_PROCESS |= {"downcast_bf16": "no", "rdzv_backend": "static", "same_network": True, "tpu_env": []}
+_ONE_PROCESS |= dict.fromkeys(("debug", "enable_cpu_affinity", "tpu_use_cluster", "tpu_use_sudo", "use_cpu"), False)
+"""settings of a config file with which accelerate only sets the variables of :func:`_of_one_process`"""
+
+
+def _known_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]] | None:
+    """Split the launcher's options from the recipe's words without accelerate, whose import takes seconds. None: an
+    option that only accelerate's parser knows, or no recipe."""
+    options, rest = dict[str, str](), list(words)
+    while rest and rest[0].startswith("--"):
+        name, equals, value = rest.pop(0)[2:].partition("=")
+        if name not in ("config_file", "mixed_precision", "num_processes") or not (equals or rest):
+            return None
+        options[name] = value if equals else rest.pop(0)
+    return (options, rest) if rest and not rest[0].startswith("-") else None
+
+
+def _of_one_process(options: dict[str, str]) -> dict[str, str] | None:
+    """Return the variables that accelerate's launcher sets for one process, which then needs no launcher of
+    accelerate's. None: several processes, or settings that accelerate must read."""
+    try:
+        config = yaml.safe_load(Path(config_file(options["config_file"])).read_text())
+        settings = {**config, **{key: options[key] for key in options if key != "config_file"}}
+    except (KeyError, OSError, TypeError, yaml.YAMLError):
+        return None
+    precision = str(settings.pop("mixed_precision", "no"))
+    plain = all(str(value) == str(_ONE_PROCESS.get(key)) for key, value in settings.items())
+    if not plain or "distributed_type" not in settings or precision not in ("no", "bf16", "fp16"):
+        return None
+    made = {"ACCELERATE_USE_CPU": "False", "ACCELERATE_MIXED_PRECISION": precision, "ACCELERATE_DYNAMO_BACKEND": "NO"}
+    made |= {f"ACCELERATE_DYNAMO_USE_{key}": "False" for key in ("FULLGRAPH", "DYNAMIC", "REGIONAL_COMPILATION")}
+    return {**made, "ACCELERATE_DYNAMO_MODE": "default", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+
+
+def _begin(parent: int | None) -> None:
+    """Prepare the started process: it ignores SIGINT, which a terminal sends to the training processes, too.
+    accelerate's dies with this ``parent``; a training process notices it, and saves."""
+    if parent is not None:
+        die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -1,10 +1,10 @@
 """Resolve short names and class paths to classes and functions."""
 
-import difflib
+import ast
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module, reload
 from importlib.util import find_spec
@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.recipe.synonyms import suggestion
 
 _TASKS = {"image_classification": "ImageClassification", "causal_lm": "CausalLM", "sft": "SFT"}
 _TASKS |= {"text_classification": "TextClassification", "text_regression": "TextRegression"}
@@ -89,6 +90,34 @@ def _split(group: str, name: str) -> tuple[str, str]:
     if module.partition(".")[0] in sys.stdlib_module_names:
         raise BadInput(f"{group}.name {name!r} is in Python's standard library, which has no {_WANTED[group]}")
     return module, attribute
+
+
+def only_task(file: str) -> str:
+    """Return ``file.py:Name`` for the only task of a file, which is not imported. Raise BadInput for none or several.
+
+    A task is a class that defines ``model`` and ``loss``, itself or in a base class: of the file or of oneloop.tasks.
+    """
+    file = file.removesuffix(":")
+    try:
+        tree = ast.parse(Path(file).expanduser().read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise BadInput(f"task.name {file!r} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    packaged = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("oneloop.tasks.")
+        for alias in node.names
+    } - {"Task"}
+    members = {name: {"model", "loss"} for name in packaged}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            own = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+            members[node.name] = own.union(*(members.get(ast.unparse(base), set()) for base in node.bases))
+    names = [name for name in members if name not in packaged and {"model", "loss"} <= members[name]]
+    if len(names) != 1:
+        found = f"has {len(names)} tasks ({', '.join(names)})" if names else "has no class with model() and loss()"
+        raise BadInput(f"task.name {file!r} {found}; name the class: {file}:{names[0] if names else 'MyTask'}")
+    return f"{file}:{names[0]}"
 
 
 def source(group: str, name: str) -> Path | None:
@@ -238,8 +267,3 @@ _WANTED = {
 
 def _extra(module: str | None) -> str:
     return " (pip install 'oneloop[recipes]')" if module in {"sklearn", "torchvision", "transformers"} else ""
-
-
-def suggestion(word: str, known: Mapping[str, Any] | Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

@@ -5,101 +5,24 @@ Precedence: defaults < YAML < command line. Processes, precision and sharding co
 
 import json
 import re
-from argparse import Action
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
-from jsonargparse.typing import register_type
+from jsonargparse import ArgumentParser, Namespace
 
-from oneloop.basics.duration import Duration
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import one_line
-from oneloop.recipe.class_paths import resolve, suggestion
-from oneloop.recipe.key_rules import documented, shown, wanted, without_effect
-from oneloop.recipe.read import find_recipe, flat, from_python, load, long, packaged
+from oneloop.recipe.class_paths import resolve
+from oneloop.recipe.key_parser import OPTIONS, parser
+from oneloop.recipe.key_rules import wanted, without_effect
+from oneloop.recipe.read import find_recipe, flat, from_python, load, long
 from oneloop.recipe.schema import GROUPS, Recipe
+from oneloop.recipe.synonyms import may_be_of_task, suggestion
 from oneloop.recipe.training_keys import OptimizerConfig, ScheduleConfig, TaskConfig
-
-register_type(Duration, serializer=lambda duration: duration.text, deserializer=Duration)
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
-
-_NOT_OPTIONS = {
-    "task": frozenset[str](),
-    "optimizer": frozenset(
-        {"params", "model", "lr", "weight_decay", "foreach", "fused", "capturable", "maximize"}
-        | {"differentiable", "decoupled_weight_decay"}
-    ),
-    "schedule": frozenset({"step", "total", "final", "reductions"}),
-}
-
-
-class _Help(DefaultHelpFormatter):
-    """Help that shows each value as its type (INT, {auto,none}), without the variants that append to a list."""
-
-    def _get_type_str(self, action: Action) -> None:
-        return None
-
-    def _format_action_invocation(self, action: Action) -> str:
-        named = [option for option in action.option_strings if not option.endswith("+")]
-        return f"{', '.join(named)} {action.metavar or ''}".rstrip()
-
-
-def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:
-    """Build the parser of all keys, with the arguments of the chosen task, optimizer and schedule."""
-    chosen = {"task": task, "optimizer": optimizer, "schedule": schedule}
-    made = ArgumentParser(
-        prog="oneloop.train",
-        usage="oneloop launch --config_file single RECIPE [--key value …]   (or python -m oneloop.train RECIPE …)",
-        description=f"Trains a recipe: a packaged one ({', '.join(packaged())}), the path of a YAML file, or a task of"
-        " your own (my_task.py:MyTask). "
-        f"Keys of the chosen task ({task}), optimizer ({optimizer}) and schedule ({schedule}) are included.",
-        exit_on_error=False,
-        allow_abbrev=False,
-        formatter_class=_Help,
-    )
-    made.add_argument("--seed", type=int, default=0, help="seed of everything random")
-    made.add_argument(
-        "--duration",
-        type=Duration,
-        default=Duration("10ep"),
-        help="length of training: steps (500), '20ep', '1M samples', '2B tokens'",
-    )
-    made.add_argument(
-        "--track",
-        type=list[str],
-        default=["tensorboard"],
-        help="trackers by accelerate's names, comma-separated: tensorboard, wandb, trackio, mlflow, … ('none': none)",
-    )
-    for name, group in GROUPS.items():
-        section = made.add_argument_group(name)
-        skip = {"options", "source"}
-        if name == "init":
-            section.add_argument(
-                "--init.from",
-                type=str | None,
-                default=None,
-                help="run folder, checkpoint or .safetensors file to take the weights from",
-            )
-        section.add_class_arguments(group, name, skip=skip, as_group=False)
-        if name in chosen:
-            target = resolve(name, chosen[name])
-            add = section.add_class_arguments if isinstance(target, type) else section.add_function_arguments
-            add(target, name, skip=set(_NOT_OPTIONS[name]), as_group=False, fail_untyped=False)
-            for action in [action for action in made._actions if action.dest.endswith(".help")]:
-                action.container._remove_action(action)  # type: ignore[attr-defined]
-            about = documented(target)
-            for action in made._actions:
-                if action.dest.startswith(f"{name}.") and not action.help:
-                    action.help = about.get(action.dest.removeprefix(f"{name}."))
-    for action in made._actions:
-        if kind := getattr(action, "_typehint", None) or action.type:
-            action.metavar = shown(kind)
-    return made
 
 
 def read(argv: Sequence[str]) -> Recipe:
@@ -107,7 +30,31 @@ def read(argv: Sequence[str]) -> Recipe:
     source, typed, flags = _split(argv)
     if source is None and "help" in flags and "task.name" not in typed:
         return _made("recipe", {}, typed, flags)
-    return _made(*find_recipe(source, typed), typed, flags)
+    name, written = find_recipe(source, typed)
+    if "help" not in flags:
+        _check_without_imports(*_choose(typed, written), typed)
+    return _made(name, written, typed, flags)
+
+
+def check_keys(argv: Sequence[str]) -> None:
+    """Check the keys of a command line that need no import of torch: all but those of the task and of your own
+    optimizer or schedule. Raise BadInput."""
+    source, typed, flags = _split(argv)
+    if "help" not in flags:
+        _check_without_imports(*_choose(typed, find_recipe(source, typed)[1]), typed)
+
+
+def _check_without_imports(chosen: dict[str, str], written: dict[str, Any], typed: Mapping[str, Any]) -> None:
+    made, given = parser(chosen["task"], chosen["optimizer"], chosen["schedule"], options=False), written | dict(typed)
+    known = set(_types(made)) | {
+        f"{group}.{option}" for group, names in OPTIONS.items() for option in names.get(chosen[group], ())
+    }
+    foreign = ("task.", *(f"{group}." for group, names in OPTIONS.items() if chosen[group] not in names))
+    late = {key for key in given.keys() - known if key.startswith(foreign) or may_be_of_task(key)}
+    _reject_unknown([key for key in given if key not in late], known)
+    early = {key: value for key, value in given.items() if key in _types(made)}
+    if None not in early.values():  # a flag, or a key without its value
+        _parsed(made, early)
 
 
 def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any) -> Recipe:
@@ -142,7 +89,7 @@ def read_again(recipe: Path, *, task: str) -> Recipe:
 
 def _made(name: str, written: dict[str, Any], typed: dict[str, Any], flags: set[str]) -> Recipe:
     chosen, written = _choose(typed, written)
-    made = parser(**chosen)
+    made = parser(chosen["task"], chosen["optimizer"], chosen["schedule"])
     if "help" in flags:
         made.print_help()
         raise SystemExit(0)
@@ -163,7 +110,7 @@ def _made(name: str, written: dict[str, Any], typed: dict[str, Any], flags: set[
 
 
 def _parsed(made: ArgumentParser, given: Mapping[str, Any]) -> tuple[Namespace, dict[str, Any]]:
-    _reject_unknown(given, made)
+    _reject_unknown(given, _types(made))
     try:
         namespace = made.parse_args([_argument(key, value, made) for key, value in given.items()])
     except Exception as error:  # jsonargparse raises many types; each message names the key
@@ -224,14 +171,14 @@ def _types(made: ArgumentParser) -> dict[str, Any]:
     return {action.dest: getattr(action, "_typehint", action.type) for action in made._actions if action.dest != "help"}
 
 
-def _reject_unknown(given: Mapping[str, Any], made: ArgumentParser) -> None:
-    known = _types(made)
+def _reject_unknown(given: Iterable[str], known: Collection[str]) -> None:
     for key in given:
         if key in GROUPS:
             inside = [name for name in known if name.startswith(f"{key}.")]
             raise BadInput(f"{key} is a group of keys and has no value; its keys: {', '.join(inside)}")
         if key not in known:
-            raise BadInput(f"unknown key {key!r}{suggestion(key, known)} (--help lists all)")
+            near = suggestion(key, known)
+            raise BadInput(f"unknown key {key!r}{near}{'' if 'launcher' in near else ' (--help lists all)'}")
 
 
 def _argument(key: str, value: Any, made: ArgumentParser) -> str:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import yaml
 from oneloop.basics.duration import Duration
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import flattened, one_line
-from oneloop.recipe.class_paths import CHOICES, path_of, suggestion
+from oneloop.recipe.class_paths import CHOICES, only_task, path_of
 from oneloop.recipe.schema import GROUPS
+from oneloop.recipe.synonyms import suggestion
 
 RECIPES = resources.files("oneloop") / "recipe" / "packaged"
 
@@ -26,13 +28,16 @@ def packaged() -> list[str]:
 def find_recipe(source: str | None, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the name of a run's recipe, and its content. Raise BadInput if there is none.
 
-    ``source`` is a packaged name, the path of a YAML file, or a task's ``file.py:Name``, which is added to ``given``.
+    ``source`` is a packaged name, the path of a YAML file, or a task's ``file.py:Name``, which is added to ``given``;
+    without ``:Name`` the file's only task.
     Without a source the recipe is the defaults for the task in ``given``, which overrides the recipe.
     """
     if source is not None and re.search(r"\.py(:\w*)?$", source):
         if given.setdefault("task.name", source) != source:
             raise BadInput(f"two tasks given, {source!r} and {given['task.name']!r}; give one")
         source = None
+    if re.search(r"\.py:?$", str(given.get("task.name"))):
+        given["task.name"] = only_task(given["task.name"])
     if source is not None:
         return load(source)
     if given.get("task.name"):
@@ -124,3 +129,17 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(inside) for key, inside in value.items()}
     return [_plain(inside) for inside in value] if isinstance(value, list | tuple) else value
+
+
+def as_python(message: str) -> str:
+    """Return a message with keys in Python's syntax: ``run={"accept_changes": True}`` for ``--run.accept_changes``."""
+
+    def call(found: re.Match[str]) -> str:
+        kind = next((one.type for one in fields(GROUPS[found[1]]) if one.name == found[2]), None)
+        value = {"true": "True", "false": "False", "null": "None"}.get(found[3] or "", found[3])
+        return f'{found[1]}={{"{found[2]}": {value or ("True" if kind is bool else "…")}}}'
+
+    groups = "|".join(GROUPS)
+    message = re.sub(rf"--({groups})\.(\w+)(?: (true|false|null|-?\d[\d.e-]*)\b)?", call, message)
+    message = re.sub(rf"did you mean '({groups})\.(\w+)()'\?", lambda found: f"did you mean {call(found)}?", message)
+    return message.replace(" (--help lists all)", "")

@@ -90,3 +90,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     synonyms = [key for key in _KEYS.get(last, ()) if key in known]
     near = synonyms or difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def may_be_of_task(word: str) -> bool:
+    """Whether an unknown key is another name of a task's key, which only the imported task can tell."""
+    return any(key.startswith("task.") for key in _KEYS.get(word.rpartition(".")[2], ()))

@@ -213,7 +213,7 @@ def another_file(recipe: Recipe, run: Path) -> str:
             return ""
     except (OSError, ValueError, KeyError, TypeError):
         return ""
-    return f"was trained with the task of {there}, and now it is that of {file}"
+    return f"was trained with the task of {there}; the task is now {file}"
 
 
 def source_changed(recipe: Recipe, run: Path) -> str:

@@ -1,0 +1,101 @@
+"""The argument parser of all keys of a recipe, with the arguments of the chosen task, optimizer and schedule."""
+
+from argparse import Action
+
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
+from jsonargparse.typing import register_type
+
+from oneloop.basics.duration import Duration
+from oneloop.recipe.class_paths import resolve
+from oneloop.recipe.key_rules import documented, shown
+from oneloop.recipe.read import packaged
+from oneloop.recipe.schema import GROUPS
+
+register_type(Duration, serializer=lambda duration: duration.text, deserializer=Duration)
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+_NOT_OPTIONS = {
+    "task": frozenset[str](),
+    "optimizer": frozenset(
+        {"params", "model", "lr", "weight_decay", "foreach", "fused", "capturable", "maximize"}
+        | {"differentiable", "decoupled_weight_decay"}
+    ),
+    "schedule": frozenset({"step", "total", "final", "reductions"}),
+}
+
+
+OPTIONS = {
+    "optimizer": {
+        "adamw": ("betas", "eps"),
+        "sgd": ("momentum", "nesterov"),
+        "muon": ("momentum", "nesterov", "iterations", "precision", "betas", "eps", "adamw_for"),
+        "adafactor": ("eps", "d"),
+    },
+    "schedule": {"constant": (), "linear": (), "cosine": (), "wsd": ("decay",), "plateau": ("factor", "patience")},
+}
+"""options of the packaged optimizers and schedules, known without importing them"""
+
+
+class _Help(DefaultHelpFormatter):
+    """Help that shows each value as its type (INT, {auto,none}), without the variants that append to a list."""
+
+    def _get_type_str(self, action: Action) -> None:
+        return None
+
+    def _format_action_invocation(self, action: Action) -> str:
+        named = [option for option in action.option_strings if not option.endswith("+")]
+        return f"{', '.join(named)} {action.metavar or ''}".rstrip()
+
+
+def parser(task: str, optimizer: str, schedule: str, *, options: bool = True) -> ArgumentParser:
+    """Build the parser of all keys, with the ``options`` of the chosen task, optimizer and schedule: those import
+    torch."""
+    chosen = {"task": task, "optimizer": optimizer, "schedule": schedule}
+    made = ArgumentParser(
+        prog="oneloop.train",
+        usage="oneloop launch --config_file single RECIPE [--key value …]   (or python -m oneloop.train RECIPE …)",
+        description=f"Trains a recipe: a packaged one ({', '.join(packaged())}), the path of a YAML file, or a task of"
+        " your own (my_task.py:MyTask). "
+        f"Keys of the chosen task ({task}), optimizer ({optimizer}) and schedule ({schedule}) are included.",
+        exit_on_error=False,
+        allow_abbrev=False,
+        formatter_class=_Help,
+    )
+    made.add_argument("--seed", type=int, default=0, help="seed of everything random")
+    made.add_argument(
+        "--duration",
+        type=Duration,
+        default=Duration("10ep"),
+        help="length of training: steps (500), '20ep', '1M samples', '2B tokens'",
+    )
+    made.add_argument(
+        "--track",
+        type=list[str],
+        default=["tensorboard"],
+        help="trackers by accelerate's names, comma-separated: tensorboard, wandb, trackio, mlflow, … ('none': none)",
+    )
+    for name, group in GROUPS.items():
+        section = made.add_argument_group(name)
+        skip = {"options", "source"}
+        if name == "init":
+            section.add_argument(
+                "--init.from",
+                type=str | None,
+                default=None,
+                help="run folder, checkpoint or .safetensors file to take the weights from",
+            )
+        section.add_class_arguments(group, name, skip=skip, as_group=False)
+        if name in chosen and options:
+            target = resolve(name, chosen[name])
+            add = section.add_class_arguments if isinstance(target, type) else section.add_function_arguments
+            add(target, name, skip=set(_NOT_OPTIONS[name]), as_group=False, fail_untyped=False)
+            for action in [action for action in made._actions if action.dest.endswith(".help")]:
+                action.container._remove_action(action)  # type: ignore[attr-defined]
+            about = documented(target)
+            for action in made._actions:
+                if action.dest.startswith(f"{name}.") and not action.help:
+                    action.help = about.get(action.dest.removeprefix(f"{name}."))
+    for action in made._actions:
+        if kind := getattr(action, "_typehint", None) or action.type:
+            action.metavar = shown(kind)
+    return made
