@@ -62,7 +62,7 @@ test_frozen_weights.py::test_what_is_damaged_is_made_anew_or_rejected[ddp-2]
 test_own_docs.py::test_a_recipe_of_models_trains_and_predicts
 test_own_docs.py::test_the_student_learns_from_its_teacher[ddp-2]
 test_docs_programs.py::test_two_losses_one_of_them_warmed_up[ddp-2]
-test_evaluate.py::test_a_metric_of_several_values_has_their_names_or_is_rejected[2-ddp]
+test_evaluation.py::test_a_metric_of_several_values_has_their_names_or_is_rejected[2-ddp]
 test_bad_input.py::test_the_commands_as_typed[command3
 test_bad_input.py::test_the_commands_as_typed[command4
 test_bad_input.py::test_all_ranks_end_together[words4

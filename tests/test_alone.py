@@ -51,7 +51,7 @@ def test_norm_clip_and_guard_in_a_plain_loop():
 
 
 def test_evaluate_in_a_plain_script():
-    from oneloop.evaluate import evaluate
+    from oneloop.evaluation import evaluate
 
     class MeanOfSquares:
         def collate(self, samples):

@@ -182,7 +182,7 @@ def test_through_the_launcher_as_typed(pictures, tmp_path, capfd):
 def odd(to: str) -> int:
     """Writes columns whose types change as they go on."""
     from oneloop.launch.processes import start
-    from oneloop.predict import write
+    from oneloop.prediction import write
 
     world = start()
     each = 9 // world.ranks

@@ -65,7 +65,7 @@ class Drawn:
 
 def both() -> list[tuple[dict, list]]:
     """Figures and matrices, ours and torchmetrics', each twice: sums begin anew at every evaluation."""
-    from oneloop.evaluate import evaluate
+    from oneloop.evaluation import evaluate
     from oneloop.launch.processes import start
     from oneloop.show.examples import Examples
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-from oneloop.evaluate import evaluate
+from oneloop.evaluation import evaluate
 from oneloop.launch.processes import start
 from oneloop.show.examples import Examples
 from oneloop.show.pictures import data_url, matrix, picture, tiles

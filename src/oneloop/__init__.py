@@ -1,20 +1,25 @@
-"""oneloop: one training loop on one page that trains the same model on a laptop, one GPU or a cluster.
+"""oneloop: one training loop on one page, the same model on a laptop, on one GPU or on a cluster.
 
-``from oneloop import fit`` trains from Python. Every module also works alone: ``from oneloop.data.order import Order``.
+``from oneloop import fit`` trains from Python; evaluate, predict, export and report follow. Every other part
+is imported from its own file and works alone: ``from oneloop.data.order import Order``.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from oneloop.api import fit
+    from oneloop.api import evaluate, export, fit, predict, report
 
 __version__ = "0.1.0"
-__all__ = ["fit"]
+__all__ = ["evaluate", "export", "fit", "predict", "report"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "fit":  # late: it imports torch and accelerate
-        from oneloop.api import fit
+    if name in __all__:  # imports torch and accelerate
+        from oneloop import api
 
-        return fit
+        return getattr(api, name)
     raise AttributeError(f"module 'oneloop' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,22 +1,29 @@
-"""oneloop from Python: ``from oneloop import fit``."""
+"""oneloop from Python: ``from oneloop import evaluate, export, fit, predict, report``."""
 
+import json
 import threading
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from oneloop.apply import check_file, perform
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.launcher import die_with_launcher
+from oneloop.basics.launcher import die_with_launcher, ranks
+from oneloop.cli import export_run, write_report
 from oneloop.launch.interpreter import borrowed
-from oneloop.recipe.class_paths import reject_while_importing
+from oneloop.recipe.class_paths import path_of, reject_while_importing
 from oneloop.recipe.parse import recipe as recipe_of
 from oneloop.recipe.read import as_python, from_python, typed
 from oneloop.recipe.schema import Recipe
 from oneloop.run.entry import conduct, start_run
 from oneloop.train import train
 
+Run = str | Path | Mapping[str, Any]
 _LOCK = threading.Lock()
-"""held by the running fit: accelerate's state and torch's generators are global"""
+"""held by the running call: accelerate's state and torch's generators are global"""
 
 
 def fit(
@@ -49,23 +56,121 @@ def fit(
         SampleError: a sample cannot be loaded; the original error is its cause. (1.)
         Exception: any other error, for example of the task's code, as it was raised. (1.)
     """
-    die_with_launcher()
-    reject_while_importing()
-    if not _LOCK.acquire(blocking=False):
-        raise BadInput("another fit is under way in this process; wait for it, or start another process")
-    try:
+    with _alone("fit"):
         source, typed, chosen = _read(recipe, groups)
         with borrowed(mixed_precision):
             run = start_run(chosen, command=["oneloop.fit", source or f"{chosen.folder}/recipe.yaml", *typed])
             with run.stopping.listening():
                 summary, fault = conduct(train, chosen, run)
-    except BadInput as error:
-        raise BadInput(as_python(str(error))) from None  # the message alone
-    finally:
-        _LOCK.release()
     if fault is not None:
         raise fault
     return summary
+
+
+@contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """Reject a second call in this process. Of BadInput, only the message is raised, with keys in Python's syntax."""
+    die_with_launcher()
+    reject_while_importing()
+    if not _LOCK.acquire(blocking=False):
+        raise BadInput(f"{name}: another call of oneloop is under way in this process; wait for it to end")
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput(as_python(str(error))) from None
+    finally:
+        _LOCK.release()
+
+
+def evaluate(run: Run, *, mixed_precision: str | None = None, **options: Any) -> dict[str, Any]:
+    """Return loss and metrics of a run's weights, as ``oneloop evaluate`` prints them. Collective: call on every rank.
+
+    >>> evaluate("runs/digits", data="new/")["data/accuracy"]
+
+    Args:
+        run: the run folder, or the summary that :func:`fit` returned.
+        mixed_precision: as in :func:`fit`.
+        options: ``data``, ``checkpoint``, ``weights``, ``micro``, ``accept_changes`` and ``task`` of the command; a
+            task may be a class.
+
+    Raises:
+        BadInput: the run, the data or an option is invalid.
+    """
+    with _alone("evaluate"), borrowed(mixed_precision):
+        return dict(perform("evaluate", _options("evaluate", run, options))[1])
+
+
+def predict(
+    run: Run, *, to: str | Path | None = None, mixed_precision: str | None = None, **options: Any
+) -> list[dict[str, Any]] | Path:
+    """Predict every row of a run's validation set, or of other ``data``, in order. Collective: call on every rank.
+
+    Args:
+        run: the run folder, or the summary that :func:`fit` returned.
+        to: the file to write (.parquet, .jsonl or .csv); None, on one process: return the rows.
+        mixed_precision: as in :func:`fit`.
+        options: as in :func:`evaluate`, and ``raw`` of the command.
+
+    Returns:
+        The rows as dicts, or the path ``to``.
+
+    Raises:
+        BadInput: the run, the data, an option or ``to`` is invalid.
+    """
+    with _alone("predict"), TemporaryDirectory(prefix="oneloop-") as scratch:
+        if to is None and ranks() > 1:
+            raise BadInput("predict on several processes needs a file to write to: to='predictions.jsonl'")
+        file = Path(to or f"{scratch}/rows.jsonl")
+        check_file(file)
+        with borrowed(mixed_precision):
+            perform("predict", _options("predict", run, {**options, "to": file}))
+        return file if to is not None else [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def export(run: Run, *, to: str | Path | None = None, push: str | None = None, **options: Any) -> str:
+    """Write a run's weights to the folder ``to``, or ``push`` them to the hub; return a line about it.
+
+    Args:
+        run: the run folder, or the summary that :func:`fit` returned.
+        to: the folder to write to.
+        push: the repository of the hub, ``ORG/NAME``.
+        options: ``checkpoint``, ``weights``, ``merged``, ``task``, ``public`` and ``license`` of ``oneloop export``.
+
+    Raises:
+        BadInput: the run or an option is invalid.
+    """
+    given = {**options, "to": None if to is None else Path(to), "push": push}
+    with _alone("export"), borrowed(None):
+        return "\n".join(export_run(_options("export", run, given)))
+
+
+def report(*runs: Run, to: str | Path | None = None) -> Path:
+    """Write one HTML page about a run, or about several runs in the same charts; return its path.
+
+    By default it is report.html in the folder of the only run, or in the current folder. Raises BadInput."""
+    return write_report([_folder(run) for run in runs], None if to is None else Path(to))
+
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "evaluate": {"data": None, "checkpoint": None, "weights": "raw", "micro": None, "accept_changes": False},
+    "export": {"checkpoint": None, "weights": "raw", "merged": False, "public": False, "license": None},
+}
+_DEFAULTS["predict"] = {**_DEFAULTS["evaluate"], "raw": False}
+
+
+def _options(command: str, run: Run, given: dict[str, Any]) -> Namespace:
+    """Return the options of a command as its parser would. Raises TypeError for an unknown one, as Python does."""
+    known = {**_DEFAULTS[command], "task": None, "to": None, "push": None}
+    if unknown := given.keys() - known.keys():
+        raise TypeError(f"{command}() got an unexpected keyword argument {sorted(unknown)[0]!r}")
+    task, data = given.get("task"), given.get("data")
+    texts = {"task": path_of(task) if isinstance(task, type) else task, "data": data if data is None else str(data)}
+    checkpoint = given.get("checkpoint")
+    return Namespace(run=_folder(run), **{**known, **given, **texts, "checkpoint": checkpoint and str(checkpoint)})
+
+
+def _folder(run: Run) -> Path:
+    return Path(run["folder"] if isinstance(run, Mapping) else run)
 
 
 def _read(recipe: Any, groups: dict[str, Any]) -> tuple[str, list[str], Recipe]:

@@ -2,7 +2,7 @@
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,12 +14,12 @@ from oneloop.basics.command_options import Options, positive
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps
 from oneloop.basics.launcher import die_with_launcher
-from oneloop.evaluate import evaluate_all
+from oneloop.evaluation import evaluate_all
 from oneloop.launch.before_imports import is_main, reject
 from oneloop.launch.processes import Run, start
 from oneloop.launch.signals import leave
 from oneloop.machine.torch_settings import float32_products
-from oneloop.predict import ENDINGS, predictions, write
+from oneloop.prediction import ENDINGS, predictions, write
 from oneloop.tasks.protocol import check_sets
 
 _PAGES = {
@@ -53,13 +53,39 @@ def parsed(command: str, words: Sequence[str]) -> Namespace:
     given = options.parse_args(words)
     if given.to is None:
         raise BadInput("oneloop predict needs a file to write to: --to FILE.parquet, .jsonl or .csv")
-    if given.to.suffix not in ENDINGS:
-        raise BadInput(f"--to {given.to} must end with one of {', '.join(ENDINGS)}")
-    if given.to.exists():
-        raise BadInput(f"--to {given.to} exists; remove it, or name another file")
-    if not given.to.parent.is_dir():
-        raise BadInput(f"--to {given.to}: the folder {given.to.parent} does not exist; create it first")
+    check_file(given.to)
     return given
+
+
+def check_file(to: Path) -> None:
+    """Raise BadInput for a file that predictions cannot be written to."""
+    if to.suffix not in ENDINGS:
+        raise BadInput(f"--to {to} must end with one of {', '.join(ENDINGS)}")
+    if to.exists():
+        raise BadInput(f"--to {to} exists; remove it, or name another file")
+    if not to.parent.is_dir():
+        raise BadInput(f"--to {to}: the folder {to.parent} does not exist; create it first")
+
+
+def perform(command: str, given: Namespace) -> tuple[Run, Any]:
+    """Evaluate or predict with these options (of :func:`parsed`). Return the processes, and the metrics of ``evaluate``
+    or a line about the file of ``predict``. Raise BadInput. Collective: call on every rank."""
+    recipe = recipe_of(given.run, command=command, task=given.task)
+    run = start(deterministic=recipe.machine.deterministic)
+    float32_products(recipe.machine.matmul, benchmark=recipe.machine.cudnn_benchmark)
+    about: dict[str, Any] = {"checkpoint": given.checkpoint, "weights": given.weights}
+    about |= {"accept_changes": given.accept_changes, "sharded": run.sharded, "device": run.device.type}
+    with run.setting_up():
+        of = trained(given.run, recipe, **about)
+        sets = _sets(of, given.data, labelled=command == "evaluate")
+    model = _prepared(of, run)
+    options = {**of.options, **({"micro": given.micro} if given.micro else {})}
+    with run.setting_up():
+        if command == "evaluate":
+            found = evaluate_all(of.task, model, sets, accelerator=run.accelerator, **options)
+            assert found is not None
+            return run, {"weights": of.about, **found["raw"]}
+        return run, _predicted(of, model, sets, run, options, given.to, raw=given.raw)
 
 
 def main(argv: Sequence[str]) -> NoReturn:
@@ -69,25 +95,11 @@ def main(argv: Sequence[str]) -> NoReturn:
         if command not in _PAGES:
             raise BadInput(f"oneloop.apply: unknown command {command!r}; known: {', '.join(_PAGES)}")
         given = parsed(command, words)
-        recipe = recipe_of(given.run, command=command, task=given.task)
-        run = start(deterministic=recipe.machine.deterministic)
-        float32_products(recipe.machine.matmul, benchmark=recipe.machine.cudnn_benchmark)
-        about: dict[str, Any] = {"checkpoint": given.checkpoint, "weights": given.weights}
-        about |= {"accept_changes": given.accept_changes, "sharded": run.sharded, "device": run.device.type}
-        with run.setting_up():
-            of = trained(given.run, recipe, **about)
-            sets = _sets(of, given.data, labelled=command == "evaluate")
-        model = _prepared(of, run)
-        options = {**of.options, **({"micro": given.micro} if given.micro else {})}
-        with run.setting_up():
-            if command == "evaluate":
-                result = _evaluated(of, model, sets, run, options, as_json=given.json)
-            else:
-                result = _predicted(of, model, sets, run, options, given.to, raw=given.raw)
+        run, result = perform(command, given)
     except BadInput as error:
         reject(error)
     if run.main:
-        print(result, flush=True)
+        print(result if command == "predict" else dumps(result) if given.json else _table(result), flush=True)
     leave(exit_codes.DONE, main=is_main())
 
 
@@ -115,12 +127,7 @@ def _prepared(of: Trained, run: Run) -> nn.Module:
     return prepared
 
 
-def _evaluated(of: Trained, model: nn.Module, sets: Any, run: Run, options: dict[str, Any], *, as_json: bool) -> str:
-    found = evaluate_all(of.task, model, sets, accelerator=run.accelerator, **options)
-    assert found is not None
-    metrics = {"weights": of.about, **found["raw"]}
-    if as_json:
-        return dumps(metrics)
+def _table(metrics: Mapping[str, Any]) -> str:
     width = max(map(len, metrics))
     shown = {name: value if isinstance(value, str) else f"{value:.6g}" for name, value in metrics.items()}
     return "\n".join(f"{name:{width}}  {value}" for name, value in shown.items())

@@ -132,8 +132,6 @@ def report(words: Sequence[str]) -> int:
 
     The page loads nothing from a network.
     """
-    from oneloop.show.report.page import report as page
-
     options = Options("report", report.__doc__)
     options.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     options.add_argument(
@@ -143,15 +141,23 @@ def report(words: Sequence[str]) -> int:
         help="default: report.html in the run folder, or in the current folder for several runs",
     )
     given = options.parse_intermixed_args(words)
-    to = given.to or (given.runs[0] / "report.html" if len(given.runs) == 1 else Path("report.html"))
+    print(printable(write_report(given.runs, given.to)))
+    return 0
+
+
+def write_report(runs: Sequence[Path], to: Path | None) -> Path:
+    """Write the page about runs, by default report.html in the folder of the only run; return its path. Raise
+    BadInput."""
+    from oneloop.show.report.page import report as page
+
+    to = to or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     try:
-        to.write_text(page(given.runs))
+        to.write_text(page(runs))
     except ValueError as error:
         raise BadInput(str(error)) from error
     except OSError as error:
         raise BadInput(f"--to {to} cannot be written: {error.strerror}") from error
-    print(printable(to))
-    return 0
+    return to
 
 
 def watch(words: Sequence[str]) -> int:
@@ -238,39 +244,35 @@ def export(words: Sequence[str]) -> int:
     options.add_argument("--public", action="store_true", help="make a new repository public")
     options.add_argument("--license", metavar="ID", help="of the model card")
     given = options.parse_args(words)
+    print(printable("\n".join(export_run(given))))
+    return 0
+
+
+def export_run(given: Namespace) -> list[str]:
+    """Write or push a run's weights with the options of ``oneloop export``; return lines about it. Raise BadInput."""
     if given.to is None and given.push is None:
         raise BadInput("export needs a folder to write to (--to DIR), or a repository of the hub (--push ORG/NAME)")
     if given.push is None and (given.public or given.license):
         raise BadInput("--public and --license are of a repository of the hub: give --push ORG/NAME too")
-    folder = chosen_of(given.run, given.checkpoint, weights=given.weights)
+    checkpoint = chosen_of(given.run, given.checkpoint, weights=given.weights)
+    from oneloop.after.trained_model import recipe_of
+    from oneloop.job.build import make_task
+    from oneloop.run.export import check_push, export_checkpoint, push
+
     with TemporaryDirectory(prefix="oneloop-") as scratch:
-        to = given.to or Path(scratch)
+        folder = given.to or Path(scratch)
         try:
-            _export(folder, to, given)
+            if given.push is not None:
+                check_push(given.push)
+            recipe = recipe_of(given.run, command="export", task=given.task)
+            how = {"merge": given.merged, "base_dtype": recipe.machine.base_dtype}
+            export_checkpoint(checkpoint, folder, make_task(recipe), weights=given.weights, **how)
         except (ValueError, OSError) as error:
             raise error if isinstance(error, BadInput) else BadInput(str(error)) from error
-        if given.to:
-            print(printable(f"{folder.name} of {given.run} is in {to}"))
+        lines = [f"{checkpoint.name} of {given.run} is in {given.to}"] if given.to else []
         if given.push is not None:
-            from oneloop.run.export import push
-
-            print(printable(push(given.run, to, given.push, licence=given.license, public=given.public)))
-    return 0
-
-
-def _export(checkpoint: Path, to: Path, given: Namespace) -> None:
-    if given.push is not None:
-        from oneloop.run.export import check_push
-
-        check_push(given.push)
-    from oneloop.after.trained_model import recipe_of
-
-    recipe = recipe_of(given.run, command="export", task=given.task)
-    from oneloop.job.build import make_task
-    from oneloop.run.export import export_checkpoint
-
-    how = {"merge": given.merged, "base_dtype": recipe.machine.base_dtype}
-    export_checkpoint(checkpoint, to, make_task(recipe), weights=given.weights, **how)
+            lines.append(push(given.run, folder, given.push, licence=given.license, public=given.public))
+        return lines
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"new": new, "launch": launch_processes, "verify": verify}

@@ -19,7 +19,7 @@ from torch import nn
 from oneloop.basics.exit_codes import BadInput, Inexact
 from oneloop.checkpoint.weights import bare
 from oneloop.data.seeded_samples import SeededSamples
-from oneloop.evaluate import evaluating
+from oneloop.evaluation import evaluating
 from oneloop.job.build import Job
 from oneloop.job.trial_passes import Pass, Samples, Wrapped, has_drawn, make_batch, one_pass, random_states, restored
 from oneloop.launch.processes import Run

@@ -85,7 +85,8 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
             job = _prepared(recipe, run, folder, cli=cli)
             if job is None:
                 known = json.loads((folder.path / "summary.json").read_text())
-                return {name: value for name, value in known.items() if name != "checksum"}, None
+                known = {name: value for name, value in known.items() if name != "checksum"}
+                return {**known, "folder": str(folder.path)}, None
             summary = train(job, run, folder)
     except (BadInput, StoppedEarly):
         folder.abandon()
@@ -99,7 +100,7 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
         fault, summary = error, _failed(error, job, run, folder, cli=cli)
     if run.main:
         _end(run, folder, summary, as_json=recipe.watch.json)
-    return summary, fault
+    return {**summary, "folder": str(folder.path)}, fault
 
 
 def _failed(error: BaseException, job: Job, run: Run, folder: Folder, *, cli: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from oneloop.basics.heartbeats import BEATS, ENDING, EVALUATION
 from oneloop.checkpoint.store import Keep, name_of
 from oneloop.data.step_batches import in_memory
 from oneloop.ema import EMA
-from oneloop.evaluate import evaluate_all
+from oneloop.evaluation import evaluate_all
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
 from oneloop.machine.replicas import check_replicas

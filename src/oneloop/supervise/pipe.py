@@ -21,7 +21,7 @@ _ROOT = str(Path(__file__).parents[1])
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/", "/accelerate/")
 """paths of code that waits for other ranks, or for a device that waits for them"""
-_WORKING = ("data", "checkpoint", "show", "tasks", "evaluate.py", "predict.py")
+_WORKING = ("data", "checkpoint", "show", "tasks", "evaluation.py", "prediction.py")
 """packages of oneloop in which a process hangs by itself, not in a collective"""
 _COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/")
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd", "/debugpy/", "/ipdb/")

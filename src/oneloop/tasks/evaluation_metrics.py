@@ -223,7 +223,7 @@ def adapted(metrics: Any) -> Metrics:
 
 
 def directions(task: object) -> dict[str, bool]:
-    """Return the metric names of :func:`oneloop.evaluate.evaluate` for a task, and whether a larger value is better.
+    """Return the metric names of :func:`oneloop.evaluation.evaluate` for a task, and whether a larger value is better.
 
     Raises:
         ValueError: a metric computes several values without names.

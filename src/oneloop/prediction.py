@@ -22,7 +22,7 @@ from oneloop.basics.progress import tracked
 from oneloop.basics.tensors import share_buffers
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.data.step_batches import CollateWithWeight, loader, transferred
-from oneloop.evaluate import evaluating, share_of
+from oneloop.evaluation import evaluating, share_of
 from oneloop.tasks.protocol import Objective
 from oneloop.tasks.protocol_checks import named
 

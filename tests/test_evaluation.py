@@ -53,7 +53,7 @@ class Same(nn.Module):
 def results() -> dict:
     from torch.distributed.fsdp import FSDPModule
 
-    from oneloop.evaluate import evaluate
+    from oneloop.evaluation import evaluate
     from oneloop.launch.processes import start
 
     world = start()
@@ -90,7 +90,7 @@ class Centred(nn.Module):
 
 
 def with_statistics() -> dict:
-    from oneloop.evaluate import evaluate
+    from oneloop.evaluation import evaluate
     from oneloop.launch.processes import start
 
     world = start()
