@@ -1,4 +1,4 @@
-"""Shared by all tests: small thread counts, and one server to fork test processes from."""
+"""Set-up for all tests: few threads, a temporary cache, and the list of tests that are also slow."""
 
 import atexit
 import os
@@ -10,7 +10,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if "ONELOOP_CACHE" not in os.environ:  # a new one for these tests
+if "ONELOOP_CACHE" not in os.environ:  # an empty cache for this session
     os.environ["ONELOOP_CACHE"] = tempfile.mkdtemp(prefix="oneloop-cache-")
     atexit.register(shutil.rmtree, os.environ["ONELOOP_CACHE"], ignore_errors=True)
 
@@ -130,7 +130,7 @@ test_replicas.py::test_one_flipped_bit_is_found_and_named[3-ddp-0]
 test_run_reader.py::test_a_nan_ends_the_run_with_3[adamw-2-ddp]
 test_bad_input.py::test_the_commands_as_typed[command0
 """
-"""Tests that are slow too: combinations whose claim another test of the default suite proves, and real waiting."""
+"""These tests are slow, too: another default test proves the same claim, or the test waits in real time."""
 
 
 @pytest.hookimpl(tryfirst=True)

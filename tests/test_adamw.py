@@ -1,4 +1,4 @@
-"""AdamW, whose lists are kept: the bits of torch's."""
+"""AdamW keeps its tensor lists between steps; its results are bit-identical to torch's AdamW."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def pair(dtype=torch.float32) -> list[tuple[torch.nn.Module, torch.optim.Optimizer]]:
-    """The same model twice, with the kept lists and with torch's own AdamW."""
+    """Build the same model twice: with oneloop's AdamW (kept lists) and with torch's AdamW."""
     from oneloop.optim.adamw import AdamW
     from oneloop.optim.parameter_groups import parameter_groups
 
@@ -61,11 +61,11 @@ def test_lists_are_not_kept_beyond_their_state():
     for (net, optimizer), (state, weights) in zip(made, saved, strict=True):
         optimizer.load_state_dict(state), net.load_state_dict(weights)
     step_both(made, seed=4)
-    for net, optimizer in made:  # as a checkpoint puts other tensors in
+    for net, optimizer in made:  # loading a checkpoint replaces state tensors, too
         for p in net.parameters():
             optimizer.state[p]["exp_avg"] = torch.full_like(p, 0.5)
     step_both(made, seed=5)
-    for net, optimizer in made:  # of one parameter in the middle only, and its weights too
+    for net, optimizer in made:  # replace the state and weights of one parameter in the middle
         middle = list(net.parameters())[1]
         optimizer.state[middle]["exp_avg_sq"] = torch.full_like(middle, 0.25)
         middle.data = middle.data.clone() + 1

@@ -1,4 +1,4 @@
-"""The same fine-tuning as TRL's SFTTrainer, step by step; and beyond it, the same for any split of the batch."""
+"""The losses equal those of TRL's SFTTrainer at every step, and are the same on every parallel layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMMON += ["--optimizer.betas", "[0.9,0.999]", "--eval.every", "0", "--log.noise
 
 @pytest.fixture
 def made(tmp_path: Path) -> Path:
-    """Conversations in files, and a small Llama with its tokenizer."""
+    """Write conversations to files, and save a small Llama with its tokenizer."""
     (tmp_path / "data").mkdir()
     for part in ("train", "validation"):
         lines = [json.dumps({"messages": one}) for one in SyntheticChats(part).conversations[:800]]

@@ -1,4 +1,4 @@
-"""Promise 6: every part works alone in someone else's plain Accelerate script. Each test is such a script."""
+"""Promise 6: every component works alone in a plain Accelerate script. Each test is such a script."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def test_meter_in_a_plain_loop():
     meter = Meter(Accelerator())
     for value in (1.0, 2.0, 3.0):
         meter.step(loss=torch.tensor(value), weight=2.0, samples=2, norm=torch.tensor(value))
-    figures = meter.read()
+    metrics = meter.read()
     assert (
-        figures["train/loss"] == 1.0 and figures["train/grad_norm"] == 3.0 and figures["train/samples_per_second"] > 0
+        metrics["train/loss"] == 1.0 and metrics["train/grad_norm"] == 3.0 and metrics["train/samples_per_second"] > 0
     )
 
 
@@ -142,15 +142,15 @@ def test_ema_in_a_plain_loop():
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(3, 1))
     ema = EMA(model, half_life=64)
-    wanted = model.weight.detach().clone()
+    expected = model.weight.detach().clone()
     for step in range(1, 6):
         with torch.no_grad():
             model.weight += 1.0
         ema.update(16)
-        wanted.lerp_(model.weight.detach(), 1 - 0.5 ** (16 / min(64, 0.05 * 16 * step)))
+        expected.lerp_(model.weight.detach(), 1 - 0.5 ** (16 / min(64, 0.05 * 16 * step)))
     raw = model.weight.detach().clone()
     with ema.swapped():
-        assert torch.allclose(model.weight, wanted)
+        assert torch.allclose(model.weight, expected)
     assert torch.equal(model.weight, raw)
 
 
@@ -186,8 +186,8 @@ def test_noise_scale_in_a_plain_loop():
                 sensor.micro_batch(8)
         noise.add(*sensor.read(32, 32), norm=float(global_norm(model.parameters())))
         model.zero_grad()
-    wanted = 30 / (model.weight - 2).square().sum()  # of N(weight - 2, 1) in 30 dimensions
-    assert abs(noise.value / float(wanted) - 1) < 0.1
+    expected = 30 / (model.weight - 2).square().sum()  # of N(weight - 2, 1) in 30 dimensions
+    assert abs(noise.value / float(expected) - 1) < 0.1
 
 
 def test_policy_and_guard_skip_in_a_plain_loop():
@@ -199,13 +199,13 @@ def test_policy_and_guard_skip_in_a_plain_loop():
     model = accelerator.prepare(nn.Linear(3, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     guard = Guard(optimizer, device=accelerator.device, policy=Policy(nonfinite="skip"))
-    bad, verdicts = BadSteps(Policy(nonfinite="skip"), patience=3), []
+    bad, faults = BadSteps(Policy(nonfinite="skip"), patience=3), []
     for x in (1.0, float("nan"), 1.0):
         accelerator.backward(model(torch.full((4, 3), x)).sum())
         guard.step(global_norm(model.parameters()))
-        verdicts.append(guard.resolve().fault)
+        faults.append(guard.resolve().fault)
         optimizer.zero_grad()
-    assert verdicts == [Fault.NONE, Fault.NONFINITE, Fault.NONE] and bad.answer(verdicts[1])[0] == "skip"
+    assert faults == [Fault.NONE, Fault.NONFINITE, Fault.NONE] and bad.answer(faults[1])[0] == "skip"
     assert optimizer.state[model.weight]["step"] == 2
 
 
@@ -258,15 +258,15 @@ def test_a_loss_without_logits_in_a_plain_script():
     ).eval()
     tokens, target = torch.randint(0, 50, (2, 7)), torch.randint(0, 50, (2, 7))
     target[0, :3] = -100
-    wanted = nn.functional.cross_entropy(
+    expected = nn.functional.cross_entropy(
         model(input_ids=tokens).logits.flatten(0, 1), target.flatten(), reduction="sum"
     )
-    gradients = torch.autograd.grad(wanted, [*model.parameters()], allow_unused=True)
+    gradients = torch.autograd.grad(expected, [*model.parameters()], allow_unused=True)
     without_logits(model)
     accelerator = Accelerator()
     loss = accelerator.prepare(model)(input_ids=tokens, target=target).total
     accelerator.backward(loss)
-    assert torch.allclose(loss, wanted)
+    assert torch.allclose(loss, expected)
     for parameter, gradient in zip(model.parameters(), gradients):
         assert gradient is None or torch.allclose(parameter.grad, gradient, atol=1e-5)
 
@@ -291,9 +291,9 @@ def test_meter_clock_and_profiling_in_a_plain_loop(tmp_path):
             optimizer.step()
             meter.clock.step("update")
             meter.step(loss=loss.detach(), weight=4, samples=4, norm=loss.detach())
-    figures = meter.read()
-    assert figures["train/update_ratio"] > 0 and abs(sum(v for k, v in figures.items() if "share/" in k) - 1) < 1e-6
-    assert (tmp_path / "trace.json.gz").exists() and " % of the time " in diagnosis(figures, workers=0, cores=2)
+    metrics = meter.read()
+    assert metrics["train/update_ratio"] > 0 and abs(sum(v for k, v in metrics.items() if "share/" in k) - 1) < 1e-6
+    assert (tmp_path / "trace.json.gz").exists() and " % of the time " in diagnosis(metrics, workers=0, cores=2)
 
 
 def test_contract_lines_and_sums_in_a_plain_script(tmp_path):

@@ -1,4 +1,4 @@
-"""``oneloop evaluate`` and ``oneloop predict``: a run's own figures again, and a row for every sample, in order."""
+"""``oneloop evaluate`` reproduces a run's metrics; ``oneloop predict`` writes one row per sample, in order."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from worlds import after, run, train
 
 SMALL = ["--task.layers", "1", "--task.heads", "2", "--task.width", "16"]
 COMMON = ["--duration", "6", "--batch.size", "8", "--eval.every", "0", "--track", "none", "--ema.half_life", "16"]
-WORLDS = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp2", 2)]
+LAYOUTS = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp2", 2)]
 
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """A BatchNorm model, trained on a folder of images."""
+    """Train a BatchNorm model on a folder of images."""
     where = tmp_path_factory.mktemp("pictures")
     images(where / "data", "folders", each=20)
     words = ["digits", "--task.data", "data", "--task.model", "timm:test_resnet", "--task.image_size", "32", *COMMON]
@@ -32,24 +32,24 @@ def pictures(tmp_path_factory):
     return where
 
 
-@pytest.mark.parametrize(("config", "ranks"), WORLDS)
+@pytest.mark.parametrize(("config", "ranks"), LAYOUTS)
 def test_the_figures_are_those_of_the_run(pictures, config, ranks):
     printed = json.loads((pictures / "run" / "summary.json").read_text())
     for weights, names in (("raw", ""), ("ema", "ema/")):
         world = after(pictures, "evaluate", "run", "--weights", weights, "--json", config=config, ranks=ranks)
         world.ok()
-        said = json.loads(next(line for line in world.output.splitlines() if line.startswith("{")))
-        assert said.pop("weights").startswith("final of run")
-        assert set(said) >= {"eval/loss", "eval/accuracy", "test/loss"}
-        for name, value in said.items():
+        metrics = json.loads(next(line for line in world.output.splitlines() if line.startswith("{")))
+        assert metrics.pop("weights").startswith("final of run")
+        assert set(metrics) >= {"eval/loss", "eval/accuracy", "test/loss"}
+        for name, value in metrics.items():
             assert value == pytest.approx(printed[f"{names}{name}"], abs=1e-5), name
 
 
 def test_other_data_and_other_weights(pictures):
     world = after(pictures, "evaluate", "run", "--data", "data", "--checkpoint", "newest", "--json")
     world.ok()
-    said = json.loads(next(line for line in world.output.splitlines() if line.startswith("{")))
-    assert said["weights"] == "step-00000006 of run" and set(said) >= {"data/loss", "data/accuracy"}
+    metrics = json.loads(next(line for line in world.output.splitlines() if line.startswith("{")))
+    assert metrics["weights"] == "step-00000006 of run" and set(metrics) >= {"data/loss", "data/accuracy"}
     assert "loss" in after(pictures, "evaluate", "run", "--checkpoint", "best").output
 
 
@@ -60,17 +60,17 @@ def test_a_row_for_each_image_in_order_whatever_the_ranks(pictures, tmp_path):
         shutil.copy(file, flat / f"{number:03d}{file.suffix}")
     before = {file: file.read_bytes() for file in (pictures / "run").rglob("*") if file.is_file()}
     made = {}
-    for config, ranks in WORLDS:
+    for config, ranks in LAYOUTS:
         for ending in ("parquet", "jsonl", "csv") if ranks != 2 else ("parquet",):
             to = tmp_path / f"{config}-{ranks}.{ending}"
             words = ["predict", "run", "--data", str(flat), "--to", str(to), "--micro", "4"]
             after(pictures, *words, config=config, ranks=ranks).ok()
             assert made.setdefault(ending, to.read_bytes()) == to.read_bytes()
     assert {file: file.read_bytes() for file in (pictures / "run").rglob("*") if file.is_file()} == before
-    said = parquet.read_table(tmp_path / "single-1.parquet").to_pylist()
+    predictions = parquet.read_table(tmp_path / "single-1.parquet").to_pylist()
     files = sorted(flat.iterdir())
-    assert [row["row"] for row in said] == list(range(len(files)))
-    assert [row["file"] for row in said] == [str(file) for file in files]
+    assert [row["row"] for row in predictions] == list(range(len(files)))
+    assert [row["file"] for row in predictions] == [str(file) for file in files]
 
     import timm
 
@@ -83,8 +83,8 @@ def test_a_row_for_each_image_in_order_whatever_the_ranks(pictures, tmp_path):
     samples = task.samples_of(str(flat), labelled=False)
     with torch.no_grad():
         confidence, found = model.eval()(torch.stack([samples[i][0] for i in range(len(samples))])).softmax(-1).max(-1)
-    assert [row["prediction"] for row in said] == [task.classes[number] for number in found]
-    assert [row["confidence"] for row in said] == pytest.approx(confidence.tolist(), abs=1e-5)
+    assert [row["prediction"] for row in predictions] == [task.classes[number] for number in found]
+    assert [row["confidence"] for row in predictions] == pytest.approx(confidence.tolist(), abs=1e-5)
 
 
 TASKS = {
@@ -105,9 +105,9 @@ def test_every_task_says_something_of_every_row(tmp_path, task):
     for ranks in (1, 3):
         after(tmp_path, "predict", "run", "--data", "data", "--to", f"{ranks}.jsonl", ranks=ranks).ok()
         made.append((tmp_path / f"{ranks}.jsonl").read_text())
-    said = [json.loads(line) for line in made[0].splitlines()]
-    assert made[0] == made[1] and [row["row"] for row in said] == list(range(len(said))) and all(map(right, said))
-    assert len(said) == 60 or task == "causal_lm"
+    output = [json.loads(line) for line in made[0].splitlines()]
+    assert made[0] == made[1] and [row["row"] for row in output] == list(range(len(output))) and all(map(right, output))
+    assert len(output) == 60 or task == "causal_lm"
     after(tmp_path, "evaluate", "run", "--data", "data").ok()
 
 
@@ -118,8 +118,8 @@ def test_a_task_of_ones_own_says_its_outputs(tmp_path):
     world = after(tmp_path, "predict", "run", "--to", "said.jsonl", ranks=2, config="ddp")
     world.ok()
     assert "task.name tiny.Normed of run/recipe.yaml is imported from" in world.output
-    said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
-    assert [row["row"] for row in said] == list(range(len(said))) and set(said[0]) > {"row"}
+    predictions = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    assert [row["row"] for row in predictions] == list(range(len(predictions))) and set(predictions[0]) > {"row"}
 
 
 BAD = {
@@ -180,17 +180,17 @@ def test_through_the_launcher_as_typed(pictures, tmp_path, capfd):
 
 
 def odd(to: str) -> int:
-    """Writes columns whose types change as they go on."""
+    """Write columns whose types change between rows."""
     from oneloop.launch.processes import start
     from oneloop.prediction import write
 
     world = start()
     each = 9 // world.ranks
-    said = (
+    own_rows = (
         {"row": [x], "maybe": [None if x < 4 else f"{x}"], "many": [[0.5] * (x % 3)]}
         for x in range(world.rank * each, (world.rank + 1) * each)
     )
-    return write(Path(to), said, accelerator=world.accelerator)
+    return write(Path(to), own_rows, accelerator=world.accelerator)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -240,13 +240,13 @@ def test_a_run_that_went_on_is_not_taken_for_its_older_end(pictures, tmp_path):
 
 
 def test_the_rank_correlation_is_that_of_the_run(tmp_path):
-    """An untrained model's answers hardly vary, so that a micro-batch of another size would reorder them."""
+    """The answers of an untrained model hardly vary: a different micro-batch size would change their order."""
     write(tmp_path / "data", "jsonl", rows(120))
     words = ["digits", "--task", "text_regression", *SMALL, "--task.label", "number", "--task.data", "data", *COMMON]
     run(train, [*words, "--optimizer.lr", "1e-6", "--task.held_out", "0.3", "--run.dir", "run"], folder=tmp_path).ok()
     printed = json.loads((tmp_path / "run" / "summary.json").read_text())
     world = after(tmp_path, "evaluate", "run", "--json")
     world.ok()
-    said = json.loads(next(line for line in world.output.splitlines() if line.startswith("{")))
+    metrics = json.loads(next(line for line in world.output.splitlines() if line.startswith("{")))
     for name in ("eval/spearman", "eval/pearson"):
-        assert said[name] == printed[name], name
+        assert metrics[name] == printed[name], name

@@ -1,5 +1,5 @@
-"""Models, optimizers and data are taken as they are: types, learning rates, figures, parts; and what is tried before
-the first step changes no bit of the run."""
+"""Models, optimizers and data are used as given: dtypes, learning rates, metrics, data splits. A run is bit-identical
+with and without the preflight check."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_unused_parameters_train_alike_everywhere(tmp_path):
 
 
 def two_rates(params, *, lr: float, model: nn.Module):
-    """AdamW whose first layer learns at a tenth."""
+    """Return an AdamW with a tenth of the learning rate for the first layer."""
     first = {id(parameter) for parameter in model[0].parameters()}
     flat = [parameter for group in params for parameter in group["params"]]
     groups = [
@@ -114,7 +114,7 @@ def test_each_group_keeps_its_share_of_the_rate():
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0005, 0.005])
     plain = build(adamw, model, lr=0.02, weight_decay=0.1)
     set_lr(plain, 0.1 + 0.2)
-    assert [group["lr"] for group in plain.param_groups] == [0.1 + 0.2] * 2  # to the bit
+    assert [group["lr"] for group in plain.param_groups] == [0.1 + 0.2] * 2  # bit-identical
 
 
 def test_groups_of_an_own_optimizer_in_a_run(tmp_path):
@@ -135,17 +135,17 @@ def test_groups_of_an_own_optimizer_in_a_run(tmp_path):
     assert torch.equal(final["0.weight"], start["0.weight"]) and not torch.equal(final["2.weight"], start["2.weight"])
 
 
-# --- figures ----------------------------------------------------------------------------------------------------------
+# --- metrics ----------------------------------------------------------------------------------------------------------
 
 
 class Measured(Ragged):
-    """Says how long its sequences are on the average, and how many were long."""
+    """Also logs the token-weighted mean length of the sequences, and the mean of their squared lengths."""
 
     def loss(self, model, batch):
         loss, outputs = super().loss(model, batch)
         known = (batch["target"] != -100).sum(1)
-        figures = {"length": (known * known).sum() / known.sum(), "squares": known.double().square().mean()}
-        return loss, {**outputs, **figures}
+        metrics = {"length": (known * known).sum() / known.sum(), "squares": known.double().square().mean()}
+        return loss, {**outputs, **metrics}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_figures_of_the_loss_are_logged_as_weighted_means(tmp_path, ranks, confi
     import shutil
 
     for path in (tmp_path / "a" / "checkpoints").iterdir():
-        if int(path.name[5:]) > 6:  # between two lines: half of a mean is in the checkpoint
+        if int(path.name[5:]) > 6:  # step 6 is between two log lines, so its checkpoint holds a partial mean
             shutil.rmtree(path)
     shutil.rmtree(tmp_path / "a" / "final")
     (tmp_path / "a" / "summary.json").unlink()
@@ -181,7 +181,7 @@ def test_figures_of_the_loss_are_logged_as_weighted_means(tmp_path, ranks, confi
     assert [(line["train/length"], line["train/squares"]) for line in lines if "train/loss" in line] == found
 
 
-# --- what is tried ----------------------------------------------------------------------------------------------------
+# --- preflight check --------------------------------------------------------------------------------------------------
 
 
 def test_recompute_is_not_counted_twice():
@@ -247,8 +247,8 @@ class Counting(nn.Module):
 )
 
 
-def untried(words: list[str]) -> None:
-    """A run without the rehearsal."""
+def without_preflight(words: list[str]) -> None:
+    """Train without the preflight check."""
     import oneloop.train as module
     from oneloop.job.preflight import Preflight
 
@@ -256,8 +256,8 @@ def untried(words: list[str]) -> None:
     here(words)
 
 
-def leaking(words: list[str]) -> None:
-    """A run whose rehearsal puts nothing back."""
+def without_restore(words: list[str]) -> None:
+    """Train with a preflight check that restores nothing."""
     import contextlib
 
     from oneloop.job import preflight, trial_passes
@@ -268,16 +268,16 @@ def leaking(words: list[str]) -> None:
 
 def test_a_rehearsal_that_puts_nothing_back_is_found(tmp_path):
     with pytest.raises(AssertionError):
-        compare_with_untried(tmp_path, "norm", 1, "single", tried=leaking)
+        compare_without_preflight(tmp_path, "norm", 1, "single", tried=without_restore)
 
 
 @pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
 @pytest.mark.parametrize("task", ["norm", "digits"])
 def test_what_is_tried_changes_no_bit(tmp_path, task, ranks, config):
-    compare_with_untried(tmp_path, task, ranks, config, tried=here)
+    compare_without_preflight(tmp_path, task, ranks, config, tried=here)
 
 
-def compare_with_untried(tmp_path: Path, task: str, ranks: int, config: str, *, tried) -> None:
+def compare_without_preflight(tmp_path: Path, task: str, ranks: int, config: str, *, tried) -> None:
     (tmp_path / "mine.py").write_text(BATCH_NORM)
     own = (
         ["digits", "--task", "mine.Mine"]
@@ -287,7 +287,7 @@ def compare_with_untried(tmp_path: Path, task: str, ranks: int, config: str, *, 
     typed = [*own, "--duration", "6", "--batch.size", "16", "--batch.micro", "4", "--track", "none"]
     typed += ["--ema.half_life", "1ep", "--log.every", "2", "--log.noise_scale", "false"]
     ends = []
-    for name, function in (("tried", tried), ("untried", untried)):
+    for name, function in (("tried", tried), ("untried", without_preflight)):
         run(function, [*typed, "--run.dir", name], ranks=ranks, config=config, folder=tmp_path).ok()
         last = sorted((tmp_path / name / "checkpoints").iterdir())[-1]
         ends.append([file.read_bytes() for file in sorted(last.glob("*.safetensors"))])
@@ -331,7 +331,7 @@ def test_texts_as_other_programs_write_them(tmp_path):
 
 
 def test_splits_of_a_data_set_are_its_own(tmp_path, monkeypatch):
-    """``datasets`` loads a folder as it loads a set from the hub."""
+    """``datasets`` loads a local folder with the same code as a data set from the Hub."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     from oneloop.data.rows.arrow_tables import hub
@@ -408,11 +408,11 @@ def test_a_thinned_curve_keeps_what_matters():
     assert max(values) == max(plain) and min(values) == min(plain)
     assert all(plain[step] == value for step, value in zip(steps, values, strict=True))
     window = len(plain) // 200
-    for start in range(0, len(plain), window):  # nowhere is it empty
+    for start in range(0, len(plain), window):  # every window keeps a point
         assert any(start <= step < start + window for step in steps)
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
+# --- help texts -------------------------------------------------------------------------------------------------------
 
 
 def test_help_shows_docstrings_in_the_readmes_form(tmp_path):

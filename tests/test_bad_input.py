@@ -1,4 +1,4 @@
-"""Promise 8: bad input is exit code 2 and one message that names the key and the fix; nothing is written."""
+"""Promise 8: bad input gives exit code 2 and one message with the key and the fix; no files are written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NotATask:
     name = "nothing that a task needs"
 """
 
-# kind: (words after the recipe, what the message must say, accelerate's options)
+# kind: (command-line words, parts of the message)
 BAD = {
     "unknown key": (["digits", "--batch.siez", "3"], ["batch.siez", "did you mean 'batch.size'"]),
     "misspelt recipe": (["digit"], ["'digit'", "did you mean 'digits'"]),

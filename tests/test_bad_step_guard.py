@@ -27,9 +27,9 @@ def test_a_non_finite_step_changes_nothing(make, bad):
     state = [value.clone() for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
     backward(net, bad)
     guard.step(global_norm(net.parameters()))
-    with pytest.raises(RuntimeError, match="resolve"):  # what became of it has to be asked for before the next
+    with pytest.raises(RuntimeError, match="resolve"):  # each step must be resolved before the next
         guard.step(global_norm(net.parameters()))
-    assert guard.resolve().fault is Fault.NONFINITE and guard.resolve() is None  # told once
+    assert guard.resolve().fault is Fault.NONFINITE and guard.resolve() is None  # reported once
     after = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
     assert all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))

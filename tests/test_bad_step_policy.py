@@ -1,4 +1,4 @@
-"""Promise R10: a bad step touches nothing, and what follows is the run without it, to the bit, on all ranks alike."""
+"""Promise R10: a bad step changes nothing. The rest is bit-identical to a run without it, on all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def recipe(tmp_path) -> str:
 
 
 def simulated(bad: int, policy: str) -> tuple[list[int], list[int]]:
-    """What the policy should make of a bad sample: positions at which the accepted steps begin, numbers of bad ones."""
+    """Return what the policy must do with a bad sample: start positions of accepted steps, numbers of bad steps."""
     taken: list[int] = []
     numbers: list[int] = []
     position = 0
@@ -45,7 +45,7 @@ def simulated(bad: int, policy: str) -> tuple[list[int], list[int]]:
         if bad in order[position : position + BATCH][1]:
             numbers.append(len(taken) + 1)
             if policy == "rewind":
-                del taken[len(taken) // SAVE * SAVE :]  # back to the checkpoint
+                del taken[len(taken) // SAVE * SAVE :]  # rewind to the checkpoint
         else:
             taken.append(position)
         position += BATCH
@@ -57,7 +57,7 @@ def windows(bad: int, policy: str) -> list[int]:
 
 
 class Without:
-    """Trains on these positions only, step after step: the run in which the others had never been there."""
+    """Train only on these positions, in order: the reference run, which never sees the bad steps."""
 
     def __init__(self, taken: list[int]) -> None:
         self.taken = taken
@@ -69,7 +69,7 @@ class Without:
 
 
 def left(folder: Path) -> tuple[dict[str, bytes], list[dict], list[dict]]:
-    """Weights, averages and optimizer as they are on disk; metrics without times; events."""
+    """Read weights, EMA weights and optimizer state from disk; metrics without times; events."""
     files = {path.name: path.read_bytes() for path in (folder / "final").glob("*.safetensors")}
     files |= {path.name: path.read_bytes() for path in Store(folder / "checkpoints").sealed()[-1].glob("*.safetensors")}
     lines = [timeless(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -84,13 +84,13 @@ def left(folder: Path) -> tuple[dict[str, bytes], list[dict], list[dict]]:
 @pytest.mark.parametrize("policy", ["skip", "rewind"])
 def test_a_bad_step_might_as_well_not_have_been(tmp_path, recipe, ranks, config, more, policy):
     words = [recipe, *more, "--guard.nonfinite", policy]
-    kind = "--task.infinite" if more else "--task.spoiled"  # an infinite loss whose gradient is finite, or NaN
+    kind = "--task.infinite" if more else "--task.spoiled"  # an infinite loss with a finite gradient, or a NaN loss
     world = run(train, [*words, kind, "5", "--run.dir", "bad"], ranks=ranks, config=config, folder=tmp_path)
     world.ok()
     taken = windows(5, policy)
     run(Without(taken), [*words, "--run.dir", "good"], ranks=ranks, config=config, folder=tmp_path).ok()
-    (files, metrics, events), (wanted, wanted_metrics, none) = left(tmp_path / "bad"), left(tmp_path / "good")
-    assert files == wanted and metrics == wanted_metrics and not none
+    (files, metrics, events), (expected, expected_metrics, none) = left(tmp_path / "bad"), left(tmp_path / "good")
+    assert files == expected and metrics == expected_metrics and not none
     assert len(events) >= 3 and all(event["event"] == policy and 5 in event["ids"] for event in events)
     assert all(len(event["ids"]) == BATCH and "not finite" in event["why"] for event in events)
     summary = json.loads((tmp_path / "bad" / "summary.json").read_text())
@@ -123,7 +123,7 @@ def test_a_run_that_began_in_another_folder_can_go_back(tmp_path, recipe):
         "0",
     ]
     world = run(train, [*words, "--run.resume", start, "--run.dir", "second"], folder=tmp_path)
-    # Every epoch has the bad sample, and nothing is saved between: it goes back again and again, until it gives up.
+    # Every epoch contains the bad sample, and nothing is saved in between: the run rewinds until it gives up.
     assert world.codes == [3] and [event["event"] for event in left(tmp_path / "second")[2]] == ["rewind"] * 10 + [
         "stop"
     ]
@@ -131,7 +131,7 @@ def test_a_run_that_began_in_another_folder_can_go_back(tmp_path, recipe):
 
 def test_an_evaluation_that_a_rewind_undid_is_made_again(tmp_path, recipe):
     words = [recipe, "--guard.nonfinite", "rewind", "--run.dir", "a"]
-    assert run(_stopped_in_evaluation, words, folder=tmp_path).codes == [75]  # at step 8, which saves without it
+    assert run(_stopped_in_evaluation, words, folder=tmp_path).codes == [75]  # at step 8, saved without the evaluation
     bad = int(Order(37, seed=0)[8 * BATCH : 9 * BATCH][1][0])
     more = ["--task.spoiled", str(bad), "--run.accept_changes", "true", "--duration", "10"]
     run(train, [*words, *more], folder=tmp_path).ok()
@@ -141,7 +141,7 @@ def test_an_evaluation_that_a_rewind_undid_is_made_again(tmp_path, recipe):
 
 
 def _stopped_in_evaluation(words: list[str]) -> None:
-    """Trains until the first evaluation, which is told to stop."""
+    """Train until the first evaluation, where a stop is requested."""
     from oneloop.launch.processes import Run
 
     Run.stop_wanted = lambda self: True
@@ -155,13 +155,13 @@ def test_the_first_or_the_last_step_is_bad(tmp_path, recipe, step, policy):
     words = [recipe, "--guard.nonfinite", policy]
     run(train, [*words, "--task.spoiled", str(bad), "--run.dir", "bad"], folder=tmp_path).ok()
     run(Without(windows(bad, policy)), [*words, "--run.dir", "good"], folder=tmp_path).ok()
-    (files, metrics, events), (wanted, wanted_metrics, none) = left(tmp_path / "bad"), left(tmp_path / "good")
-    assert files == wanted and metrics == wanted_metrics and not none
+    (files, metrics, events), (expected, expected_metrics, none) = left(tmp_path / "bad"), left(tmp_path / "good")
+    assert files == expected and metrics == expected_metrics and not none
     assert step in [event["step"] for event in events]
 
 
 class StoppedAt:
-    """Trains until these steps are asked to stop, counted from 1, bad ones included."""
+    """Train, and request a stop at these steps, counted from 1, bad steps included."""
 
     def __init__(self, *steps: int) -> None:
         self.steps = steps
@@ -182,7 +182,7 @@ class StoppedAt:
 
 @pytest.mark.parametrize(("policy", "stops", "step"), [("skip", (3,), 2), ("rewind", (4, 5), 3)])
 def test_a_stop_at_a_bad_step_saves_what_is_good(tmp_path, recipe, policy, stops, step):
-    """A skipped step saves the ones before it. After a rewind, the stop is heard at the next step."""
+    """A stop at a skipped step saves the steps before it. After a rewind, it takes effect at the next step."""
     bad = int(Order(37, seed=0)[(stops[0] - 1) * BATCH : stops[0] * BATCH][1][0])
     words = [recipe, "--guard.nonfinite", policy, "--task.spoiled", str(bad), "--save.every", "2"]
     run(train, [*words, "--run.dir", "alone"], folder=tmp_path).ok()
@@ -196,7 +196,7 @@ def test_a_stop_at_a_bad_step_saves_what_is_good(tmp_path, recipe, policy, stops
 
 
 def test_a_skipped_step_does_not_end_a_run_that_stops_early(tmp_path, recipe):
-    bad = int(Order(37, seed=0)[3 * BATCH : 4 * BATCH][1][0])  # of step 4, where the second evaluation is due
+    bad = int(Order(37, seed=0)[3 * BATCH : 4 * BATCH][1][0])  # in step 4, when the second evaluation is due
     words = [recipe, "--guard.nonfinite", "skip", "--task.spoiled", str(bad), "--optimizer.lr", "0"]
     run(train, [*words, "--eval.every", "2", "--stop.patience", "1", "--run.dir", "a"], folder=tmp_path).ok()
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
@@ -235,23 +235,23 @@ def test_a_spike_is_left_out(tmp_path, recipe, ranks, config):
     _, _, events = left(tmp_path / "a")
     assert [event["event"] for event in events] == ["skip"] * len(events) and len(events) >= 4
     assert all(5 in event["ids"] and "100 deviations" in event["why"] for event in events)
-    assert windows(5, "skip")[4] == 5 * BATCH == 40  # the first of them comes when the window has just filled
+    assert windows(5, "skip")[4] == 5 * BATCH == 40  # the first spike comes when the window has just filled
 
 
 def test_a_rewind_under_loss_scaling_undoes_what_was_unscaled(tmp_path, recipe):
-    """A pending step is found bad after the next one's backward: its gradients are dropped before they are unscaled."""
+    """A pending step is found bad after the next backward, whose gradients must be dropped before unscaling."""
     words = [recipe, "--task.loud", "5", "--guard.sigma", "100", "--guard.window", "4", "--guard.spike", "rewind"]
     run(_with_a_scaler, [*words, "--run.dir", "scaled"], folder=tmp_path).ok()
     run(train, [*words, "--run.dir", "plain"], folder=tmp_path).ok()
-    (_, scaled, events), (_, plain, wanted) = left(tmp_path / "scaled"), left(tmp_path / "plain")
-    assert [event["step"] for event in events] == [event["step"] for event in wanted] and len(events) >= 3
+    (_, scaled, events), (_, plain, expected) = left(tmp_path / "scaled"), left(tmp_path / "plain")
+    assert [event["step"] for event in events] == [event["step"] for event in expected] and len(events) >= 3
     assert [line["step"] for line in scaled] == [line["step"] for line in plain]
     losses = [[line["train/loss"] for line in lines if "train/loss" in line] for lines in (scaled, plain)]
     assert np.allclose(*losses, rtol=1e-5)
 
 
 def _with_a_scaler(words: list[str]) -> None:
-    """Trains in float32 with loss scaling: accelerate has none on a CPU, but torch has."""
+    """Train in float32 with loss scaling: accelerate has no scaler on a CPU, but torch has."""
     from oneloop.run import entry
 
     start = entry.start
@@ -280,7 +280,7 @@ def test_the_profiler_is_told_the_steps_own_number(tmp_path, recipe, policy):
 
 
 def _numbers(words: list[str]) -> list[int]:
-    """The numbers that the profiler was told during a run."""
+    """Return the step numbers that the profiler received during a run."""
     from oneloop.measure.profiling import Profiling
 
     numbers, step = [], Profiling.step
@@ -305,12 +305,12 @@ def test_what_is_not_finite_is_no_spike(bad, scaled):
         guard.unscale()
         norm = torch.tensor(loss) if not scaled else torch.stack([p.grad.norm() for p in net.parameters()]).norm()
         guard.step(norm, loss=torch.tensor(loss))
-        verdict = guard.resolve().fault
+        fault = guard.resolve().fault
         optimizer.zero_grad()
         if not np.isfinite(loss):
-            assert verdict is (Fault.RESCALED if scaled else Fault.NONFINITE)
+            assert fault is (Fault.RESCALED if scaled else Fault.NONFINITE)
         else:
-            assert verdict is (Fault.SPIKE if loss == 50.0 else Fault.NONE)
+            assert fault is (Fault.SPIKE if loss == 50.0 else Fault.NONE)
 
 
 def test_the_window_is_mean_and_deviation_of_what_was_taken():
@@ -319,8 +319,8 @@ def test_the_window_is_mean_and_deviation_of_what_was_taken():
     values = [1.0, 2.0, 3.0, 2.0]
     assert [float(window.spike(torch.tensor([v]), known=yes)) for v in values] == [0.0] * 4
     bound = np.mean(values) + 3 * np.std(values, ddof=1)
-    assert float(window.spike(torch.tensor([bound + 0.01]), known=yes)) == 1.0  # and it does not join
-    assert float(window.spike(torch.tensor([bound - 0.01]), known=yes)) == 0.0  # it does, in the place of the first
+    assert float(window.spike(torch.tensor([bound + 0.01]), known=yes)) == 1.0  # is not added to the window
+    assert float(window.spike(torch.tensor([bound - 0.01]), known=yes)) == 0.0  # is added in place of the oldest
     again = Window(4, 3.0, device=torch.device("cpu"))
     again.load_state_dict(json.loads(json.dumps(window.state_dict())))
     kept = [bound - 0.01, 2.0, 3.0, 2.0]
@@ -331,7 +331,7 @@ def test_the_window_is_mean_and_deviation_of_what_was_taken():
 
 def test_what_ends_a_row():
     mixed = BadSteps(Policy("rewind", "skip", sigma=6), 2)
-    for _ in range(9):  # spikes far from one another, under a policy that rewinds for what is not finite
+    for _ in range(9):  # spikes far apart, under a policy that rewinds for non-finite losses
         assert mixed.answer(Fault.SPIKE)[0] == "skip"
         mixed.accepted()
     skipping, rewinding = BadSteps(Policy("skip"), 2), BadSteps(Policy("rewind"), 2)

@@ -1,4 +1,4 @@
-"""The equality tests can fail: each break of the loop, made on purpose, is found by them."""
+"""The equality tests can fail: they detect each of these deliberate bugs in the loop."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from oneloop.data.order import Order
 from splits import BATCH, distance, expected, trained
 from worlds import run, train
 
-# --- the breaks: each puts something wrong in the place of a part, in this process only ------------------------------
+# --- the bugs: each replaces one component by a wrong one, in this process only ---------------------------------------
 
 
 def weight_scaling() -> None:
-    """The mean is taken over one too many."""
+    """Divide by the total weight plus one."""
     _change_totals(lambda group, total, ranks: total + 1)
 
 
 def own_weight() -> None:
-    """A rank divides by its own weight instead of the global one."""
+    """Divide by the rank's own weight instead of the global weight."""
     _change_totals(lambda group, total, ranks: group.weight * ranks)
 
 
@@ -39,7 +39,7 @@ def _change_totals(changed: Any) -> None:
 
 
 def a_ranks_slice() -> None:
-    """All ranks take the first one's samples."""
+    """Give the samples of rank 0 to all ranks."""
     from oneloop.data import step_batches
 
     class Batches(step_batches._RankBatches):
@@ -50,14 +50,14 @@ def a_ranks_slice() -> None:
 
 
 def no_sync() -> None:
-    """The last micro-batch's gradients are not reduced."""
+    """Do not reduce the gradients of the last micro-batch."""
     from accelerate import Accelerator
 
     Accelerator.accumulate = Accelerator.no_sync
 
 
 def norm_of_a_shard() -> None:
-    """Each rank clips by the norm of its own shard."""
+    """Clip by the norm of each rank's own shard."""
     from oneloop.basics.tensors import local
     from oneloop.run import gradients
 
@@ -65,7 +65,7 @@ def norm_of_a_shard() -> None:
 
 
 def reduced_in_bf16() -> None:
-    """FSDP2 reduces and accumulates in bf16, as accelerate would have it."""
+    """Reduce and accumulate in bf16 under FSDP2, as accelerate would configure it."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from oneloop.launch import processes
@@ -74,7 +74,7 @@ def reduced_in_bf16() -> None:
     processes.sharded_precision = lambda precision: policy
 
 
-BREAKS = {  # what breaks, and the strategy that shows it
+BREAKS = {  # name: (bug, strategy that shows it)
     "weight scaling": (weight_scaling, "single"),
     "own weight for the global one": (own_weight, "ddp"),
     "a rank's slice": (a_ranks_slice, "ddp"),
@@ -85,7 +85,7 @@ BREAKS = {  # what breaks, and the strategy that shows it
 
 
 class Broken:
-    """Trains with one of the breaks, in a forked process."""
+    """Train with one of the bugs, in a forked process."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -106,23 +106,23 @@ def test_each_break_is_found(tmp_path, name):
         steps=20,
         optimizer="sgd",
         function=Broken(name),
-        extra=("--machine.check_every", "0"),  # which would find one of them first
+        extra=("--machine.check_every", "0"),  # the replica check would find one bug first
     )
     order = Order(37, seed=0)
     the_same = all(sorted(step) == sorted(order[n * BATCH : (n + 1) * BATCH][1].tolist()) for n, step in enumerate(ids))
-    if name == "a rank's slice":  # seen by the samples: the reference trains on those that were drawn
+    if name == "a rank's slice":  # the drawn samples show it; the reference would train on the same ones
         assert not the_same
         return
     assert the_same
-    wanted, _ = expected(ids, dtype=torch.float32, optimizer="sgd")
-    assert distance(weights, wanted) > 1e-5
+    reference, _ = expected(ids, dtype=torch.float32, optimizer="sgd")
+    assert distance(weights, reference) > 1e-5
 
 
 # --- gradients are reduced and accumulated in float32 under FSDP2 and bf16 --------------------------------------------
 
 
 def bf16_gradients(ids: list[int], ranks: int, accumulate: int) -> dict[str, Any]:
-    """One SGD step as FSDP2 should make it: every micro-batch computed in bf16, all of them summed in float32."""
+    """Return the expected gradients of one FSDP2 step: each micro-batch in bf16, their sum in float32."""
     from oneloop.basics.seeds import key
     from tiny import Ragged, Sequences
 
@@ -181,8 +181,8 @@ def test_fsdp2_reduces_in_float32(tmp_path, reduce_in):
     torch.manual_seed(key(0))
     start = Ragged().model().state_dict()
     moved = {name: start[name] - weights[name] for name in start}
-    wanted = run(bf16_gradients, ids[0], 2, 2).ok()[0]  # in a process like those of the run
-    apart = distance(moved, {name: torch.tensor(value) for name, value in wanted.items()})
+    reference = run(bf16_gradients, ids[0], 2, 2).ok()[0]  # in a process set up like the run's
+    apart = distance(moved, {name: torch.tensor(value) for name, value in reference.items()})
     if reduce_in == "float32":
         assert apart < 1e-5
     else:
@@ -190,7 +190,7 @@ def test_fsdp2_reduces_in_float32(tmp_path, reduce_in):
 
 
 class InBf16:
-    """The function under ``mixed_precision: bf16``."""
+    """Run the function with ``mixed_precision: bf16``."""
 
     def __init__(self, function) -> None:
         self.function = function

@@ -1,4 +1,4 @@
-"""What is trained of a conversation: by templates of several families, of texts, and by the loss, token by token."""
+"""Which tokens of a conversation are trained: with several families of templates, in texts, and in the loss."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def conversation(number: int, *, tools: bool) -> Messages:
             asked = {"role": "assistant", "content": draw.choice(["", content(draw)]), "tool_calls": [call]}
             messages.append(asked | ({"reasoning_content": content(draw)} if draw.random() < 0.3 else {}))
             messages.append({"role": "tool", "name": "look", "content": content(draw)})
-        said: dict[str, Any] = {"role": "assistant", "content": content(draw)}
-        messages.append(said | ({"reasoning_content": content(draw)} if tools and draw.random() < 0.4 else {}))
+        answer: dict[str, Any] = {"role": "assistant", "content": content(draw)}
+        messages.append(answer | ({"reasoning_content": content(draw)} if tools and draw.random() < 0.4 else {}))
     if draw.random() < 0.1:
         messages.append({"role": "user", "content": content(draw)})
     return messages
@@ -78,19 +78,19 @@ def conversation(number: int, *, tools: bool) -> Messages:
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "finds it", "parameters": {}}}]
 
 
-# --- the rule, by other means: what the assistant says stands between two marks of its family -------------------------
+# --- an independent check: the assistant's text is between two marks of its family ------------------------------------
 
 
 @cache
 def byte_of() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary stands for."""
+    """Map each letter of a byte-level vocabulary to its byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
 def pieces(tokenizer: Any, tokens: Sequence[int]) -> list[bytes]:
-    """The bytes of each token."""
+    """Return the bytes of each token."""
     added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
     return [
         added[token].encode()
@@ -101,7 +101,7 @@ def pieces(tokenizer: Any, tokens: Sequence[int]) -> list[bytes]:
 
 
 def by_rule(tokenizer: Any, text: str, spoken: str) -> tuple[list[int], list[bool]]:
-    """The tokens of a rendered conversation, and whether a letter of them is between the marks."""
+    """Return the tokens of a rendered conversation, and whether each overlaps the text between the marks."""
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     each = pieces(tokenizer, tokens)
     assert b"".join(each) == text.encode()
@@ -114,8 +114,8 @@ def by_rule(tokenizer: Any, text: str, spoken: str) -> tuple[list[int], list[boo
     return tokens, trained.tolist()
 
 
-def said(tokenizer: Any, values: Any) -> str:
-    """The text, with «» around what is trained."""
+def marked(tokenizer: Any, values: Any) -> str:
+    """Return the text with «» around the trained tokens."""
     shown, before = "", False
     for value in [*values.tolist(), None]:
         trained = value is not None and value >= 0
@@ -143,12 +143,12 @@ def test_what_is_trained_is_what_the_assistant_says_and_the_end_of_its_turns(nam
         text = tokenizer.apply_chat_template(messages, tokenize=False, **how)
         tokens, trained = by_rule(tokenizer, text, family.spoken)
         assert np.where(found < 0, ~found, found).tolist() == tokens
-        assert (found >= 0).tolist() == trained, said(tokenizer, found)
-        if chat.marked:  # then transformers knows it too
+        assert (found >= 0).tolist() == trained, marked(tokenizer, found)
+        if chat.marked:  # then transformers can compute the mask, too
             how |= {"return_dict": True, "return_assistant_tokens_mask": True}
             assert tokenizer.apply_chat_template(messages, **how)["assistant_masks"] == [*map(int, trained)]
         ends = [at for at, mark in enumerate(trained) if mark and not [*trained, False][at + 1]]
-        assert len(ends) == sum(one["role"] == "assistant" for one in messages), said(tokenizer, found)
+        assert len(ends) == sum(one["role"] == "assistant" for one in messages), marked(tokenizer, found)
         last = [at - 1 if tokenizer.decode([tokens[at]]) == "\n" else at for at in ends]
         assert all(tokenizer.decode([tokens[at]]) in family.special for at in last)
         turns += len(ends)
@@ -229,23 +229,23 @@ BY_HAND = {
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_masks_as_they_are_written_by_hand(name):
-    messages, wanted = BY_HAND[name]
-    assert said(tokenizer_of(name), chat_of(name).encode(messages)) == wanted
+    messages, expected = BY_HAND[name]
+    assert marked(tokenizer_of(name), chat_of(name).encode(messages)) == expected
 
 
 def test_a_token_of_header_and_answer_is_trained():
     found = chat_of("qwen 2.5").encode([{"role": "user", "content": "?"}, {"role": "assistant", "content": "\n\nx"}])
-    assert said(tokenizer_of("qwen 2.5"), found).endswith("assistant«\n\n\nx<|im_end|>»\n")
+    assert marked(tokenizer_of("qwen 2.5"), found).endswith("assistant«\n\n\nx<|im_end|>»\n")
 
 
 def test_special_tokens_that_take_the_blanks_behind_them_are_not_trained_as_headers():
     family = FAMILIES["phi 3"]
-    tokenizer = tokenizer_with(family.special, of_trl(family.template), rstrip=True)  # as Phi 3 has them
+    tokenizer = tokenizer_with(family.special, of_trl(family.template), rstrip=True)  # as in Phi 3
     chat = Chat(tokenizer)
     for inner in ("yes", " yes", "\n\n yes"):
         found = chat.encode([{"role": "user", "content": "?"}, {"role": "assistant", "content": inner}])
         header, *_ = tokenizer.convert_tokens_to_ids(["<|assistant|>"])
-        assert header not in found.tolist() and ~header in found.tolist(), said(tokenizer, found)
+        assert header not in found.tolist() and ~header in found.tolist(), marked(tokenizer, found)
 
 
 @pytest.mark.parametrize(
@@ -278,8 +278,8 @@ def test_marks_in_a_block_that_is_kept_first():
     try:
         found = Chat(tokenizer).encode(turns("hello", "yo"))
     except ValueError:
-        return  # which is as good
-    assert said(tokenizer, found).rstrip().endswith("«yo<|im_end|>»")
+        return  # a rejection is also correct
+    assert marked(tokenizer, found).rstrip().endswith("«yo<|im_end|>»")
 
 
 def test_prompts_that_are_written_otherwise_alone():
@@ -287,7 +287,7 @@ def test_prompts_that_are_written_otherwise_alone():
     tokenizer = tokenizer_with((*family.special[:-1], "<|end_of_this_text|>"), of_trl(family.template))
     row, columns = {"prompt": turns("?"), "completion": turns("c", first="assistant")}, NO_COLUMNS
     found = encoded(row, columns | {"prompt": "prompt", "completion": "completion"}, tokenizer, Chat(tokenizer))
-    assert said(tokenizer, found).endswith("«c<|end|>\n<|end_of_this_text|>»")
+    assert marked(tokenizer, found).endswith("«c<|end|>\n<|end_of_this_text|>»")
 
 
 def test_prompts_with_thoughts_that_the_template_drops_later():
@@ -295,7 +295,7 @@ def test_prompts_with_thoughts_that_the_template_drops_later():
     asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a", "reasoning_content": "thoughts"}]
     row = {"prompt": asked, "completion": turns("b", "c")}
     found = encoded(row, columns, tokenizer_of("gpt-oss"), chat)
-    assert said(tokenizer_of("gpt-oss"), found).endswith("<|message|>c<|return|>»")
+    assert marked(tokenizer_of("gpt-oss"), found).endswith("<|message|>c<|return|>»")
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -307,9 +307,9 @@ def qwen(tmp_path_factory) -> Path:
 
 
 def trained_of(task: SFT) -> list[str]:
-    """What the training samples say, in their order."""
+    """Return the training samples as texts, in order."""
     rows = task.train_set()
-    return [said(task.tokenizer, rows[index]) for index in range(len(rows))]
+    return [marked(task.tokenizer, rows[index]) for index in range(len(rows))]
 
 
 @pytest.mark.parametrize(("pack", "fused"), [("padded", False), ("packed", False), ("packed", True)])
@@ -320,14 +320,14 @@ def test_the_loss_counts_these_tokens_and_no_other(tmp_path, qwen, pack, fused):
     mine, model = task.train_set(), task.model().double().eval()
     plain = transformers.AutoModelForCausalLM.from_pretrained(qwen, attn_implementation="sdpa").double().eval()
     tokenizer, family = tokenizer_of("qwen 2.5"), FAMILIES["qwen 2.5"]
-    wanted = {}
+    reference = {}
     for messages in conversations:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
         tokens, trained = by_rule(tokenizer, text, family.spoken)
         with torch.no_grad():
             logs = plain(torch.tensor([tokens])).logits[0].log_softmax(-1)
         each = [-logs[at - 1, tokens[at]].item() if trained[at] else 0.0 for at in range(1, len(tokens))]
-        wanted[tuple(tokens)] = (each, sum(trained))
+        reference[tuple(tokens)] = (each, sum(trained))
     seen = 0
     for first in range(0, len(mine), 4):
         samples = [mine[index] for index in range(first, min(first + 4, len(mine)))]
@@ -337,7 +337,7 @@ def test_the_loss_counts_these_tokens_and_no_other(tmp_path, qwen, pack, fused):
         rows, count = [], 0
         for sample in samples:
             members = sample if pack == "packed" else [sample]
-            row = [wanted[tuple(np.where(one < 0, ~one, one).tolist())] for one in members]
+            row = [reference[tuple(np.where(one < 0, ~one, one).tolist())] for one in members]
             rows.append([loss for each, _ in row for loss in each])
             count += sum(known for _, known in row)
             seen += len(members)
@@ -363,14 +363,14 @@ def test_prompts_and_completions_as_texts():
         )
     assert with_both("x")["input_ids"][-1] == with_both.eos_token_id
     for tokenizer, begin in ((plain, ""), (with_begin, "<s>"), (with_both, "<s>")):
-        assert said(tokenizer, completed(tokenizer, "what is it?", " 42")) == f"{begin}what is it?« 42</s>»"
-        assert said(tokenizer, completed(tokenizer, "a\n", "b</s>")) == f"{begin}a\n«b</s>»"
+        assert marked(tokenizer, completed(tokenizer, "what is it?", " 42")) == f"{begin}what is it?« 42</s>»"
+        assert marked(tokenizer, completed(tokenizer, "a\n", "b</s>")) == f"{begin}a\n«b</s>»"
         if begin:
-            assert said(tokenizer, completed(tokenizer, "", "b")) == f"{begin}«b</s>»"
+            assert marked(tokenizer, completed(tokenizer, "", "b")) == f"{begin}«b</s>»"
     with pytest.raises(ValueError, match="the prompt is empty, so the completion's first token could not be trained"):
         completed(plain, "", "b")
-    for tokenizer in (with_begin, with_both):  # a text that has one, to which one is added
-        assert said(tokenizer, completed(tokenizer, "<s>what", "x")) == "<s>what«x</s>»"
+    for tokenizer in (with_begin, with_both):  # no second <s> if the text begins with one
+        assert marked(tokenizer, completed(tokenizer, "<s>what", "x")) == "<s>what«x</s>»"
     for prompt, completion in (("é🙂", "🙂é"), ("what is ", "it?"), ("a\n", "\nb")):
         tokens = completed(with_both, prompt, completion).tolist()
         each = pieces(with_both, [token if token >= 0 else ~token for token in tokens])
@@ -384,15 +384,15 @@ def test_completions_of_a_tokenizer_that_ends_texts_with_another_token():
     tokenizer = tokenizer_with(("[SEP]", "</s>"), None)
     added = [("[SEP]", tokenizer.convert_tokens_to_ids("[SEP]"))]
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A [SEP]", special_tokens=added)
-    assert said(tokenizer, completed(tokenizer, "ab", "cd")).startswith("ab«cd")
+    assert marked(tokenizer, completed(tokenizer, "ab", "cd")).startswith("ab«cd")
 
 
 def test_prompts_and_completions_in_rows(tmp_path, qwen):
     texts = [{"prompt": f"what is {n}?", "completion": f" it is {n}"} for n in range(6)]
     task = SFT(str(written(tmp_path / "texts", texts)), model=str(qwen), pack="padded")
     assert trained_of(task) == [f"what is {n}?« it is {n}<|im_end|>»" for n in range(6)]
-    told = [{"prompt": turns("a", "b", "c"), "completion": turns("d", "e", "f", first="assistant")}]
-    for rows in (told, [{key: json.dumps(value) for key, value in row.items()} for row in told]):
+    objects = [{"prompt": turns("a", "b", "c"), "completion": turns("d", "e", "f", first="assistant")}]
+    for rows in (objects, [{key: json.dumps(value) for key, value in row.items()} for row in objects]):
         task = SFT(str(written(tmp_path / str(len(str(rows))), rows * 3)), model=str(qwen), pack="padded")
         shown = trained_of(task)[0].partition("<|im_start|>user\n")[2]
         assert shown == (
@@ -415,12 +415,12 @@ def test_of_conversational_prompts_nothing_is_trained(name):
             edges = np.flatnonzero(np.diff(np.concatenate([[0], (whole >= 0).astype(int), [0]])) == 1)
             skip = sum(turns_of[:given])
             border = edges[skip] if skip < len(edges) else len(whole)
-            wanted = np.where((np.arange(len(whole)) < border) & (whole >= 0), ~whole, whole)
-            assert np.array_equal(found, wanted), said(tokenizer, found)
+            expected = np.where((np.arange(len(whole)) < border) & (whole >= 0), ~whole, whole)
+            assert np.array_equal(found, expected), marked(tokenizer, found)
 
 
 def test_rows_as_people_write_them(tmp_path, qwen):
-    wanted = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«yo<|im_end|>»\n"
+    expected = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«yo<|im_end|>»\n"
     plain = [{"messages": turns("hi", "yo")}] * 3
     as_json = [{"messages": json.dumps(turns("hi", "yo"))}] * 3
     shared = [{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}] * 3
@@ -429,7 +429,7 @@ def test_rows_as_people_write_them(tmp_path, qwen):
     for number, rows in enumerate((plain, as_json, shared, with_more)):
         key = "conversations" if rows is shared else "messages"
         task = SFT(str(written(tmp_path / str(number), rows)), messages=key, model=str(qwen), pack="padded")
-        assert [one.partition("helpful assistant.<|im_end|>\n")[2] for one in trained_of(task)] == [wanted] * 3
+        assert [one.partition("helpful assistant.<|im_end|>\n")[2] for one in trained_of(task)] == [expected] * 3
 
 
 def test_keys_that_hold_nothing_in_all_rows(tmp_path, qwen):
@@ -462,9 +462,9 @@ def test_tools_are_given_to_the_template(tmp_path, qwen, kind):
     task = SFT(str(written(tmp_path / "data", rows)), model=str(qwen), pack="padded", length=1024)
     with_tools, without = trained_of(task)
     assert "# Tools" in with_tools and '"description": "finds it"' in with_tools and "# Tools" not in without
-    said_of = re.findall("«(.*?)»", with_tools, re.DOTALL)
+    trained_texts = re.findall("«(.*?)»", with_tools, re.DOTALL)
     call_text = '<tool_call>\n{"name": "look", "arguments": {"n": 1}}\n</tool_call><|im_end|>'
-    assert said_of == [call_text, "It is 42<|im_end|>"]
+    assert trained_texts == [call_text, "It is 42<|im_end|>"]
 
 
 def test_padding_with_the_end_token_or_with_none_changes_nothing(tmp_path):
@@ -513,10 +513,10 @@ def test_long_conversations_are_cut_split_or_dropped_and_counted(tmp_path, qwen,
     assert [(one >= 0).tolist() for one in samples] == [trained for _, trained in kept]
     of_train = [note for note in task.notes if note.startswith("train: ")]
     what = {"cut": "cut there", "split": "split into several", "drop": "left out"}[overlong]
-    wanted = [f"train: {sum(too_long)} of {len(rows)} texts are longer than {length} tokens, and {what}"]
+    expected = [f"train: {sum(too_long)} of {len(rows)} texts are longer than {length} tokens, and {what}"]
     if empty := len(pieces_of) - len(kept):
-        wanted.append(f"train: {empty} samples hold no token to be trained, and are left out")
-    assert [note for note in of_train if note in wanted] == wanted and 0 < sum(too_long) < len(rows)
+        expected.append(f"train: {empty} samples hold no token to be trained, and are left out")
+    assert [note for note in of_train if note in expected] == expected and 0 < sum(too_long) < len(rows)
     assert overlong == "drop" or empty
     targets = sum(int((sample[1:] >= 0).sum()) for sample in samples)
     everything = sum(sum(trained) for _, trained in each)
@@ -534,13 +534,13 @@ def test_split_conversations_hold_every_trained_token_once():
     for length in (1, 2, 7, 59):
         made = spans(texts, length, "split")
         targets = np.concatenate([made[index][1:] for index in range(len(made))])
-        first = np.cumsum(lengths) - lengths  # before which nothing stands, to be told from
-        wanted = np.setdiff1d(numbers[trained], first)
-        assert sorted(targets[targets >= 0].tolist()) == wanted.tolist()
+        first = np.cumsum(lengths) - lengths  # a first token has no predecessor to predict it from
+        expected = np.setdiff1d(numbers[trained], first)
+        assert sorted(targets[targets >= 0].tolist()) == expected.tolist()
         assert max(made.lengths) <= length
 
 
-# --- what is kept -----------------------------------------------------------------------------------------------------
+# --- saved templates --------------------------------------------------------------------------------------------------
 
 OTHER = (
     "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"

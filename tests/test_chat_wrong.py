@@ -1,4 +1,4 @@
-"""What is wrong with chats, their templates and their models: one message, what was found and what to do."""
+"""Errors in chats, their templates and their models give one message: what was found and what to do."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CHATS = [{"messages": turns("hi", word)} for word in ("yo", "a b c", "x")]
 
 
 class Bad(NamedTuple):
-    """What is given, by keys of the task, and all that the message must say."""
+    """A function that returns the task's keys, and all parts of the message."""
 
     lay: Callable[[Path], dict[str, Any]]
     says: tuple[str, ...]
 
 
 def rows(*made: Any, **keys: Any) -> Callable[[Path], dict[str, Any]]:
-    """Rows for a good model."""
+    """Use these rows with a valid model."""
 
     def lay(folder: Path) -> dict[str, Any]:
         return {"data": str(written(folder / "data", made)), "model": good(folder), "length": 64, **keys}
@@ -39,7 +39,7 @@ def rows(*made: Any, **keys: Any) -> Callable[[Path], dict[str, Any]]:
 
 
 def chat(*messages: Any, **keys: Any) -> Callable[[Path], dict[str, Any]]:
-    """A good conversation, and this one after it."""
+    """Use a valid conversation, and then this one."""
     return rows(CHATS[0], {"messages": list(messages)}, **keys)
 
 
@@ -48,7 +48,7 @@ def good(folder: Path) -> str:
 
 
 def with_template(template: str | None, *special: str, data: Any = CHATS) -> Callable[[Path], dict[str, Any]]:
-    """A model whose tokenizer has this template."""
+    """Use a model whose tokenizer has this template."""
 
     def lay(folder: Path) -> dict[str, Any]:
         model = a_model(folder / "model", tokenizer_with(special or CHATML, template))
@@ -58,7 +58,7 @@ def with_template(template: str | None, *special: str, data: Any = CHATS) -> Cal
 
 
 def with_file(text: str | None) -> Callable[[Path], dict[str, Any]]:
-    """A file as the template."""
+    """Use a file as the template."""
 
     def lay(folder: Path) -> dict[str, Any]:
         if text is not None:
@@ -69,7 +69,7 @@ def with_file(text: str | None) -> Callable[[Path], dict[str, Any]]:
 
 
 def with_model(make: Callable[[int], Any], **keys: Any) -> Callable[[Path], dict[str, Any]]:
-    """Another model, of as many entries as the tokenizer."""
+    """Use the model of ``make``, which gets the size of the tokenizer's vocabulary."""
 
     def lay(folder: Path) -> dict[str, Any]:
         given = rows(*CHATS, **keys)(folder)
@@ -119,7 +119,7 @@ CHANGED = PLAIN.replace("{{ m.content }}", "{% if loop.last %}<think></think>{% 
 LONGER = [{"messages": turns("hi", "yo", "and", "so")} for _ in range(3)]
 USER, IMAGE = {"role": "user", "content": "?"}, {"type": "image", "url": "a.png"}
 
-# kind: (what is given, what the message must say)
+# kind: (input, parts of the message)
 BAD = {
     "a template that changes a turn when more follows": Bad(
         with_template(CHANGED, data=LONGER),
@@ -243,9 +243,9 @@ TYPED = [
 @pytest.mark.parametrize("name", [name for name in BAD if name not in TYPED])
 def test_it_is_told(tmp_path, name):
     given = BAD[name].lay(tmp_path)
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as raised:
         SFT(**given).model()
-    message = str(told.value)
+    message = str(raised.value)
     assert all(word in message for word in BAD[name].says), message
     assert "\n" not in message and len(message) < 700
 
@@ -276,7 +276,7 @@ def test_what_the_messages_advise_works(tmp_path, make, keys):
 
 
 def test_what_a_template_leaves_out_is_not_an_answer(tmp_path):
-    """Marks around the assistant's turns, as a message advises, for a template that had none."""
+    """Marks around the assistant's turns, which an error message advises, fix a template without marks."""
     marked = CHANGED.replace(
         "{{ m.content }}<|im_end|>",
         "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}"
@@ -289,7 +289,7 @@ def test_what_a_template_leaves_out_is_not_an_answer(tmp_path):
     assert task.decode([token for token in sample.tolist() if token >= 0]) == "yo<|im_end|>so<|im_end|>"
 
 
-UNTOLD = {
+MORE = {
     "calls that are texts": (chat(USER, {"role": "assistant", "content": "x", "tool_calls": ["look"]}), "tool_calls"),
     "a template that fails otherwise": (with_file(PLAIN + "{{ 1 // (messages | length - 2) }}"), "the chat template"),
     "a message that is only said": (rows(*[{"messages": "hello"}] * 3), "there is 'hello'"),
@@ -301,9 +301,9 @@ UNTOLD = {
 }
 
 
-@pytest.mark.parametrize("name", UNTOLD)
+@pytest.mark.parametrize("name", MORE)
 def test_what_is_not_told_yet(tmp_path, name):
-    lay, says = UNTOLD[name]
+    lay, says = MORE[name]
     with pytest.raises(ValueError, match=says):
         SFT(**lay(tmp_path))
 
@@ -314,9 +314,9 @@ def test_what_a_template_does_not_write_is_told(name, key):
     from oneloop.tasks.language.chat import Chat
 
     call = [{"type": "function", "function": {"name": "look", "arguments": {"n": 1}}}]
-    said = {"role": "assistant", "content": "", key: call if key == "tool_calls" else "thoughts"}
+    answer = {"role": "assistant", "content": "", key: call if key == "tool_calls" else "thoughts"}
     with pytest.raises(ValueError, match="writes nothing of what the assistant says"):
-        Chat(tokenizer_of(name)).encode([USER, said])
+        Chat(tokenizer_of(name)).encode([USER, answer])
 
 
 def test_rows_without_a_sample_are_skipped_if_asked_and_listed(tmp_path):
@@ -340,7 +340,7 @@ def test_rows_without_a_sample_are_skipped_if_asked_and_listed(tmp_path):
     assert "skipped" in sets[0].fingerprint() and "skipped" not in sets[1].fingerprint()
     with pytest.raises(ValueError, match="row 3: message 1"):
         made.samples_of(str(tmp_path / "bad" / "train.jsonl"), labelled=True)
-    with pytest.raises(ValueError, match="row 0: message 1"):  # none is left
+    with pytest.raises(ValueError, match="row 0: message 1"):  # no row is left
         SFT(**given | {"data": str(written(tmp_path / "none", [{"messages": silent}] * 3))}, unreadable="skip")
 
     words = ["digits", "--task", "sft", "--duration", "2", "--batch.size", "4", "--track", "none", "--run.dir", "run"]

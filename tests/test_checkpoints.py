@@ -1,4 +1,4 @@
-"""Checkpoints: any world loads what any other wrote; what is damaged is found; problem loses nothing."""
+"""Any parallel layout loads what any other saved; damage is detected; a failed save costs only its checkpoint."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def saved(root: str, make: str, sync: bool) -> dict[str, torch.Tensor]:
     for number in range(3):
         step(model, optimizer, number)
         assert checkpoints.save(number, model, optimizer, {"number": number}) is None
-    wanted = everything(model, optimizer)
-    step(model, optimizer, 99)  # while the last is written
+    expected = everything(model, optimizer)
+    step(model, optimizer, 99)  # while the last checkpoint is being written
     assert checkpoints.finish() is None
     checkpoints.close()
-    return wanted
+    return expected
 
 
 def loaded(root: str, make: str):
@@ -89,40 +89,40 @@ def loaded(root: str, make: str):
     return found, state["number"], step(model, optimizer, 3)
 
 
-WORLDS = [(1, "single"), (2, "ddp"), (2, "fsdp2"), (4, "hsdp"), (3, "fsdp2")]
+LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp2"), (4, "hsdp"), (3, "fsdp2")]
 
 
-@pytest.mark.parametrize(("ranks", "config"), WORLDS[:4])
+@pytest.mark.parametrize(("ranks", "config"), LAYOUTS[:4])
 @pytest.mark.parametrize("sync", [False, True])
 def test_any_world_loads_what_any_other_wrote(tmp_path, ranks, config, sync):
-    wanted = run(saved, str(tmp_path), "adamw", sync, ranks=ranks, config=config).ok()[0]
+    expected = run(saved, str(tmp_path), "adamw", sync, ranks=ranks, config=config).ok()[0]
     assert [path.name for path in Store(tmp_path).sealed()] == ["step-00000001", "step-00000002"]  # the newest two
     losses = []
-    for other_ranks, other in WORLDS if sync else WORLDS[:3]:
+    for other_ranks, other in LAYOUTS if sync else LAYOUTS[:3]:
         for found, number, loss in run(loaded, str(tmp_path), "adamw", ranks=other_ranks, config=other).ok():
-            assert number == 2 and found.keys() == wanted.keys()
-            for name in wanted:
-                assert found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name]), name
+            assert number == 2 and found.keys() == expected.keys()
+            for name in expected:
+                assert found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name]), name
             losses.append(loss)
-    assert max(losses) - min(losses) < 1e-5  # and goes on the same
+    assert max(losses) - min(losses) < 1e-5  # the next step is the same, too
 
 
 @pytest.mark.parametrize("make", ["sgd", "muon", "rmsprop"])
 def test_every_optimizers_state_comes_back(tmp_path, make):
-    wanted = run(saved, str(tmp_path), make, False, ranks=2, config="fsdp2").ok()[0]
+    expected = run(saved, str(tmp_path), make, False, ranks=2, config="fsdp2").ok()[0]
     found, _, _ = run(loaded, str(tmp_path), make).ok()[0]
-    assert found.keys() == wanted.keys() and any(name.startswith("optimizer.") for name in found)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert found.keys() == expected.keys() and any(name.startswith("optimizer.") for name in found)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_the_files_are_plain_safetensors(tmp_path):
     from safetensors.torch import load_file
 
-    wanted = run(saved, str(tmp_path), "adamw", False).ok()[0]
+    expected = run(saved, str(tmp_path), "adamw", False).ok()[0]
     newest = Store(tmp_path).sealed()[-1]
     assert {path.name for path in newest.iterdir()} == {"MANIFEST.json", "rank-00000.safetensors", "state.json"}
     weights = load_file(newest / "rank-00000.safetensors")
-    assert all(torch.equal(weights[name], wanted[name]) for name in wanted if wanted[name].numel())
+    assert all(torch.equal(weights[name], expected[name]) for name in expected if expected[name].numel())
 
 
 # --- the store --------------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def corruptions(tmp_path: Path, number: int) -> int:
         kind = damage(good, chance)
         walk = list(store.newest_good())
         assert walk[0][0] == good and walk[0][1], f"{kind} was not seen"
-        assert walk[1] == (store.root / "step-00000001", [])  # falls back to the one before
+        assert walk[1] == (store.root / "step-00000001", [])  # falls back to the checkpoint before
         detected += 1
         shutil.rmtree(good)
         shutil.copytree(tmp_path / "whole", good)
@@ -193,7 +193,7 @@ def test_a_flip_in_the_manifest_alone_is_detected(tmp_path):
     for at in range(len(content)):
         manifest.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         missed += not problems(folder)
-    # White space between JSON's tokens carries nothing.
+    # Changed white space between JSON's tokens does no harm.
     assert missed <= content.count(b" ") + content.count(b"\n")
 
 
@@ -218,11 +218,11 @@ def test_a_draft_is_never_read_and_a_second_seal_replaces_the_first(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
 
 
-# --- problem ----------------------------------------------------------------------------------------------------------
+# --- failed saves -----------------------------------------------------------------------------------------------------
 
 
-def troubled(root: str, sync: bool, rank: int):
-    """Rank ``rank`` cannot write its part of the second save: its files may grow to a few bytes only."""
+def with_a_failing_save(root: str, sync: bool, rank: int):
+    """Limit the size of files on rank ``rank`` during the second save; return which calls reported an error."""
     import resource
 
     from oneloop.checkpoint.checkpoints import Checkpoints
@@ -230,32 +230,32 @@ def troubled(root: str, sync: bool, rank: int):
     world, model, optimizer = build("adamw")
     checkpoints = Checkpoints(Path(root), world.accelerator, sync=sync)
     sweep = checkpoints.store.sweep
-    checkpoints.store.sweep = lambda **drafts: (time.sleep(0.2), sweep(**drafts))  # a slow storage
-    told = []
+    checkpoints.store.sweep = lambda **drafts: (time.sleep(0.2), sweep(**drafts))  # slow storage
+    reported = []
     for number in range(4):
         step(model, optimizer, number)
         if world.rank == rank and number in (1, 2):
-            while checkpoints._saving._pending:  # only the second save runs into the limit
+            while checkpoints._saving._pending:  # only the second save may hit the limit
                 checkpoints.poll()
                 time.sleep(0.01)
             writing = 0 if sync else checkpoints._saving._process._process.pid
             soft = 400 if number == 1 else resource.RLIM_INFINITY
             resource.prlimit(writing, resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
-        told.append(checkpoints.save(number, model, optimizer, {"number": number}, keep=Keep(newest=9)))
-    told.append(checkpoints.finish())
+        reported.append(checkpoints.save(number, model, optimizer, {"number": number}, keep=Keep(newest=9)))
+    reported.append(checkpoints.finish())
     checkpoints.close()
-    return [problem is not None for problem in told]
+    return [problem is not None for problem in reported]
 
 
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize("sync", [False, True])
 def test_a_full_disk_costs_one_checkpoint_and_all_ranks_know(tmp_path, ranks, rank, sync):
-    when = 1 if sync else 2  # of the save itself, or at the next
-    for told in run(troubled, str(tmp_path), sync, rank, ranks=ranks).ok():
-        assert told == [number == when for number in range(5)]
+    when = 1 if sync else 2  # reported by the save itself, or by the next save
+    for reported in run(with_a_failing_save, str(tmp_path), sync, rank, ranks=ranks).ok():
+        assert reported == [number == when for number in range(5)]
     store = Store(tmp_path)
     assert [path.name[-1] for path in store.sealed()] == ["0", "2", "3"]
-    assert len(list(tmp_path.iterdir())) == 3  # no draft stays
+    assert len(list(tmp_path.iterdir())) == 3  # no draft is left
     assert all(problems(path) == [] for path in store.sealed())
 
 

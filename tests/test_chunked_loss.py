@@ -1,4 +1,4 @@
-"""The loss without logits: against F.cross_entropy on all logits, and against what transformers' models say."""
+"""The loss without logits equals F.cross_entropy on all logits, with plain tensors and transformers models."""
 
 import contextlib
 import pickle
@@ -14,7 +14,7 @@ from oneloop.tasks.language.chunked_loss import Losses, chunked_cross_entropy, w
 
 TOKENS, VOCABULARY, WIDTH = 37, 101, 16
 ONE, RAGGED, SINGLE = 1 << 24, 5 * VOCABULARY, 1
-"""logits at once: all in one chunk; chunks of five tokens and a last one of two; token by token"""
+"""logits per chunk: all tokens in one chunk; five tokens per chunk and two in the last; one token per chunk"""
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +51,8 @@ def gradients(losses, inputs):
     return torch.autograd.grad(losses.total * 0.37, inputs)
 
 
-def off(found, wanted):
-    return float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+def off(found, expected):
+    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
 
 
 @pytest.mark.parametrize("entries", [ONE, RAGGED, SINGLE])
@@ -63,22 +63,22 @@ def test_total_gradients_each_and_right_are_those_of_all_logits(entries, change,
     inputs = inputs if with_bias else inputs[:2]
     target[1] = F.linear(*(tensor.detach() for tensor in inputs))[1].argmax()  # so that at least one is right
     bias = inputs[2] if with_bias else None
-    wanted = plain(*inputs[:2], bias, target, change)
+    expected = plain(*inputs[:2], bias, target, change)
     found = chunked_cross_entropy(*inputs[:2], target, bias=bias, change=change, entries=entries)
-    assert abs(found.total - wanted.total) <= 1e-12 * wanted.total and found.total.dtype == torch.float64
-    for mine, theirs in zip(gradients(found, inputs), gradients(wanted, inputs), strict=True):
+    assert abs(found.total - expected.total) <= 1e-12 * expected.total and found.total.dtype == torch.float64
+    for mine, theirs in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
         assert off(mine, theirs) <= 1e-12
-    assert off(found.each, wanted.each) <= 1e-12 and not found.each.requires_grad
-    assert torch.equal(found.right, wanted.right) and found.right.any() and found.right.dtype == torch.bool
+    assert off(found.each, expected.each) <= 1e-12 and not found.each.requires_grad
+    assert torch.equal(found.right, expected.right) and found.right.any() and found.right.dtype == torch.bool
     assert (found.each[target == -100] == 0).all() and not found.right[target == -100].any()
 
 
 @pytest.mark.parametrize("entries", [ONE, RAGGED])
 def test_float32_is_as_exact_as_its_numbers(entries):
     inputs, target = tensors(torch.float32)
-    wanted = plain(*(tensor.detach().double().requires_grad_() for tensor in inputs), target)
+    expected = plain(*(tensor.detach().double().requires_grad_() for tensor in inputs), target)
     found = chunked_cross_entropy(*inputs[:2], target, bias=inputs[2], entries=entries)
-    assert found.total.dtype == torch.float32 and abs(found.total.double() - wanted.total) <= 1e-6 * wanted.total
+    assert found.total.dtype == torch.float32 and abs(found.total.double() - expected.total) <= 1e-6 * expected.total
     close = gradients(plain(*inputs, target), inputs)
     for mine, theirs in zip(gradients(found, inputs), close, strict=True):
         assert mine.dtype == torch.float32 and off(mine, theirs) <= 5e-6
@@ -89,15 +89,15 @@ def test_float32_is_as_exact_as_its_numbers(entries):
 def test_half_precision_is_no_further_off_than_float32_softmax_of_half_logits(autocast, entries):
     inputs, target = tensors(torch.float32 if autocast else torch.bfloat16, tokens=400)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    wanted = plain(*exact, target)
+    expected = plain(*exact, target)
     half = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
     with half:
         found = chunked_cross_entropy(*inputs[:2], target, bias=inputs[2], entries=entries)
         close = plain(*inputs, target)
     assert found.total.dtype == torch.float32
-    distance, theirs = (abs(total.double() - wanted.total) for total in (found.total, close.total))
-    assert 0 < distance <= theirs + 1e-6 * wanted.total
-    true = gradients(wanted, exact)
+    distance, theirs = (abs(total.double() - expected.total) for total in (found.total, close.total))
+    assert 0 < distance <= theirs + 1e-6 * expected.total
+    true = gradients(expected, exact)
     for given, mine, other, exactly in zip(inputs, gradients(found, inputs), gradients(close, inputs), true):
         assert mine.dtype == given.dtype and off(mine, exactly) <= max(2 * off(other, exactly), 2**-8)
 
@@ -125,7 +125,7 @@ def test_only_what_needs_a_gradient_gets_one(which):
 
 
 class Sizes(TorchDispatchMode):
-    """The largest tensor that any operation gave, and how many operations there were."""
+    """Record the size of the largest tensor that any operation returns, and count the matrix products."""
 
     def __init__(self):
         super().__init__()
@@ -193,8 +193,8 @@ def test_a_tied_weight_gets_both_gradients():
     inputs, target = tensors()
     weight, tokens = inputs[1], target.clamp(min=0)
     found = chunked_cross_entropy(F.embedding(tokens, weight), weight, target, entries=RAGGED)
-    wanted = plain(F.embedding(tokens, weight), weight, None, target)
-    assert off(gradients(found, [weight])[0], gradients(wanted, [weight])[0]) <= 1e-12
+    expected = plain(F.embedding(tokens, weight), weight, None, target)
+    assert off(gradients(found, [weight])[0], gradients(expected, [weight])[0]) <= 1e-12
 
 
 def test_a_second_backward_is_rejected():
@@ -211,9 +211,9 @@ def test_in_one_compiled_graph():
     def act(hidden, weight, bias):
         return chunked_cross_entropy(hidden, weight, target, bias=bias, change=capped, entries=13 * VOCABULARY)
 
-    found, wanted = torch.compile(act, fullgraph=True, backend="aot_eager")(*inputs), act(*inputs)
-    assert off(found.each, wanted.each) <= 1e-12 and torch.equal(found.right, wanted.right)
-    for mine, theirs in zip(gradients(found, inputs), gradients(wanted, inputs), strict=True):
+    found, expected = torch.compile(act, fullgraph=True, backend="aot_eager")(*inputs), act(*inputs)
+    assert off(found.each, expected.each) <= 1e-12 and torch.equal(found.right, expected.right)
+    for mine, theirs in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
         assert off(mine, theirs) <= 1e-12
 
 
@@ -257,15 +257,15 @@ def test_models_give_what_their_own_logits_give(name, tied):
     weights = list(model.parameters())
     logits = model(input_ids=tokens, use_cache=False).logits
     target[1, 2] = logits[1, 2].argmax()
-    wanted = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=-100)
-    slopes = torch.autograd.grad(wanted.sum(), weights, allow_unused=True)
+    expected = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=-100)
+    slopes = torch.autograd.grad(expected.sum(), weights, allow_unused=True)
     model.train()
     without_logits(model)
     assert all(module.training for module in model.modules())
     model.eval()
     found = model(input_ids=tokens, use_cache=False, target=target)
-    assert abs(found.total - wanted.sum()) <= 1e-6 * wanted.sum()
-    assert off(found.each, wanted.detach().view(2, 7)) <= 1e-5
+    assert abs(found.total - expected.sum()) <= 1e-6 * expected.sum()
+    assert off(found.each, expected.detach().view(2, 7)) <= 1e-5
     assert torch.equal(found.right, (logits.argmax(-1) == target)) and found.right[1, 2]
     mine = torch.autograd.grad(found.total, weights, allow_unused=True)
     largest = max(float(slope.abs().max()) for slope in slopes if slope is not None)
@@ -312,7 +312,7 @@ def test_models_that_come_to_their_logits_in_another_way_are_rejected():
     latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
     with pytest.raises(
         ValueError, match="MiniCPM3ForCausalLM differ from its output layer's"
-    ):  # divides before its output layer
+    ):  # scales before its output layer
         without_logits(transformers.MiniCPM3ForCausalLM(transformers.MiniCPM3Config(**LLAMA | latent)))
 
     class Capped(transformers.LlamaForCausalLM):
@@ -334,7 +334,7 @@ def test_models_that_come_to_their_logits_in_another_way_are_rejected():
             without_logits(model)
         assert model.forward == forward and model.lm_head.forward == head and model.training
     model = tiny("Llama")
-    model.config.logit_scale = 2.0  # its config says so, and it does not do so
+    model.config.logit_scale = 2.0  # in the config, but not in the code
     with pytest.raises(ValueError, match="differ from its output layer's"):
         without_logits(model)
     model = tiny("Llama")

@@ -1,4 +1,4 @@
-"""The oneloop command on real runs: verify and export."""
+"""The oneloop command on real runs (verify, export), and its help pages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def gpt(tmp_path):
 
 def test_verify_lists_every_checkpoint_and_what_is_wrong(gpt, capsys):
     assert main(["verify", str(gpt)]) == 0
-    assert capsys.readouterr().out.count("good") == 3 + 1  # three checkpoints, and the end
+    assert capsys.readouterr().out.count("good") == 3 + 1  # three checkpoints, and final/
     (gpt / "checkpoints" / "step-00000008" / "rank-00001.safetensors").write_bytes(b"x")
     assert main(["verify", str(gpt)]) == 1
     assert "step-00000008: rank-00001.safetensors: expected" in capsys.readouterr().out

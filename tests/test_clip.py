@@ -1,4 +1,4 @@
-"""The norm and the clipping are torch's."""
+"""The gradient norm and clipping equal torch's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def test_clipping_equals_torchs():
         backward(ours), backward(theirs)
         norm = global_norm(ours.parameters())
         clip_(ours.parameters(), largest, norm)
-        wanted = torch.nn.utils.clip_grad_norm_(theirs.parameters(), largest or float("inf"))
-        assert norm == wanted
+        expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), largest or float("inf"))
+        assert norm == expected
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.allclose(a.grad, b.grad, rtol=1e-6, atol=0)
 

@@ -1,4 +1,4 @@
-"""torch.compile: the same losses, the same names on disk, nothing that falls back unsaid."""
+"""torch.compile: the same losses, the same tensor names on disk, and no silent fallback."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def pair(tmp_path: Path, words: list[str], scope: str, *, ranks: int, config: str, steps: int, compiled=()) -> None:
-    """A run without and one with compile: the same losses, and files with the same names."""
+    """Train without and with compile: the losses and the tensor names must be the same."""
     common = [
         *words,
         "--duration",
@@ -78,7 +78,7 @@ def pair(tmp_path: Path, words: list[str], scope: str, *, ranks: int, config: st
 
 
 def test_names_and_gradients_stay(recwarn):
-    wanted, _ = gradients(fresh())
+    expected, _ = gradients(fresh())
     for mode in ("none", "full", "selective"):
         model = fresh()
         names = list(model.state_dict())
@@ -87,7 +87,7 @@ def test_names_and_gradients_stay(recwarn):
         found, _ = gradients(model)
         assert list(model.state_dict()) == names
         assert (
-            all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(found, wanted, strict=True))
+            all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(found, expected, strict=True))
             or mode != "none"
         )
 
@@ -95,7 +95,7 @@ def test_names_and_gradients_stay(recwarn):
 def test_samples_of_many_lengths_compile_once_more():
     model = fresh()
     compile_(model, "regional", backend="eager")
-    for length in range(3, 16):  # more than dynamo compiles anew
+    for length in range(3, 16):  # more lengths than dynamo's recompile limit
         model(torch.randn(2, length, 32))
 
 

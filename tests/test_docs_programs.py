@@ -1,4 +1,4 @@
-"""The programs of the docs, as they stand there: the parts alone, and both sides of each page about moving over."""
+"""The programs in the docs work as printed: the single components, and both sides of each migration page."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from worlds import ROOT, run, train
 PARTS = blocks("parts.md", "python")
 
 
-def on_two(folder: Path, name: str, *wanted: str):
+def on_two(folder: Path, name: str, *names: str):
     (folder / name).write_text(PARTS[name])
-    return run(program, name, *wanted, ranks=2, folder=folder)
+    return run(program, name, *names, ranks=2, folder=folder)
 
 
 def test_all_programs_of_the_parts_are_run():
@@ -43,12 +43,12 @@ def test_leaves_are_the_same_bits_on_one_process_and_on_two(tmp_path):
     two = on_two(tmp_path, "leaves.py")
     two.ok()
     one = run(program, "leaves.py", folder=tmp_path)
-    told = re.findall(r"the weights are (\w{16})", one.output + two.output)
-    assert len(told) == 2 and told[0] == told[1]
+    hashes = re.findall(r"the weights are (\w{16})", one.output + two.output)
+    assert len(hashes) == 2 and hashes[0] == hashes[1]
 
 
 def test_average_and_checkpoints_are_saved_and_resumed(tmp_path):
-    """Stopped at step 20 and gone on with: as a run that was not."""
+    """A run that is stopped at step 20 and resumed equals a run without a stop."""
     first, second = on_two(tmp_path, "checkpoints.py", "averaged"), on_two(tmp_path, "checkpoints.py", "averaged")
     first.ok()
     (stopped,), _ = second.ok()
@@ -67,7 +67,7 @@ def test_guard(tmp_path):
 
 
 def test_noise_scale(tmp_path):
-    """tr(S) / |G|^2 of the linear regression that it measures, of which S is not constant: within a quarter."""
+    """The noise scale is tr(S) / |G|^2 of the linear regression. S is not constant, so the bounds are loose."""
     world = on_two(tmp_path, "noise.py", "noise", "parts")
     (noise, parts), _ = world.ok()
     # S = E[xx' e^2] with e of variance |d|^2 + 1, d the distance of the weights from 2: tr(S) = 4 ((30 + 2) |d|^2 + 30)
@@ -88,13 +88,13 @@ def _connected(cpu: bool) -> int:
     from torch import distributed
 
     accelerator = Accelerator(cpu=cpu)
-    if distributed.is_initialized():  # rank 0 serves the store that the others still connect by
+    if distributed.is_initialized():  # rank 0 hosts the store: keep it until all ranks are connected
         distributed.barrier()
     return accelerator.num_processes
 
 
 def test_what_a_plain_script_needs_without_a_gpu(tmp_path):
-    """As the page says; accelerate may mend it one day, and the page then says too much."""
+    """Accelerate behaves as the docs describe. If accelerate fixes this, update the page."""
     import torch
 
     if torch.accelerator.is_available():
@@ -130,7 +130,7 @@ MOVING = {
 
 
 def reviews(folder: Path) -> None:
-    """What the page about Trainer names: a small BERT and reviews."""
+    """Write the files that the page about Trainer uses: a small BERT and reviews."""
     bert(folder / "bert", positions=64)
     (folder / "reviews").mkdir()
     made = [{"body": row["text"], "stars": row["label"]} for row in rows(240)]
@@ -159,7 +159,7 @@ def test_both_sides_lose_the_same(tmp_path, page):
 
 @pytest.mark.parametrize("page", MOVING)
 def test_without_the_comparison_the_old_side_runs_too(page):
-    """What stands between BEGIN and END is all that was added to it."""
+    """The lines between BEGIN and END are the only additions to the old program."""
     before = blocks(page, "python")["before.py"]
     plain = re.sub(r"# BEGIN.*?# END\n", "", before, flags=re.S)
     assert "oneloop" not in plain and "oneloop" in before

@@ -1,4 +1,4 @@
-"""EMA: the closed form, the same bits under every strategy, evaluated in place, exported."""
+"""EMA weights: the closed form, bit-identical under every strategy, evaluated in place, exported."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def averaged(weights: list[torch.Tensor], **kind) -> torch.Tensor:
 
 
 def closed_form(weights: list[torch.Tensor], keep) -> torch.Tensor:
-    """sum of (1 - k_n) prod of later k, in float64; keep(n): the share kept at update n = 1, 2, …"""
+    """Return the sum of (1 - k_n) * prod(later k) in float64; k_n = keep(n): share kept at update n = 1, 2, …"""
     kept = torch.tensor([keep(n) for n in range(1, len(weights))], dtype=torch.float64)
     later = torch.cat([kept.flip(0).cumprod(0).flip(0)[1:], torch.ones(1, dtype=torch.float64)])
     factors = torch.cat([kept.prod()[None], (1 - kept) * later])
@@ -94,7 +94,7 @@ def test_the_model_gets_its_weights_back_after_an_error():
 
 
 class Uneven(nn.Module):
-    """Seven rows over two ranks, and a bias that one of them has nothing of."""
+    """Seven rows on two ranks, and a bias of which one rank has no element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def given_weights(step: int) -> dict[str, torch.Tensor]:
 
 
 def on_given_weights() -> dict:
-    """Averages the same weights whatever the strategy, and evaluates with and without them."""
+    """Average the same weights under any strategy, and evaluate with and without the EMA weights."""
     from torch.distributed.tensor import DTensor, distribute_tensor
     from torch.profiler import profile
 
@@ -139,7 +139,7 @@ def on_given_weights() -> dict:
     x = torch.linspace(-1, 1, 15).view(3, 5)
     model.eval()
     with torch.no_grad():
-        before = model(x)  # under FSDP2 the root stays gathered after this
+        before = model(x)  # leaves the root unsharded under FSDP2
         with ema.swapped():
             inside = model(x)
         after = model(x)
@@ -157,12 +157,12 @@ def test_the_same_bits_under_every_strategy_and_nothing_sent():
     single = run(on_given_weights).ok()[0]
     found = [single, *run(on_given_weights, ranks=2).ok(), *run(on_given_weights, ranks=2, config="fsdp2").ok()]
     assert all(one["ema"] == single["ema"] for one in found)
-    assert found[3]["shards"] != found[4]["shards"] and 0 in found[4]["shards"]  # uneven indeed
+    assert found[3]["shards"] != found[4]["shards"] and 0 in found[4]["shards"]  # the shards are uneven
     assert all(one["raw"] and not one["sent"] for one in found)
     plain = Uneven()
     plain.load_state_dict({name.removeprefix("ema.ema."): torch.tensor(t) for name, t in single["ema"].items()})
-    wanted = plain(torch.linspace(-1, 1, 15).view(3, 5))
-    assert all(torch.allclose(torch.tensor(one["inside"]), wanted, atol=1e-6) for one in found)
+    expected = plain(torch.linspace(-1, 1, 15).view(3, 5))
+    assert all(torch.allclose(torch.tensor(one["inside"]), expected, atol=1e-6) for one in found)
 
 
 @pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
@@ -170,7 +170,7 @@ def test_a_run_averages_evaluates_and_exports(tmp_path, ranks, config):
     from oneloop.cli import main
 
     (tmp_path / "r.yaml").write_text(RECIPE)
-    # Every step is kept, so that the closed form can be taken over the run's own weights.
+    # Saves every step, so that the closed form can use the run's own weights.
     run(train, ["r.yaml", "--save.every", "1", "--run.dir", "a"], ranks=ranks, config=config, folder=tmp_path).ok()
     lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
     assert [line["weights"] for line in lines if "eval/loss" in line] == ["raw", "ema"] * 3
@@ -186,16 +186,16 @@ def test_a_run_averages_evaluates_and_exports(tmp_path, ranks, config):
         weights = [start_weights(), *(saved(path, tmp_path) for path in Store(tmp_path / "a" / "checkpoints").sealed())]
         assert len(weights) == 25
         for name in final:
-            wanted = closed_form([one[name].flatten() for one in weights], lambda n: 0.5 ** (8 / min(40, 0.05 * 8 * n)))
-            assert torch.allclose(final[name].flatten().double(), wanted, atol=1e-6)
+            closed = closed_form([one[name].flatten() for one in weights], lambda n: 0.5 ** (8 / min(40, 0.05 * 8 * n)))
+            assert torch.allclose(final[name].flatten().double(), closed, atol=1e-6)
 
 
 @pytest.mark.parametrize("left_out", [None, 50])
 def test_a_run_of_120_steps_has_the_closed_form_of_its_weights(tmp_path, left_out):
-    """Also shows that one update in fifty that is left out would be seen."""
+    """The test must also detect when one update in fifty is skipped."""
     (tmp_path / "r.yaml").write_text(RECIPE)
     words = ["r.yaml", "--duration", "120", "--save.every", "1", "--save.keep", "999", "--eval.every", "0"]
-    run(_leaving_out, left_out, [*words, "--run.dir", "a"], folder=tmp_path).ok()
+    run(_skipping_updates, left_out, [*words, "--run.dir", "a"], folder=tmp_path).ok()
     weights = [start_weights(), *(saved(path, tmp_path) for path in Store(tmp_path / "a" / "checkpoints").sealed())]
     assert len(weights) == 121
     final = load_file(tmp_path / "a" / "final" / "ema.safetensors")
@@ -203,17 +203,17 @@ def test_a_run_of_120_steps_has_the_closed_form_of_its_weights(tmp_path, left_ou
 
 
 def apart(average: dict[str, torch.Tensor], weights: list[dict[str, torch.Tensor]]) -> float:
-    """Largest difference from the closed form of RECIPE's average, relative to the weights' size."""
+    """Return the largest difference from the closed form of RECIPE's EMA, relative to the size of the weights."""
     largest = 0.0
     for name, values in average.items():
         keeps = lambda n: 0.5 ** (8 / min(40, 0.05 * 8 * n))  # noqa: E731
-        wanted = closed_form([step[name].flatten() for step in weights], keeps)
-        largest = max(largest, float((values.flatten() - wanted).abs().max() / wanted.abs().max()))
+        expected = closed_form([step[name].flatten() for step in weights], keeps)
+        largest = max(largest, float((values.flatten() - expected).abs().max() / expected.abs().max()))
     return largest
 
 
-def _leaving_out(every: int | None, words: list[str]) -> None:
-    """Trains, leaving out each so manieth update of the averages."""
+def _skipping_updates(every: int | None, words: list[str]) -> None:
+    """Train, and skip every n-th update of the EMA weights."""
     update, count = EMA.update, 0
 
     def sometimes(self, amount):
@@ -249,7 +249,7 @@ def test_any_width_is_mixed_after_the_run(tmp_path, capsys):
 
     (tmp_path / "r.yaml").write_text(RECIPE.replace("{half_life: 40 samples}", "{power: [0.05, 0.1, 0.07]}"))
     run(train, ["r.yaml", "--duration", "60", "--run.dir", "a"], folder=tmp_path).ok()
-    # The average of 0.07 was kept in this run; the mix of the other two must come near it.
+    # The mix for width 0.085 must be less than half as far from the stored 0.1 average as the raw weights are.
     for path in Store(tmp_path / "a" / "checkpoints").sealed():
         assert {"ema-power-0.05", "ema-power-0.1"} <= set(json.loads((path / "state.json").read_text()))
     words = ["export", str(tmp_path / "a"), "--to"]
@@ -272,8 +272,8 @@ def test_post_hoc_mixes_come_near_the_average_that_was_not_kept():
             values.append(averaged(weights[: upto + 1], power=width))
     factors = post_hoc(saved, (16.0 * 400, 0.07))
     mixed = sum(factor * value for factor, value in zip(factors, values, strict=True))
-    wanted = averaged(weights, power=0.07)
-    assert (mixed - wanted).norm() / (averaged(weights, power=0.05) - wanted).norm() < 0.1
+    expected = averaged(weights, power=0.07)
+    assert (mixed - expected).norm() / (averaged(weights, power=0.05) - expected).norm() < 0.1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What ends a run ends it clearly: the cause is named, everybody goes, and the same command goes on."""
+"""When a run ends early, it names the cause, all processes exit, and the same command resumes the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from endings import LAUNCHERS, RECIPE, faulty, summary
 from worlds import CONFIGS, run, train
 
-SPLITS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
+LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
 TWENTY = pytest.mark.parametrize("repeat", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 21))])
 
 
@@ -26,8 +26,8 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def goes_on(folder: Path, *words: str, config: str = "single", ranks: int = 1) -> None:
-    """The same command ends as it would have without the fault."""
+def resumes(folder: Path, *words: str, config: str = "single", ranks: int = 1) -> None:
+    """The same command resumes and completes the run."""
     world = faulty(folder, *words, config=config, ranks=ranks)
     world.ok()
     assert "resuming from" in world.output and summary(folder)["exit_reason"] == "done"
@@ -60,7 +60,7 @@ DEFAULT = {("single", 1), ("single", 2), ("ddp", 0), ("fsdp2", 4), ("ddp", 5), (
             marks=() if (config, number) in DEFAULT else pytest.mark.slow,
             id=f"{config}-{death[0]}-{death[1]}",
         )
-        for config, ranks in SPLITS
+        for config, ranks in LAYOUTS
         for number, death in enumerate(DEATHS)
     ],
 )
@@ -74,10 +74,10 @@ def test_a_death_is_named_and_all_go(folder, config, ranks, rank, fault, where, 
     assert ended["exit_code"] == 1 and says in ended["exit_reason"], ended
     assert ranks == 1 or f"rank {rank}" in ended["exit_reason"]
     if fault.startswith("raise"):
-        assert world.output.count("Traceback (most recent call last)") in (1, 2)  # of the cause, and what it led to
+        assert world.output.count("Traceback (most recent call last)") in (1, 2)  # of the cause, and its consequence
         assert world.output.count("the fault") >= 1 and "faulty.py" in world.output
         assert "Connection" not in world.output
-    goes_on(folder, *words, config=config, ranks=ranks)
+    resumes(folder, *words, config=config, ranks=ranks)
 
 
 def test_a_data_worker_that_goes_is_named(folder):
@@ -88,7 +88,7 @@ def test_a_data_worker_that_goes_is_named(folder):
 
 
 class Dying:
-    """A set whose worker goes at its third sample."""
+    """A data set whose worker exits at its third sample."""
 
     def __len__(self) -> int:
         return 8
@@ -99,8 +99,8 @@ class Dying:
         return index
 
 
-def held_behind_another_error() -> list[int]:
-    """How many readers from workers there are, before a worker's error was seen to and afterwards."""
+def live_iterators() -> list[int]:
+    """Count the live worker iterators before and after ``end_workers`` handles the error."""
     import gc
 
     import torch
@@ -112,8 +112,8 @@ def held_behind_another_error() -> list[int]:
 
     collate = CollateWithWeight(lambda samples: {"x": torch.tensor(samples)}, lambda batch: torch.tensor(1.0))
     places = [[(0, index)] for index in range(8)]
-    held = []
-    signal_handling._SIGCHLD_handler_set = True  # else torch raises when the system reports its end, wherever that is
+    counts = []
+    signal_handling._SIGCHLD_handler_set = True  # else torch raises in any code when the worker's exit is reported
     try:
         try:
             for _ in loader(SeededSamples(Dying(), seed=0), collate, places, workers=1, device=torch.device("cpu")):
@@ -123,13 +123,13 @@ def held_behind_another_error() -> list[int]:
     except ValueError as error:
         for end in (lambda _: None, end_workers):
             end(error)
-            held.append(sum(isinstance(one, _MultiProcessingDataLoaderIter) for one in gc.get_objects()))
-    return held
+            counts.append(sum(isinstance(one, _MultiProcessingDataLoaderIter) for one in gc.get_objects()))
+    return counts
 
 
 def test_a_worker_that_has_gone_is_let_go_behind_another_error(folder):
-    """While it is held, torch raises for it when the system tells of its end, wherever the run is by then."""
-    assert run(held_behind_another_error).ok() == [[1, 0]]
+    """A live iterator would make torch raise when the worker's exit is reported, at any later point of the run."""
+    assert run(live_iterators).ok() == [[1, 0]]
 
 
 def test_a_sample_in_a_worker_is_named(folder):
@@ -164,9 +164,9 @@ DEFAULT_HANGS = {("ddp", 0), ("single", 1), ("fsdp2", 2)}
     ("config", "ranks", "fault", "where"),
     [
         pytest.param(config, ranks, *hang, marks=() if (config, number) in DEFAULT_HANGS else pytest.mark.slow)
-        for config, ranks in SPLITS
+        for config, ranks in LAYOUTS
         for number, hang in enumerate(HANGS)
-        if (config, number) != ("single", 0)  # a run of one process that a person has stopped stays so
+        if (config, number) != ("single", 0)  # a run of one process that the user stopped stays stopped
     ],
 )
 @TWENTY
@@ -183,7 +183,7 @@ def test_who_stands_still_is_named_and_all_go(folder, config, ranks, fault, wher
         stacks = (folder / "run" / "stacks" / f"rank-{number:05d}.txt").read_text()
         assert "Thread 0x" in stacks and "train.py" in stacks, stacks
         assert (" in happens" in stacks) == (number == rank), stacks
-    goes_on(folder, *words, config=config, ranks=ranks)
+    resumes(folder, *words, config=config, ranks=ranks)
 
 
 def test_a_hang_before_the_first_checkpoint_begins_anew(folder):
@@ -203,7 +203,7 @@ def test_a_worker_that_stands_still_shows_its_stack(folder):
 
 
 def test_slow_steps_are_no_hang(folder):
-    """A rank that goes on is told of, and the run comes to its end."""
+    """A rank that continues is reported, and the run completes."""
     words = ["--task.fault", "sleep:5", "--task.rank", "1", "--task.at", "100", "--task.once", str(folder / "once")]
     world = faulty(folder, *words, "--machine.patience", "0.4", config="ddp", ranks=2)
     world.ok()
@@ -232,7 +232,7 @@ def test_a_stuck_save_does_not_hold_training(folder, config, ranks):
 
 
 def _started(folder: Path, *words: str) -> subprocess.Popen:
-    """``python -m oneloop.train`` of the recipe, in a process of its own."""
+    """Start ``python -m oneloop.train`` with the recipe in a new process."""
     command = [sys.executable, "-m", "oneloop.train", "f.yaml", *words]
     return subprocess.Popen(command, cwd=folder, env=_environment(), stderr=subprocess.PIPE, text=True)
 
@@ -249,7 +249,7 @@ def _until(true, seconds: float = 90.0) -> None:
 
 
 def _spent(pid: int) -> float:
-    """Seconds of processor time of a process and those that it started."""
+    """Return the CPU time of a process and its descendants in seconds."""
     family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     return sum(times.user + times.system for times in (process.cpu_times() for process in family))
 
@@ -293,45 +293,45 @@ def test_a_signal_to_the_launcher_saves(folder, launcher, config, name, repeat):
 
 @pytest.mark.parametrize("after", [0.1, 0.7, 2.0])
 def test_a_signal_before_the_run_has_begun_leaves_nothing(folder, after):
-    """``after`` is in seconds of processor time: a busy machine changes nothing."""
+    """``after`` is in seconds of CPU time, so that a busy machine has no effect."""
     process = _started(folder)
     _until(lambda: _spent(process.pid) >= after)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)[1]
+    output = process.communicate(timeout=60)[1]
     if not (folder / "run").exists():
-        assert process.returncode == 75 or after < 0.5, said  # Python itself had not begun
-        assert "Traceback" not in said
+        assert process.returncode == 75 or after < 0.5, output  # Python itself had not started yet
+        assert "Traceback" not in output
     else:
         assert summary(folder)["exit_code"] == 75
 
 
 def test_a_stop_is_heard_where_a_sample_blocks(folder):
-    """Also in the first steps, which may take minutes."""
+    """A stop also works during the first steps, which may take minutes."""
     words = ["--task.fault", "read", "--task.where", "sample", "--task.at", "28", "--task.once", "once"]
     process = _started(folder, *words, "--machine.patience", "0.3")
     _until(lambda: (folder / "once").exists())
     time.sleep(1.0)
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)[1]
-    assert process.returncode == 1 and time.monotonic() - began < 30, said
+    output = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and time.monotonic() - began < 30, output
     assert "faulty.py" in summary(folder)["exit_reason"]
 
 
 # --- before the first step --------------------------------------------------------------------------------------------
 
 
-def _apart(argv: list[str]) -> None:
-    """Each rank in a working folder of its own."""
-    place = Path(f"rank-{os.environ['RANK']}")
-    place.mkdir()
-    (place / "f.yaml").write_text(Path("f.yaml").read_text())
-    os.chdir(place)
+def _own_folders(argv: list[str]) -> None:
+    """Train with a different working folder on each rank."""
+    folder = Path(f"rank-{os.environ['RANK']}")
+    folder.mkdir()
+    (folder / "f.yaml").write_text(Path("f.yaml").read_text())
+    os.chdir(folder)
     train(argv)
 
 
 def test_another_folder_on_each_rank_is_rejected(folder):
-    world = run(_apart, ["f.yaml", "--machine.patience", "0.2"], config="ddp", ranks=2, folder=folder, watch=True)
+    world = run(_own_folders, ["f.yaml", "--machine.patience", "0.2"], config="ddp", ranks=2, folder=folder, watch=True)
     assert world.codes == [2, 2] and "run.dir run is another folder on rank 1" in world.output, world.output
     assert not (folder / "rank-0" / "run").exists()
 
@@ -389,8 +389,8 @@ def test_a_killed_supervisor_is_reported(folder):
     family = psutil.Process(process.pid).children(recursive=True)
     supervisor = next(one for one in family if "oneloop.train" in one.cmdline() and "launch" not in one.cmdline())
     supervisor.kill()
-    said = process.communicate(timeout=60)[1]
-    assert process.returncode == 1 and "oneloop: error: a training process and its supervisor were killed" in said
+    output = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and "oneloop: error: a training process and its supervisor were killed" in output
 
 
 @pytest.mark.slow
@@ -421,7 +421,7 @@ def test_processes_that_are_all_stopped_for_a_minute_go_on(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "ranks"), SPLITS)
+@pytest.mark.parametrize(("config", "ranks"), LAYOUTS)
 @pytest.mark.parametrize(
     "words",
     [

@@ -1,4 +1,4 @@
-"""Evaluation counts every sample exactly once, for any number of ranks, and leaves the model as it was."""
+"""Evaluation counts every sample exactly once on any number of ranks, and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def results() -> dict:
 
 
 class Centred(nn.Module):
-    """Less the mean that it has seen in training; and buffers of other types."""
+    """Subtracts the mean seen in training; has buffers of several dtypes."""
 
     def __init__(self):
         super().__init__()
@@ -114,15 +114,15 @@ def test_the_statistics_of_rank_0_count(config):
 def test_every_sample_counts_once(ranks, config):
     for found in run(results, ranks=ranks, config=config).ok():
         for size in SIZES:
-            wanted = sum(i * i for i in range(size)) / sum(i + 1 for i in range(size))
+            expected = sum(i * i for i in range(size)) / sum(i + 1 for i in range(size))
             for micro in MICROS:
-                assert found[size, micro]["loss"] == pytest.approx(wanted, rel=1e-12)
+                assert found[size, micro]["loss"] == pytest.approx(expected, rel=1e-12)
                 assert found[size, micro]["count"] == size
                 assert "each" not in found[size, micro] or size == 1
 
 
 def classwise(argv: list[str], *, named: bool) -> None:
-    """Trains digits with the recall of each class."""
+    """Train digits with the recall of each class as metric."""
     from torchmetrics import MetricCollection
     from torchmetrics.classification import MulticlassRecall
     from torchmetrics.wrappers import ClasswiseWrapper

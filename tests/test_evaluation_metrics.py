@@ -1,4 +1,4 @@
-"""The packaged tasks' metrics are sums, equal to torchmetrics' on any number of ranks; those work as before."""
+"""The packaged tasks' metrics are sums and equal torchmetrics' on any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLASSES, SAMPLES = 7, 131
 
 
 def drawn() -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and targets; one class never occurs, and one is never predicted."""
+    """Return logits and targets; classes 2 and 6 never occur, classes 2 and 5 are never predicted."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(SAMPLES, CLASSES, generator=generator)
     logits[:, [2, 5]] = -9.0
@@ -24,7 +24,7 @@ def drawn() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Drawn:
-    """Each sample is a row of these logits."""
+    """A task whose samples are row numbers of the drawn logits."""
 
     def __init__(self, kind: str) -> None:
         self.kind, (self.logits, self.target) = kind, drawn()
@@ -64,7 +64,7 @@ class Drawn:
 
 
 def both() -> list[tuple[dict, list]]:
-    """Figures and matrices, ours and torchmetrics', each twice: sums begin anew at every evaluation."""
+    """Return metrics and matrices of oneloop, torchmetrics and oneloop again: each evaluation starts at zero."""
     from oneloop.evaluation import evaluate
     from oneloop.launch.processes import start
     from oneloop.show.examples import Examples
@@ -75,10 +75,10 @@ def both() -> list[tuple[dict, list]]:
     for kind in ("ours", "torchmetrics", "ours"):
         examples = Examples(fixed=0, worst=0)
         task = Drawn(kind)
-        figures = evaluate(
+        metrics = evaluate(
             task, model, list(range(SAMPLES)), accelerator=world.accelerator, micro=16, examples=examples
         )
-        results.append((figures, examples.confusion["counts"]))
+        results.append((metrics, examples.confusion["counts"]))
     return results
 
 
@@ -113,9 +113,9 @@ def test_of_two_classes_the_second_has_its_f1_and_what_does_not_count_is_left_ou
     for part in range(4):
         counts.update(logits[50 * part : 50 * part + 50], target[50 * part : 50 * part + 50])
     computed, known = counts.compute(), target >= 0
-    said = logits.argmax(1)[known]
-    assert computed["f1"] == pytest.approx(float(binary_f1_score(said, target[known])))
-    assert computed["matthews"] == pytest.approx(float(binary_matthews_corrcoef(said, target[known])), abs=1e-6)
+    predicted = logits.argmax(1)[known]
+    assert computed["f1"] == pytest.approx(float(binary_f1_score(predicted, target[known])))
+    assert computed["matthews"] == pytest.approx(float(binary_matthews_corrcoef(predicted, target[known])), abs=1e-6)
     assert int(computed["confusion"].sum()) == int(known.sum())
 
 

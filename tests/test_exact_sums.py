@@ -1,4 +1,4 @@
-"""Sums that no order changes, updates that no sharding changes, and hashes that see every element."""
+"""Sums are independent of order, updates of sharding, and fingerprints depend on every element."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from oneloop.optim.sgd import SGD
 
 
 def drawn(*sizes: int, spread: float = 4.0, seed: int = 0) -> list[torch.Tensor]:
-    """Tensors whose values lie many powers of two apart."""
+    """Return tensors whose values differ by many powers of two."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn(size, generator=generator) * torch.exp(spread * torch.randn(size, generator=generator))
@@ -32,14 +32,14 @@ def exactly(tensors: list[torch.Tensor]) -> Fraction:
 def test_the_norm_is_the_exact_one_rounded_and_of_no_order(scale):
     parts = [part * scale for part in drawn(1, 17, 4000, 300_000)]
     found = float(exact_norm(parts))
-    assert math.isclose(found, math.sqrt(exactly(parts)), rel_tol=1e-12)  # each square is cut at 2^-60 of the largest
+    assert math.isclose(found, math.sqrt(exactly(parts)), rel_tol=1e-12)  # squares are cut at 2^-60 of the largest
     whole = torch.cat(parts)
     for seed in range(5):
         shuffled = whole[torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))]
         cuts = sorted(torch.randint(1, len(whole), (3,), generator=torch.Generator().manual_seed(seed)).tolist())
         assert float(exact_norm([*shuffled.tensor_split(cuts)])) == found
     plain = whole / scale
-    assert len({float(plain.roll(by).square().sum()) for by in range(9)}) > 1  # or all of this would be easy
+    assert len({float(plain.roll(by).square().sum()) for by in range(9)}) > 1  # plain sums do depend on the order
 
 
 def test_a_norm_of_nothing_and_of_what_is_not_finite():
@@ -87,7 +87,7 @@ TORCHS = {
 
 
 def stepped(make, values: list[torch.Tensor], *, bad: tuple[int, ...] = (), steps: int = 6) -> list[torch.Tensor]:
-    """Parameters and state after some steps; at bad ones the gradients are NaN, and ``found_inf`` says so."""
+    """Return parameters and state after some steps; in ``bad`` steps gradients are NaN and ``found_inf`` is 1."""
     parameters = [torch.nn.Parameter(value.clone()) for value in values]
     optimizer = make(parameters)
     if hasattr(optimizer, "elementwise"):
@@ -113,7 +113,7 @@ def test_an_update_has_the_bits_of_torchs_foreach(kind):
 def test_an_update_depends_on_the_element_alone(kind):
     (whole,) = drawn(1000)
     results = stepped(OURS[kind], [whole])
-    gradients = drawn  # the same for both: those of a part are the part of those of the whole
+    gradients = drawn  # a part of the parameter gets the same part of the gradient
     for cut in (1, 7, 63, 500, 993):
         pieces = []
         for part in (slice(0, cut), slice(cut, None)):

@@ -1,4 +1,4 @@
-"""What is left to look at after an evaluation: fixed samples, worst mistakes, confusion, what a model writes."""
+"""The examples of an evaluation: fixed samples, worst mistakes, confusion matrix, generated text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from worlds import ROOT, run, train
 
 
 def looked_at() -> dict:
-    """What an evaluation of an untrained CNN on the validation digits leaves."""
+    """Return the examples of an untrained CNN on the validation digits."""
     world, task, examples = start(), ImageClassification(width=8), Examples(fixed=4, worst=5)
     torch.manual_seed(0)
     model = world.prepare(task.model())
@@ -33,7 +33,7 @@ def looked_at() -> dict:
 
 
 def written() -> list[tuple[str, str]]:
-    """What an untrained language model writes."""
+    """Return prompts and continuations of an untrained language model."""
     world, task, examples = (
         start(),
         CausalLM(data=str(ROOT / "src/oneloop"), layers=1, width=16, heads=2, block=32),
@@ -46,7 +46,7 @@ def written() -> list[tuple[str, str]]:
 
 
 def by_hand() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss, prediction and label of every validation digit, in plain PyTorch."""
+    """Return loss, prediction and label of every validation digit, computed in plain PyTorch."""
     task = ImageClassification(width=8)
     torch.manual_seed(0)
     model = task.model().eval()
@@ -88,7 +88,7 @@ def test_a_model_goes_on_from_half_of_the_text():
     batch = task.collate(samples)
 
     class Next(torch.nn.Module):
-        """Says the next letter of the alphabet, with certainty."""
+        """Predict the next letter of the alphabet, with certainty."""
 
         past_key_values = None
 
@@ -212,7 +212,7 @@ def test_none_are_shown_where_none_are_asked_for_and_few_at_once(tmp_path):
 
 
 class Odd(ImageClassification):
-    """Shows nothing that can be shown, one way or another."""
+    """A task whose outputs or examples cannot be shown, for the reason in ``how``."""
 
     how = ""
 

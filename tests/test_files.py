@@ -1,4 +1,4 @@
-"""A file that is replaced is whole or as it was."""
+"""A file is replaced completely or not at all."""
 
 from __future__ import annotations
 

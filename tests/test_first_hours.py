@@ -1,4 +1,4 @@
-"""What people run into with a first task of their own: a loss that changes along the run, masks, the best weights."""
+"""Problems with a first custom task: a loss that changes during the run, masks, the best weights."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def lines(run_folder) -> list[dict]:
     return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
 
 
-SPLITS = [
+LAYOUTS = [
     ("single", 1, []),
     ("single", 1, ["--batch.micro", "4"]),
     ("ddp", 2, ["--batch.micro", "2"]),
@@ -126,7 +126,7 @@ SPLITS = [
 
 def test_a_loss_that_changes_along_the_run_is_the_same_for_any_split(folder):
     found = []
-    for number, (config, ranks, words) in enumerate(SPLITS):
+    for number, (config, ranks, words) in enumerate(LAYOUTS):
         words = ["mine.py:Annealed", *COMMON, *words, "--run.dir", f"run-{number}"]
         run(train, words, ranks=ranks, config=config, folder=folder).ok()
         trained = [line for line in lines(folder / f"run-{number}") if "train/beta" in line]
@@ -136,8 +136,8 @@ def test_a_loss_that_changes_along_the_run_is_the_same_for_any_split(folder):
     ended = json.loads((folder / "run-0" / "summary.json").read_text())
     evaluated = after(folder, "evaluate", "run-0", "--json")
     evaluated.ok()
-    figures = json.loads(next(line for line in evaluated.output.splitlines() if line.startswith("{")))
-    assert figures["eval/loss"] == pytest.approx(ended["eval/loss"], rel=1e-5)  # at the end of the run, beta is 1
+    metrics = json.loads(next(line for line in evaluated.output.splitlines() if line.startswith("{")))
+    assert metrics["eval/loss"] == pytest.approx(ended["eval/loss"], rel=1e-5)  # at the end of the run, beta is 1
 
 
 def test_it_goes_on_where_it_was_and_not_on_a_longer_run(folder):
@@ -185,7 +185,7 @@ def test_columns_may_be_tensors_and_texts(folder):
 
 
 def test_the_figures_are_those_of_the_weights_in_final(folder):
-    """With the best weights kept: of the table, of the summary, of evaluate, of export and of predict."""
+    """With save.final best, the table, the summary, the examples and export belong to the weights in final/."""
     words = ["mine.py:Constant", *COMMON, "--eval.every", "5", "--save.final", "best", "--save.every", "0"]
     world = run(train, [*words, "--run.dir", "run"], folder=folder)
     world.ok()
@@ -210,7 +210,7 @@ def test_masks_are_pictures():
     mask[2:5, 2:5] = 2
     shown = plain({"image": torch.rand(3, 8, 8), "target": mask, "prediction": mask.numpy() * 0})
     assert shown["text"] == "image, target, prediction" and shown.keys() == {"text", "image"}
-    assert shown["image"].shape == (3, 8, 26)  # three of 8, and gaps
+    assert shown["image"].shape == (3, 8, 26)  # three images of width 8, and gaps
     assert (shown["image"][:, 0, 9] == 0).all() and not (shown["image"][:, 3, 12] == 0).all()
     assert side_by_side([torch.rand(4, 6), torch.rand(1, 8, 12)]).shape == (3, 8, 25)
     assert picture(shown["image"]).width > 26
@@ -230,9 +230,9 @@ def test_what_is_judged():
 def test_names_with_a_slash_and_large_figures():
     from rich.console import Console
 
-    figures = {"train/loss": 1.0, "eval/iou/sky": 0.5, "ema/eval/iou/sky": 0.75, "eval/mae": 50491.26, "samples": 3}
+    metrics = {"train/loss": 1.0, "eval/iou/sky": 0.5, "ema/eval/iou/sky": 0.75, "eval/mae": 50491.26, "samples": 3}
     console = Console(width=100, file=open("/dev/null", "w"), record=True)  # noqa: SIM115
-    console.print(summary_table(figures))
+    console.print(summary_table(metrics))
     rows = [line.split() for line in console.export_text().replace("│", " ").splitlines()]
     assert ["eval/iou/sky", "0.5000", "0.7500"] in rows and ["eval/mae", "50,491"] in rows
     assert [metric(value) for value in (0.5, -12345.6, 9999.0, 1e15)] == [
@@ -280,7 +280,7 @@ def test_another_file_of_the_same_name_is_another_task(folder):
     words = ["mine.py:Annealed", *COMMON, "--run.dir", str(folder / "run")]
     rejected = run(train, words, folder=folder / "there")
     assert rejected.codes == [2] and f"was trained with the task of {folder / 'mine.py'}" in rejected.output
-    (folder / "there" / "mine.py").write_text(TASK)  # a copy
+    (folder / "there" / "mine.py").write_text(TASK)  # an identical copy
     run(train, words, folder=folder / "there").ok()
 
 
@@ -299,7 +299,7 @@ def test_wrong_files(folder, case):
 
 
 def _again_in_a_notebook() -> None:
-    """A class that was changed is not taken for the one whose run has ended."""
+    """A changed class is not mistaken for the class whose run has ended."""
     import linecache
 
     from oneloop import fit
@@ -330,7 +330,7 @@ def _again_in_a_notebook() -> None:
         fit(module.Annealed())
     with pytest.raises(BadInput) as rejected:
         fit(module.Annealed, task={"width": "wide"})
-    assert rejected.value.__cause__ is None and rejected.value.__suppress_context__  # its sentence is enough
+    assert rejected.value.__cause__ is None and rejected.value.__suppress_context__  # no chained traceback
 
 
 def test_a_class_of_a_notebook_that_was_changed(tmp_path):
@@ -339,7 +339,7 @@ def test_a_class_of_a_notebook_that_was_changed(tmp_path):
 
 @pytest.mark.slow
 def test_a_script_without_a_guard_is_not_trained_by_evaluate(folder):
-    """Its class is imported from it, and its call would be made again."""
+    """evaluate imports the class from the script, which would call fit again."""
     script = TASK + "\n\nfrom oneloop import fit\n\nfit(Annealed, duration=3, track='none', run={'dir': 'run'})\n"
     (folder / "script.py").write_text(script)
     done = subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""fit(): a run from Python, which returns or raises, and leaves the interpreter as it was."""
+"""fit(): a run from Python returns or raises, and leaves the interpreter unchanged."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ QUIET = {"track": "none", "watch": {"quiet": True}}
 
 
 class Points:
-    """A small task, whose loss becomes NaN when it is told to, or whose samples fail.
+    """A small task whose loss becomes NaN, or whose samples fail, on request.
 
     Args:
-        nan_after: calls of the loss.
-        fails_at: index of a sample.
+        nan_after: number of calls after which the loss is NaN.
+        fails_at: index of the sample that raises.
     """
 
     def __init__(self, nan_after: int = 10**9, fails_at: int = -1) -> None:
@@ -70,7 +70,7 @@ class Numbers:
 
 
 def left() -> dict[str, object]:
-    """What a run could leave behind in this process."""
+    """Return all process state that a run could change."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True).stdout
@@ -92,7 +92,7 @@ def _one_interpreter() -> None:
 
     from oneloop import fit
 
-    fit("digits", duration=1, run={"dir": "warm"}, **QUIET)  # libraries open files of their own at first
+    fit("digits", duration=1, run={"dir": "warm"}, **QUIET)  # in the first run, libraries open their own files
     before = left()
     plain = fit("digits", duration=6, run={"dir": "plain"}, machine={"deterministic": True, "matmul": "high"}, **QUIET)
     assert plain["exit_code"] == 0 and plain["step"] == 6 and "eval/accuracy" in plain
@@ -128,7 +128,7 @@ def _one_interpreter() -> None:
 
 
 def _interrupt(folder: str, number: int) -> None:
-    """Sends the signal once the run is under way."""
+    """Send the signal once the run has started."""
     while not (Path(folder) / "metrics.jsonl").exists():
         time.sleep(0.05)
     time.sleep(0.3)
@@ -196,7 +196,7 @@ def _fails() -> None:
         task = Points if where else Unlucky
         with pytest.raises((SampleError, ZeroDivisionError)) as raised:
             fit(task, task=where, duration=40, batch={"size": 8}, machine={"workers": 1}, run={"dir": "run"}, **QUIET)
-        assert raised.value.__traceback__ is not None and not isinstance(raised.value, BadInput)  # and is held
+        assert raised.value.__traceback__ is not None and not isinstance(raised.value, BadInput)  # still held
         ended = json.loads(Path("run/summary.json").read_text())
         assert ended["exit_code"] == 1 and type(raised.value).__name__ in ended["exit_reason"]
         now = left()
@@ -224,7 +224,7 @@ def _terminated() -> None:
 
     threading.Thread(target=_interrupt, args=("run", signal.SIGTERM)).start()
     fit(Points, duration=10**6, save={"every": 10**6}, eval={"every": 0}, run={"dir": "run"}, **QUIET)
-    os._exit(0)  # not reached: the signal is passed on
+    os._exit(0)  # not reached: fit sends the signal again
 
 
 def test_another_signal_is_passed_on_after_saving(tmp_path):
@@ -304,7 +304,7 @@ if __name__ == "__main__":
 
 
 def test_a_class_of_the_script_that_runs_is_found_again(tmp_path):
-    """By the script's file; of a notebook it has no name that another process could find, which is said."""
+    """The class is found by the script's file. A notebook's class cannot be found again; the error says so."""
     (tmp_path / "script.py").write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "3", done.stderr
@@ -359,7 +359,7 @@ def test_recipes_from_python():
     class Hidden(Points):
         pass
 
-    other = type("Points", (Points,), {})  # of the same name
+    other = type("Points", (Points,), {})  # a different class of the same name
 
     rejected = {
         "cannot be found by its name": {"task": Hidden},

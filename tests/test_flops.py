@@ -1,4 +1,4 @@
-"""Figures of throughput and time: recomputed by hand, by formula, and by what was made slow on purpose."""
+"""Throughput and time metrics: checked by hand, by formula, and with code that is slow on purpose."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_counted_operations_are_the_formula(architecture):
         p.numel() for n, p in task.model().named_parameters() if p.ndim == 2 and not any(o in n for o in outside)
     )
     if architecture == "gpt2":
-        matrices += 257 * width  # the output layer is the input's, and counts there
+        matrices += 257 * width  # tied to the input embedding, but counted as output layer
     formula = 6 * matrices + 12 * layers * width * block  # per token: 6 N + 12 L d T
     assert abs(training_flops(task.model(), task.loss, batch) / (2 * block) / formula - 1) < 0.03
 
@@ -46,11 +46,11 @@ def test_resnet18_has_its_known_count():
 
     batch = {"x": torch.zeros(2, 3, 224, 224)}
     found = training_flops(models.resnet18(), lambda model, batch: (model(batch["x"]).sum(), {}), batch) / 2
-    # 1.814 G products in the forward; the backward makes twice as many, but for the first layer's input.
+    # 1.814 G multiply-adds forward, and twice as many backward, except for the input of the first layer.
     assert abs(found / (2 * (3 * 1.814e9 - 0.118e9)) - 1) < 0.03
 
 
-@pytest.mark.slow  # on a machine that has nothing else to do
+@pytest.mark.slow  # needs an idle machine
 def test_a_measured_peak_is_not_beaten():
     peak = measured_peak(torch.device("cpu"), torch.float32, side=512)
     a = torch.randn(512, 512)
@@ -62,7 +62,7 @@ def test_a_measured_peak_is_not_beaten():
 
 NAP = 0.008
 SPENT: list[float] = []
-"""seconds that each slow call really took, which on a busy machine is more than it was meant to"""
+"""measured seconds of each slow call; on a busy machine they exceed the requested sleep"""
 
 
 class SlowToLoad(Ragged):
@@ -89,7 +89,7 @@ class SlowSGD(torch.optim.SGD):
 
 
 def spent(argv: list[str]) -> list[float]:
-    """Trains, and tells how long each slow call took."""
+    """Train, and return the seconds of each slow call."""
     with pytest.raises(SystemExit):
         train(argv)
     return SPENT
@@ -130,9 +130,7 @@ def test_what_is_slow_is_named_with_its_share(tmp_path, words, phase, calls, bef
     for number, line in enumerate(lines(tmp_path / "a")[:3]):
         shares = {name: value for name, value in line.items() if name.startswith("share/")}
         assert abs(sum(shares.values()) - 1) < 1e-6 and max(shares, key=lambda name: shares[name]) == phase
-        if (
-            number
-        ):  # within 5 points of what the slow calls of these twenty steps took; the first steps have work of their own
+        if number:  # within 5 points of the measured time of the slow calls; the first 20 steps include start-up work
             seconds = 160 / line["train/samples_per_second"]
             assert abs(line[phase] - sum(taken[20 * calls * number : 20 * calls * (number + 1)]) / seconds) < 0.05
     assert says in json.loads((tmp_path / "a" / "summary.json").read_text())["time"]
@@ -146,7 +144,7 @@ def test_a_slow_start_is_no_wait_for_data(tmp_path):
 
 
 class SlowStart:
-    """Takes two seconds to get the tracker going."""
+    """Make the tracker take two seconds to start."""
 
     def __call__(self, argv: list[str]) -> None:
         from accelerate.tracking import TensorBoardTracker
@@ -162,7 +160,7 @@ class SlowStart:
 
 
 def measured() -> dict[str, float]:
-    """The figures of one step whose update is a tenth of the weights, where only rank 0 holds any weights."""
+    """Return the metrics of a step whose update is a tenth of the weights; with FSDP2 only rank 0 has weights."""
     world = start()
     torch.manual_seed(0)
     model = world.prepare(torch.nn.Linear(4, 1, bias=False))
@@ -180,9 +178,9 @@ def measured() -> dict[str, float]:
 
 @pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
 def test_the_update_is_measured_where_a_rank_holds_no_weights(ranks, config):
-    for figures in run(measured, ranks=ranks, config=config).ok():
-        assert figures["train/update_ratio"] == pytest.approx(0.1, rel=1e-5)
-        assert figures["train/loss"] == (6.0 if ranks == 1 else 6.0 + 36.0) / 6.0 and figures["train/grad_norm"] == 0.5
+    for metrics in run(measured, ranks=ranks, config=config).ok():
+        assert metrics["train/update_ratio"] == pytest.approx(0.1, rel=1e-5)
+        assert metrics["train/loss"] == (6.0 if ranks == 1 else 6.0 + 36.0) / 6.0 and metrics["train/grad_norm"] == 0.5
 
 
 def test_the_update_of_a_large_model_is_that_of_all_its_weights():
@@ -217,12 +215,12 @@ def test_the_update_of_any_layout_and_type(dtype):
         one *= 1 - 2**-7
     moved, size = ratio.values(torch.zeros(()))
     change = torch.cat([one.flatten() for one in parameters]).double() - before
-    assert float(size) == pytest.approx(float(before.norm() ** 2), rel=1e-6)  # all of them: the model is small
+    assert float(size) == pytest.approx(float(before.norm() ** 2), rel=1e-6)  # all weights count: the model is small
     assert float(moved) == pytest.approx(float(change.norm() ** 2), rel=1e-6 if dtype != torch.bfloat16 else 1e-5)
 
 
 def test_a_resume_in_mid_window_counts_its_own_samples_only():
-    """The loss is of the whole window, the speed of the time since the resume."""
+    """The loss covers the whole window, the speed only the time since the resume."""
     accelerator = start().accelerator
     first, second = Meter(accelerator), Meter(accelerator)
     for _ in range(90):
@@ -232,9 +230,9 @@ def test_a_resume_in_mid_window_counts_its_own_samples_only():
     for _ in range(10):
         second.step(loss=torch.tensor(1.0), weight=1.0, samples=10, norm=torch.tensor(1.0))
     time.sleep(0.2)
-    figures = second.read()
-    assert figures["train/loss"] == 1.9
-    assert figures["train/samples_per_second"] == pytest.approx(100 / (time.perf_counter() - began), rel=0.1)
+    metrics = second.read()
+    assert metrics["train/loss"] == 1.9
+    assert metrics["train/samples_per_second"] == pytest.approx(100 / (time.perf_counter() - began), rel=0.1)
 
 
 def test_a_cpu_has_no_driver_to_ask(tmp_path):
@@ -247,9 +245,7 @@ def test_tokens_per_second_by_hand(tmp_path):
     first, second = lines(tmp_path / "a")[:2]
     assert first["train/epoch"] == 160 / 37 and second["train/epoch"] == 320 / 37
     by_hand = (second["tokens"] - first["tokens"]) / (second["time"] - first["time"])
-    assert (
-        abs(second["speed/tokens_per_second"] / by_hand - 1) < 0.05
-    )  # both of the same seconds, but for the log's own
+    assert abs(second["speed/tokens_per_second"] / by_hand - 1) < 0.05  # same interval, except for the logging itself
     assert abs(second["train/samples_per_second"] / (160 / (second["time"] - first["time"])) - 1) < 0.05
 
 
@@ -277,7 +273,7 @@ def test_what_the_shares_mean(shares, workers, says):
 
 @dataclass
 class Raising:
-    """Makes TensorBoard's tracker raise at every call, or at every one after its start."""
+    """Make TensorBoard's tracker raise at every call, or at every call after its start."""
 
     start: bool
 
@@ -296,7 +292,7 @@ class Raising:
 
 
 class Breaks(Ragged):
-    """Raises, or is killed, after so many losses, at its first start."""
+    """In the first run, raise or kill the process after 47 calls of the loss."""
 
     losses = 0
 
@@ -348,7 +344,7 @@ def test_what_was_logged_before_an_error_or_a_checkpoint_is_in_tensorboard(tmp_p
 
 
 class FullDisk:
-    """Lets no file grow beyond 600 bytes, but for what other processes write."""
+    """Limit files to 600 bytes while metrics.jsonl is written; other processes are not limited."""
 
     def __call__(self, argv: list[str]) -> None:
         from oneloop.show.metrics_file import Lines
@@ -389,4 +385,4 @@ def test_trouble_with_what_is_written_is_told_once(tmp_path, how, track, says):
     world.ok()
     assert world.output.count(says) == world.output.count("cannot be written") == 1
     assert json.loads((tmp_path / "a" / "summary.json").read_text())["step"] == 60
-    assert all(isinstance(line, dict) for line in lines(tmp_path / "a"))  # no half line
+    assert all(isinstance(line, dict) for line in lines(tmp_path / "a"))  # no truncated line

@@ -1,4 +1,4 @@
-"""Frozen parameters lie once in ``base/``, which every checkpoint names by its checksum."""
+"""Frozen parameters are stored once, in ``base/``; every checkpoint records their checksum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from silent_cases import unfinished
 from tiny import Normed
 from worlds import run, train
 
-SPLITS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
+LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
 FROZEN = ["embedding.weight", "inner.bias", "inner.weight", "norm.norm.bias", "norm.norm.weight"]
 RULES = {"norm": {"freeze": True}, "inner": {"freeze": True}, "embedding": {"freeze": True}}
 WORDS = ["r.yaml", "--duration", "16", "--batch.size", "16", "--track", "none", "--run.dir", "run", "--eval.every", "0"]
@@ -39,7 +39,7 @@ def names(folder: Path) -> set[str]:
 
 def test_they_are_in_base_once_whatever_the_split(tmp_path):
     bases = {}
-    for config, ranks in SPLITS:
+    for config, ranks in LAYOUTS:
         (tmp_path / config).mkdir()
         world = trained(tmp_path / config, config=config, ranks=ranks)
         world.ok()
@@ -71,13 +71,13 @@ def test_each_flipped_bit_and_a_missing_file_are_found(tmp_path, capsys):
             assert "base/" in capsys.readouterr().out
         file.unlink()
         assert main(["verify", str(tmp_path / "run")]) == 1 and "base/" in capsys.readouterr().out
-        newest = ["--checkpoint", "newest"]  # final/ has all of them
+        newest = ["--checkpoint", "newest"]  # final/ holds all weights
         assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out"), *newest]) == 2
         file.write_bytes(whole)
     assert main(["verify", str(tmp_path / "run")]) == 0
 
 
-@pytest.mark.parametrize(("config", "ranks"), SPLITS)
+@pytest.mark.parametrize(("config", "ranks"), LAYOUTS)
 def test_what_is_damaged_is_made_anew_or_rejected(tmp_path, config, ranks):
     save_file({**Normed().model().state_dict()}, tmp_path / "mine.safetensors")
     words = ["--init.from", str(tmp_path / "mine.safetensors")]
@@ -112,16 +112,16 @@ def test_others_get_a_folder_of_their_own(tmp_path):
     unfinished(here)
     rules = {"norm": {"freeze": True}, "inner": {"freeze": True}}
     trained(tmp_path, "--run.accept_changes", "true", rules=rules).ok()
-    told = {
+    base_folders = {
         path.name: json.loads((path / "MANIFEST.json").read_text())["about"]["base"]["folder"]
         for path in (here / "checkpoints").glob("step-*")
     }
-    assert told == {"step-00000008": "base", "step-00000016": "base-2"}
+    assert base_folders == {"step-00000008": "base", "step-00000016": "base-2"}
     assert names(here / "base-2") == {f"model.{name}" for name in FROZEN[1:]}
     assert main(["verify", str(here)]) == 0
 
 
-@pytest.mark.parametrize(("config", "ranks"), SPLITS)
+@pytest.mark.parametrize(("config", "ranks"), LAYOUTS)
 def test_their_type_may_be_another(tmp_path, config, ranks):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
     rules = {"embedding": {"freeze": True}, "inner": {"freeze": True}}
@@ -175,7 +175,7 @@ def test_a_mixed_average_leaves_frozen_parameters_alone(tmp_path):
     assert not torch.equal(mixed["head.weight"], last["head.weight"])
 
 
-@pytest.mark.parametrize(("config", "ranks"), SPLITS)
+@pytest.mark.parametrize(("config", "ranks"), LAYOUTS)
 def test_the_average_of_what_was_frozen_begins_with_its_weights(tmp_path, config, ranks):
     slow = ["--ema.half_life", "1000000", "--ema.ramp", "0", "--optimizer.lr", "1e-6"]
     one = torch.ones(())

@@ -1,4 +1,4 @@
-"""A resume compares what it goes on with, and mends what is damaged beside the checkpoints; what a run ends with."""
+"""A resume rejects changes and repairs damaged files next to the checkpoints. Also: the results of a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_resume_rejects_what_has_changed(tmp_path, name):
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert {path.name for path in before.keys() ^ after.keys()} <= {".lock"}
     assert all(after[path] == content for path, content in before.items())
-    if name != "a frozen layer":  # whose optimizer state is another
+    if name != "a frozen layer":  # has a different optimizer state
         accepted = run(here, [*WORDS, "--run.accept_changes", "true"], options=options, folder=tmp_path)
         assert accepted.codes == [0] and f"accepted: {says}" in accepted.output, accepted.output
 
@@ -51,9 +51,9 @@ def test_another_type_of_weights_is_rejected_and_changed_source_is_told(tmp_path
         wide = run(here, [*WORDS, "--machine.dtype", "float64", *more], folder=tmp_path)
         assert wide.codes == [2] and "Traceback" not in wide.output and "float64" in wide.output
     (tmp_path / "mine.py").write_text(BASE + "    # a bug is mended here\n    pass\n")
-    mended = run(here, WORDS, folder=tmp_path)
-    assert mended.codes == [0] and "the source of the task has changed since" in mended.output
-    assert "resuming from run/checkpoints/step-00000008" in mended.output
+    edited = run(here, WORDS, folder=tmp_path)
+    assert edited.codes == [0] and "the source of the task has changed since" in edited.output
+    assert "resuming from run/checkpoints/step-00000008" in edited.output
 
 
 def test_samples_that_are_others_each_time_have_no_checksum(tmp_path):
@@ -62,7 +62,7 @@ def test_samples_that_are_others_each_time_have_no_checksum(tmp_path):
         "    def train_set(self):\n        import numpy\n        own = numpy.random.default_rng()\n"
         "        return [(self.x[i], torch.tensor([own.random()])) for i in range(64)]",
     )
-    run(here, WORDS, folder=tmp_path).ok()  # drawn once per start: other samples at the next
+    run(here, WORDS, folder=tmp_path).ok()  # drawn at each start: the samples differ at the next one
     unfinished(tmp_path / "run")
     assert "some of 16" in run(here, WORDS, folder=tmp_path).output
 
@@ -80,12 +80,12 @@ def test_durations_are_compared_as_durations():
     assert difference(old, {**new, "task": {"a": "1epoch"}}) == ["task.a: '1ep' -> '1epoch'"]
 
 
-# --- what lies beside the checkpoints ---------------------------------------------------------------------------------
+# --- files next to the checkpoints ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """A digits run of twelve steps, and the same as it was when killed after step 8."""
+    """Return a folder with a digits run of twelve steps (run), and the same run killed after step 8 (cut)."""
     folder = tmp_path_factory.mktemp("whole")
     words = [*WORDS[:1], *WORDS[3:], "--task.width", "8"]
     run(train, words, folder=folder).ok()
@@ -147,7 +147,7 @@ def test_a_folder_in_place_of_a_file_is_put_aside(tmp_path, whole):
 
 
 def hurt(content: bytes, draw: random.Random) -> bytes:
-    """One of the ways in which a file goes bad."""
+    """Return the content with random damage of a random kind."""
     kind = draw.choice(["flip", "cut", "noise", "zeros", "grown", "lines"])
     at = draw.randrange(max(1, len(content)))
     if kind == "flip":
@@ -167,8 +167,8 @@ def hurt(content: bytes, draw: random.Random) -> bytes:
 
 @pytest.mark.parametrize("times", [300, pytest.param(2000, marks=pytest.mark.slow)])
 def test_corruptions_of_a_run_folder(tmp_path, whole, times):
-    """Whatever happens to a file beside the checkpoints: the start finds the run's own recipe, metrics.jsonl holds
-    lines that were written, and a damaged end is never taken for a good one."""
+    """Random damage to files next to the checkpoints: inspect() never rejects the run's own recipe, metrics.jsonl
+    keeps only lines that the run wrote, and damaged results are detected."""
     import yaml
 
     draw = random.Random(0)
@@ -187,16 +187,16 @@ def test_corruptions_of_a_run_folder(tmp_path, whole, times):
         bad = hurt(content, draw)
         if bad == content:
             continue
-        told: list[str] = []
+        messages: list[str] = []
         if name == "metrics.jsonl":
             (tmp_path / name).write_bytes(bad)
-            lines = Lines(tmp_path / name, say=told.append)
+            lines = Lines(tmp_path / name, say=messages.append)
             lines.back_to(state, kept=b'"event": "resume"')
             lines.close()
             left = (tmp_path / name).read_bytes()
             assert b"\0" not in left
             if bad[: state["bytes"]] != right[: state["bytes"]]:
-                assert told, bad
+                assert messages, bad
                 assert all(json.loads(line)["step"] <= 8 for line in left.splitlines())
                 detected[name] += 1
             else:
@@ -205,14 +205,14 @@ def test_corruptions_of_a_run_folder(tmp_path, whole, times):
             continue
         (source / name).write_bytes(bad)
         try:
-            finished = Folder(source, say=told.append).inspect(resolved)  # never rejects: the recipe is the run's own
+            finished = Folder(source, say=messages.append).inspect(resolved)  # must not reject the run's own recipe
             read_record(source)
             if name in ("summary.json", "final/model.safetensors", f"final/{MANIFEST}"):
-                same = name == "summary.json" and told == [] and json.loads(bad) == json.loads(content)
-                assert (finished is None and told) or same, (name, bad[:200])
+                same = name == "summary.json" and messages == [] and json.loads(bad) == json.loads(content)
+                assert (finished is None and messages) or same, (name, bad[:200])
             else:
                 assert finished is not None
-            detected[name] += bool(told)
+            detected[name] += bool(messages)
         finally:
             (source / name).write_bytes(content)
     print(detected)
@@ -225,7 +225,7 @@ def test_corruptions_of_a_run_folder(tmp_path, whole, times):
 
 
 def forged(path: Path, change) -> None:
-    """Rewrites a checkpoint's manifest as someone would who knows how its checksums are made."""
+    """Change a checkpoint and rewrite its manifest with valid checksums."""
     from oneloop.checkpoint import store
 
     manifest = read_manifest(path)
@@ -322,7 +322,7 @@ def test_final_holds_what_it_says(tmp_path, ranks, config):
 
 
 def in_order(words: list[str]) -> None:
-    """Trains, saving in this process, and writes down what is made to last, in its order."""
+    """Train, and print the names of flushed files in order; the save must run in this process."""
     from oneloop.checkpoint import store, writer
 
     flush = store.flush
@@ -462,11 +462,11 @@ def test_a_run_that_saved_nothing_binds_nobody(tmp_path):
     assert corrected.codes == [0], corrected.output
 
 
-# --- room -------------------------------------------------------------------------------------------------------------
+# --- disk space -------------------------------------------------------------------------------------------------------
 
 
 def on_a_disk(folder: Path, options: str, fill: str = "true") -> subprocess.CompletedProcess[str]:
-    """A start whose run folder is on a disk of its own; its exit code, then what lies on the disk, end its output."""
+    """Start a run on a separate disk; the output ends with the exit code and the files on that disk."""
     lay(folder)
     disk = folder / "disk"
     disk.mkdir()
@@ -490,7 +490,7 @@ def test_a_disk_that_cannot_be_written_is_told(tmp_path):
     assert ended.stdout.split()[-2:] == ["code", "2"] and "Read-only file system" in ended.stderr
 
 
-# --- foreign code -----------------------------------------------------------------------------------------------------
+# --- untrusted run folders --------------------------------------------------------------------------------------------
 
 
 def test_a_run_folder_runs_no_program(tmp_path, whole, capsys):

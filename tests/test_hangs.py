@@ -1,4 +1,4 @@
-"""Who hangs, by what every process tells: the rules, without processes."""
+"""Which rank hangs, given the status of every rank: the rules alone, without processes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ def status(rank: int, **about) -> RankStatus:
 
 
 CASES = [
-    ([status(0), status(1, since=9.0)], []),  # one gets on: the other may wait for it
+    ([status(0), status(1, since=9.0)], []),  # one makes progress: the other may wait for it
     ([status(0, waits=True), status(1)], [1]),
     ([status(0, waits=True), status(1, waits=True, silent=6.0)], [1]),
-    ([status(0), status(1, silent=6.0)], [1]),  # of two that do not wait, the one that says nothing
+    ([status(0), status(1, silent=6.0)], [1]),  # of two that do not wait, the silent one
     ([status(0, waits=True, count=9), status(1, waits=True, count=8)], [1]),  # the furthest behind
     ([status(0, waits=True, count=9), status(1, waits=True, count=9)], [0, 1]),  # they wait for each other
-    ([status(0, held=True), status(1)], []),  # a debugger has one
-    ([status(0, silent=11.0, stopped=True)], []),  # a person has stopped a run of one process
+    ([status(0, held=True), status(1)], []),  # a debugger holds one
+    ([status(0, silent=11.0, stopped=True)], []),  # the user stopped a run of one process
     ([status(0, waits=True), status(1, silent=11.0, stopped=True)], [1]),
     ([status(0, limit=600.0)], []),
-    ([status(0, limit=600.0, stop_requested=True)], [0]),  # told to stop: ten seconds for the step
-    ([status(0, limit=600.0, stop_requested=True), status(1, limit=600.0, waits=True)], [0]),  # as one, so all
+    ([status(0, limit=600.0, stop_requested=True)], [0]),  # a stop is requested: ten seconds for the step
+    ([status(0, limit=600.0, stop_requested=True), status(1, limit=600.0, waits=True)], [0]),  # same for two
     ([status(0, limit=600.0, stop_requested=True, phase=SAVING)], []),
     ([status(0, limit=1800.0, stop_requested=True, phase=ENDING)], []),
     ([status(0, limit=600.0, stop_requested=True, patience=2.0)], []),
@@ -34,9 +34,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("statuses", "wanted"), CASES)
-def test_who_stands_still(statuses, wanted):
-    assert [one.rank for one in hung_ranks(statuses)] == wanted
+@pytest.mark.parametrize(("statuses", "expected"), CASES)
+def test_who_stands_still(statuses, expected):
+    assert [one.rank for one in hung_ranks(statuses)] == expected
 
 
 def test_what_is_said():
@@ -57,7 +57,7 @@ def test_a_limit_is_learned_from_what_is_usual(monkeypatch):
     seen = Beats()
     assert seen.limit(1.0) == 1800 and seen.now_in == SET_UP
     seen.enter(TRAINING)
-    for seconds in (60.0, 5.0, 2.0, 2.0):  # the first ones compile
+    for seconds in (60.0, 5.0, 2.0, 2.0):  # the first steps compile
         now[0] += seconds
         seen.beat()
         assert seen.limit(1.0) == 600 and seen.limit(3.0) == 1800
@@ -67,7 +67,7 @@ def test_a_limit_is_learned_from_what_is_usual(monkeypatch):
     with seen.phase(EVALUATION):
         assert seen.limit(1.0) == 600
         now[0] += 100.0
-    assert seen.usual() == (2.0, 8.0) and seen.last == now[0]  # an evaluation is no step
+    assert seen.usual() == (2.0, 8.0) and seen.last == now[0]  # an evaluation is not a step
     for _ in range(200):
         now[0] += 4.0
         seen.beat()

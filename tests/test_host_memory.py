@@ -1,4 +1,4 @@
-"""What a model takes of a host's memory while several processes of it start under FSDP2."""
+"""Host memory of a model while several processes on one host start under FSDP2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worlds import run, train
 
 
 class Many(Ragged):
-    """A model large enough to be seen."""
+    """A task whose model is large enough for the memory message."""
 
     def model(self):
         model = super().model()
@@ -41,11 +41,11 @@ def test_models_made_in_turn_are_the_same_to_the_bit(tmp_path, config, ranks):
 
 
 Samples = list[tuple[float, float]]
-"""time, and megabytes of anonymous memory above what there was"""
+"""(time, increase of anonymous memory in MB)"""
 
 
 def watched(make) -> tuple[Samples, float]:
-    """What is needed while it is made, and what is kept of it."""
+    """Call ``make``; return the memory samples during the call, and the memory in use after it."""
     before, running = anonymous(), True
     seen: Samples = []
 
@@ -69,7 +69,7 @@ def most(seen: Samples) -> float:
 
 
 def at_once(several: list[Samples]) -> float:
-    """The most that all of them need at one time."""
+    """Return the peak of the sum over all ranks."""
     largest, now = 0.0, [0.0] * len(several)
     for _, rank, value in sorted((when, rank, value) for rank, seen in enumerate(several) for when, value in seen):
         now[rank] = value
@@ -89,7 +89,7 @@ def bert(layers: int):
 
 
 def pretrained(folder: str) -> tuple[Samples, float]:
-    """A model that is mapped and sharded."""
+    """Measure a pretrained model that is memory-mapped and sharded."""
     from oneloop.launch.processes import start
     from oneloop.tasks.transformers_models import auto_model
 
@@ -104,7 +104,7 @@ def pretrained(folder: str) -> tuple[Samples, float]:
 
 
 def from_scratch(turns: bool, layers: int, sharded: bool) -> tuple[Samples, float]:
-    """A model that is made, in turn or by all at once."""
+    """Measure a model that is built from scratch, by one process at a time or by all at once."""
     from oneloop.launch.processes import start
     from oneloop.machine.load_in_turn import in_turn
 
@@ -143,7 +143,7 @@ def test_models_made_in_turn_leave_nothing_of_them_in_memory():
     together = run(from_scratch, False, 2, False, ranks=3, config="fsdp2", timeout=600).ok()
     turns = run(from_scratch, True, 2, False, ranks=3, config="fsdp2", timeout=600).ok()
     assert min(after for _, after in together) > 500  # each keeps a whole copy
-    assert max(after for _, after in turns) < 50  # what was made is mapped
+    assert max(after for _, after in turns) < 50  # the weights are memory-mapped
     copy = max(map(most, (seen for seen, _ in together)))
     assert at_once([seen for seen, _ in together]) > 2 * copy and at_once([seen for seen, _ in turns]) < 1.3 * copy
 

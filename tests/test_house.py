@@ -1,4 +1,4 @@
-"""The house: which room may import which, and how large its files, functions and the page may grow."""
+"""Structure of the package: allowed imports between rooms (top-level packages and modules), and size limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from worlds import ROOT
 
 PACKAGE = ROOT / "src" / "oneloop"
 LEAVES = ("ema", "recipe", "data", "optim", "machine", "checkpoint", "measure", "show", "supervise", "tasks")
-"""rooms that import nothing of oneloop but the bottom room"""
+"""rooms that may import only ``basics`` (``tasks`` also ``data``, see below)"""
 ALLOWED = {
     "basics": set(),
     **{leaf: {"basics"} for leaf in LEAVES},
@@ -33,7 +33,7 @@ ALLOWED = {
     "cli": {"after", "apply", "basics", "evaluation", "job", "launch", "plan", "run", "train", *LEAVES},
 }
 AT_THE_TOP_OF_TASKS = {"torch", "numpy", "oneloop"}
-"""what a task may import before it is used, beside the standard library"""
+"""what a task may import at module level, besides the standard library"""
 
 
 def files(package: Path) -> list[Path]:
@@ -41,12 +41,12 @@ def files(package: Path) -> list[Path]:
 
 
 def room_of(module: str) -> str:
-    """``oneloop.data.order`` -> ``data``; ``oneloop`` itself has no room."""
+    """Return the room of a module: ``oneloop.data.order`` -> ``data``; ``oneloop`` itself has none."""
     return [*module.split("."), ""][1]
 
 
 def imports(file: Path, *, within_functions: bool = True) -> Iterator[str]:
-    """Modules that a file imports, wherever in it; ``from oneloop import train`` counts as ``oneloop.train``."""
+    """Yield the modules that a file imports; ``from oneloop import train`` counts as ``oneloop.train``."""
     tree = ast.parse(file.read_text())
     inside = {
         id(inner)
@@ -65,17 +65,17 @@ def imports(file: Path, *, within_functions: bool = True) -> Iterator[str]:
 
 
 def wrong_ways(package: Path) -> list[str]:
-    """Imports against the direction, as ``room/file.py imports oneloop.other.thing``."""
+    """Return the imports that ALLOWED forbids, as ``room/file.py imports oneloop.other.thing``."""
     wrong = []
     for file in files(package):
-        place = file.relative_to(package)
-        room = place.parts[0].removesuffix(".py")
+        path = file.relative_to(package)
+        room = path.parts[0].removesuffix(".py")
         if room == "__init__":
             continue
-        assert room in ALLOWED, f"{place}: say in this test what the room {room} may import"
+        assert room in ALLOWED, f"{path}: say in this test what the room {room} may import"
         for module in imports(file):
             if module.split(".")[0] == "oneloop" and room_of(module) not in {room, "", *ALLOWED[room]}:
-                wrong.append(f"{place} imports {module}")
+                wrong.append(f"{path} imports {module}")
     return wrong
 
 
@@ -86,11 +86,11 @@ def test_imports_go_one_way():
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("optim/clip.py", "from oneloop.checkpoint.store import Keep"),  # a leaf another leaf
-        ("machine/torch_settings.py", "from oneloop.recipe.schema import Recipe"),  # a leaf the recipe
-        ("basics/files.py", "from oneloop import ema"),  # the bottom anything
-        ("run/counters.py", "import oneloop.train"),  # the loop is imported by the command line only
-        ("ema.py", "def late():\n    from oneloop.show.run_reader import Record"),  # inside a function too
+        ("optim/clip.py", "from oneloop.checkpoint.store import Keep"),  # a leaf imports another leaf
+        ("machine/torch_settings.py", "from oneloop.recipe.schema import Recipe"),  # a leaf imports the recipe
+        ("basics/files.py", "from oneloop import ema"),  # basics imports any other room
+        ("run/counters.py", "import oneloop.train"),  # a lower room imports the loop
+        ("ema.py", "def late():\n    from oneloop.show.run_reader import Record"),  # inside a function, too
     ],
 )
 def test_a_wrong_import_is_found(tmp_path, file, line):
@@ -138,7 +138,7 @@ def test_nothing_grows_without_bounds():
                 assert length(node) <= 60, f"{file}: {node.name}"
 
 
-CEILINGS = {  # lines of a package; a ceiling only falls, or rises by the budget of an issue that names it
+CEILINGS = {  # maximum lines of a package; only lowered, or raised by the budget of an issue that names it
     **{
         "after": 279,
         "plan": 704,
@@ -156,7 +156,7 @@ CODE, FILES = 17_428, 182  # lines of code in all packages (no blank, comment or
 
 
 def code(source: str) -> int:
-    """How many lines are neither blank nor a comment, nor part of a text that stands by itself."""
+    """Count the lines that are neither blank nor a comment nor part of a docstring."""
     texts = [
         range(node.lineno, node.end_lineno + 1)
         for node in ast.walk(ast.parse(source))
@@ -186,7 +186,7 @@ def test_no_function_takes_more_than_ten_parameters():
 
 
 def stored(function: ast.FunctionDef) -> set[str]:
-    """Names stored in a function's own scope, without arguments, comprehensions and nested functions."""
+    """Return names stored in a function's own scope, without arguments, comprehensions and nested functions."""
     own_scope = ast.FunctionDef | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
     names, left = set(), list(ast.iter_child_nodes(function))
     while left:
@@ -222,7 +222,7 @@ def classes() -> dict[str, ast.ClassDef]:
 
 
 def fields(kind: ast.ClassDef, known: dict[str, ast.ClassDef]) -> set[str]:
-    """Attributes that a class and its bases set on ``self``."""
+    """Return the attributes that a class and its bases set on ``self``."""
     bases = (known[base.id] for base in kind.bases if isinstance(base, ast.Name) and base.id in known)
     own = {
         node.attr
@@ -241,7 +241,7 @@ def test_the_objects_of_the_page_are_small():
         assert len(fields(known[name], known)) <= 12, name
 
 
-PATHS = {  # of a thing through the files: in each, the words that lead to the next one
+PATHS = {  # name: (most files, [(file, words that lead to the next file)])
     "a batch from disk to update": (
         6,
         [

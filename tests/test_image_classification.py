@@ -1,4 +1,4 @@
-"""Images as people train them: augmentation, mixup and cutmix that no split changes, class weights, soft labels."""
+"""Image training: augmentation, mixup and cutmix are the same on every layout; class weights; soft labels."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from worlds import run, train
 
 ALL = ["--task.mixup", "0.4", "--task.cutmix", "1.0", "--task.crop", "0.5", "--task.randaugment", "9"]
 ALL += ["--task.erasing", "0.5", "--task.smoothing", "0.1", "--task.class_weights", "balanced", "--task.top_k", "3"]
-SPLITS = [("single", 1, 4), ("ddp", 2, 2), ("fsdp2", 2, 1)]
+LAYOUTS = [("single", 1, 4), ("ddp", 2, 2), ("fsdp2", 2, 1)]
 
 
 def gradients(folder: Path, dtype: str, *, config: str = "single", ranks: int = 1, accumulate: int = 1, steps: int = 1):
-    """What one step of plain sgd at a learning rate of 1 takes off the weights; with more steps, after them."""
+    """Return the weights after plain SGD with learning rate 1: one step subtracts the gradient."""
     folder.mkdir()
     words = ["digits", "--duration", str(steps), "--batch.size", "16", "--batch.micro", str(16 // ranks // accumulate)]
     words += [
@@ -58,14 +58,14 @@ def test_the_gradients_are_those_of_any_split(tmp_path, dtype, bound):
     whole = gradients(tmp_path / "whole", dtype)
     largest = max((whole[name] - first[name]).abs().max() for name in whole)
     assert largest > 1e-3
-    for config, ranks, accumulate in SPLITS:
+    for config, ranks, accumulate in LAYOUTS:
         split = gradients(tmp_path / config, dtype, config=config, ranks=ranks, accumulate=accumulate)
         worst = max((whole[name] - split[name]).abs().max() for name in whole)
         assert worst / largest < bound, (config, worst / largest)
 
 
 class Flat:
-    """Images of one colour each, their number; of so many classes, one after another."""
+    """Images of one colour, whose value is the index; the classes take turns."""
 
     def __init__(self, classes: int = 5):
         self.classes = classes
@@ -85,7 +85,7 @@ def test_mixup_is_what_its_paper_says_and_a_function_of_the_place():
         assert label.sum() == pytest.approx(1, abs=1e-6) and (label > 0).sum() <= 2 and image.std() < 1e-5
         assert torch.allclose(image, label @ torch.arange(50.0), atol=1e-4)  # each class is one image's value
     shares = torch.stack([mixed[epoch, 0][1][1][0] for epoch in range(400)])
-    assert len(shares.unique()) > 300  # another partner and another share in every epoch
+    assert len(shares.unique()) > 300  # a different partner and share in every epoch
     assert not torch.equal(mixed[0, 7][1][0], SeededSamples(mixed.dataset, seed=4)[0, 7][1][0])
 
 
@@ -97,8 +97,8 @@ def test_cutmix_shares_are_those_of_the_areas():
         own = (image == index).float().mean().item()
         assert len(image.unique()) <= 2
         other = next((int(value) for value in image.unique() if value != index), index)
-        wanted = F.one_hot(torch.tensor(index % 5), 5) * own + F.one_hot(torch.tensor(other % 5), 5) * (1 - own)
-        assert torch.allclose(label, wanted, atol=1e-6)
+        expected = F.one_hot(torch.tensor(index % 5), 5) * own + F.one_hot(torch.tensor(other % 5), 5) * (1 - own)
+        assert torch.allclose(label, expected, atol=1e-6)
         shares.append(own)
     assert 0.4 < np.mean(shares) < 0.8 and min(shares) < 0.3
 
@@ -132,10 +132,10 @@ def test_class_weights_are_those_of_torch():
     torch.manual_seed(0)
     model = task.model()
     loss, _ = task.loss(model, batch)
-    wanted = F.cross_entropy(model(batch["image"]), batch["label"], torch.tensor(weights), label_smoothing=0.1)
-    assert (loss / task.weight(batch)).item() == pytest.approx(wanted.item(), rel=1e-6)
+    expected = F.cross_entropy(model(batch["image"]), batch["label"], torch.tensor(weights), label_smoothing=0.1)
+    assert (loss / task.weight(batch)).item() == pytest.approx(expected.item(), rel=1e-6)
     soft = {**batch, "label": F.one_hot(batch["label"], 10).float()}
-    assert (task.loss(model, soft)[0] / task.weight(soft)).item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert (task.loss(model, soft)[0] / task.weight(soft)).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_balanced_weights_make_all_classes_weigh_the_same(tmp_path):
@@ -151,12 +151,12 @@ def test_balanced_weights_make_all_classes_weigh_the_same(tmp_path):
 
 def test_top_k_is_that_of_torchmetrics():
     torch.manual_seed(0)
-    counts, wanted = ClassCounts(10, top=3), MulticlassAccuracy(10, top_k=3, average="micro")
+    counts, expected = ClassCounts(10, top=3), MulticlassAccuracy(10, top_k=3, average="micro")
     for _ in range(3):
         logits, target = torch.randn(32, 10), torch.randint(10, (32,))
         counts.update(logits, target)
-        wanted.update(logits, target)
-    assert counts.compute()["top3_accuracy"] == pytest.approx(float(wanted.compute()))
+        expected.update(logits, target)
+    assert counts.compute()["top3_accuracy"] == pytest.approx(float(expected.compute()))
     assert counts.higher_is_better["top3_accuracy"]
 
 
@@ -168,9 +168,9 @@ def test_the_test_size_and_what_is_random_are_of_their_parts(tmp_path):
     assert trained[0, 0][1][0].shape == (3, 16, 16)
     assert torch.equal(trained[0, 0][1][0], trained[0, 0][1][0])
     assert not torch.equal(trained[0, 0][1][0], trained[1, 0][1][0])
-    held_out = SeededSamples(task.eval_sets()["validation"], seed=0)
-    assert held_out[0, 0][1][0].shape == (3, 20, 20)
-    assert torch.equal(held_out[0, 0][1][0], held_out[1, 0][1][0])
+    validation = SeededSamples(task.eval_sets()["validation"], seed=0)
+    assert validation[0, 0][1][0].shape == (3, 20, 20)
+    assert torch.equal(validation[0, 0][1][0], validation[1, 0][1][0])
 
 
 def test_pixels_are_those_of_torchvisions_older_transforms():
@@ -186,7 +186,7 @@ def test_pixels_are_those_of_torchvisions_older_transforms():
 
 
 def shares(folder: Path, count: int = 60, *, spoil: dict | None = None) -> Path:
-    """Pictures with the shares of three classes."""
+    """Write pictures with soft labels over three classes."""
     images(folder.with_name("pictures"), "folders", each=count // 3)
     draw, made = np.random.default_rng(1), []
     for file in sorted(folder.with_name("pictures").rglob("*.png")):
@@ -209,7 +209,7 @@ def test_shares_of_classes_are_trained_on(tmp_path, config, ranks):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["eval/accuracy"] > 0.8
     least = -(np.array([0.8, 0.1, 0.1]) * np.log([0.8, 0.1, 0.1])).sum()
-    assert summary["eval/loss"] > 0.6 * least  # the entropy of the shares is not learned away
+    assert summary["eval/loss"] > 0.6 * least  # it cannot fall far below the entropy of the soft labels
 
 
 BAD = {

@@ -1,4 +1,4 @@
-"""Image models of other libraries: fine-tuned with frozen layers and layer-wise rates, and loaded there again."""
+"""Image models of other libraries: fine-tuned with frozen layers and layer-wise rates, and loaded there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from silent_cases import unfinished
 from small_models import vit
 from worlds import run, train
 
-SPLITS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
+LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
 COMMON = ["--duration", "6", "--batch.size", "8", "--save.every", "3", "--eval.every", "0", "--track", "none"]
 COMMON += ["--task.augment", "false", "--task.held_out", "0.2", "--optimizer.lr", "1e-3", "--ema.half_life", "16"]
 
@@ -48,7 +48,7 @@ def made_by_torchvision(where: Path):
 
 
 def weights_of(name: str, folder: Path) -> list[str]:
-    """The words that name a pretrained model of five classes."""
+    """Return the options for a pretrained model of five classes."""
     if name == "transformers":
         return ["--task.model", str(vit(folder / "vit", 5)), "--task.image_size", "16"]
     torch.manual_seed(1)
@@ -70,7 +70,7 @@ BOTH = [
     if (name, split[0]) not in {("timm", "single"), ("timm", "fsdp2"), ("torchvision", "ddp"), ("torchvision", "fsdp2")}
     else pytest.param(name, *split, marks=pytest.mark.slow)
     for name in FROZEN
-    for split in SPLITS
+    for split in LAYOUTS
 ]
 
 
@@ -95,8 +95,8 @@ def test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_fr
     named, size = (words[words.index(f"--task.{key}") + 1] for key in ("model", "image_size"))
     task = ImageClassification(str(tmp_path / "data"), named, augment=False, held_out=0.2, image_size=int(size))
     forward, model = load(tmp_path / "run" / "final")
-    held_out = task.eval_sets()["validation"]
-    batch = task.collate([held_out[index] for index in range(len(held_out))])
+    validation = task.eval_sets()["validation"]
+    batch = task.collate([validation[index] for index in range(len(validation))])
     with torch.no_grad():
         loss = F.cross_entropy(forward(batch["image"]), batch["label"]).item()
     assert loss == pytest.approx(printed["eval/loss"], abs=1e-5)
@@ -110,7 +110,7 @@ def test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_fr
         for tensor in last
         if any(matches(pattern, tensor) for pattern, own in groups.items() if own.get("freeze"))
     }
-    assert frozen and all(torch.equal(first[tensor], last[tensor]) for tensor in frozen)  # BatchNorm's statistics too
+    assert frozen and all(torch.equal(first[tensor], last[tensor]) for tensor in frozen)  # BatchNorm statistics, too
     for tensor in {tensor for tensor in last if tensor.endswith(".weight")} - frozen:
         assert first[tensor].shape != last[tensor].shape or not torch.equal(first[tensor], last[tensor]), tensor
 
@@ -159,13 +159,13 @@ def test_pixels_are_as_the_model_wants_them(tmp_path):
     images(tmp_path / "data", "folders", each=8)
     own = {"data": str(tmp_path / "data"), "augment": False, "held_out": 0.2, "image_size": 16}
     plain = ImageClassification(**own).train_set()[0][0]
-    wanted = ImageClassification(**own, model=str(vit(tmp_path / "vit", 3))).train_set()[0][0]
-    said = ImageClassification(**own, mean=[0.0] * 3, std=[1.0] * 3).train_set()[0][0]
-    assert torch.allclose(plain, said * 2 - 1) and torch.allclose(wanted, (said - 0.4) / 0.3, atol=1e-6)
+    by_model = ImageClassification(**own, model=str(vit(tmp_path / "vit", 3))).train_set()[0][0]
+    raw = ImageClassification(**own, mean=[0.0] * 3, std=[1.0] * 3).train_set()[0][0]
+    assert torch.allclose(plain, raw * 2 - 1) and torch.allclose(by_model, (raw - 0.4) / 0.3, atol=1e-6)
 
 
 class HeadFirst(nn.Module):
-    """Its head comes first, and its last layer is as wide as there are classes."""
+    """Its head comes first; its last parameter has one element per class but is not the head."""
 
     def __init__(self, num_classes: int):
         super().__init__()

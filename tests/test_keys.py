@@ -1,4 +1,4 @@
-"""Every key has an effect, is rejected, or is in a list with the reason why it cannot show one here."""
+"""Every key has an effect, is rejected, or is listed with the reason why this file cannot show its effect."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ EFFECTS: dict[str, tuple] = {
     "debug.overfit": ("32",),
     "debug.dry_run": ("true",),
 }
-"""a value that shows the key's effect, the words beside it (they are in the control run too), and the layout"""
+"""a value that shows the key's effect, further options (the control run has them, too), and the layout"""
 LISTED = {
     "init.leave_out": "changes a start from other weights: tests/test_frozen_weights.py",
     "guard.spike": "needs a spike: tests/test_bad_step_policy.py",
@@ -123,7 +123,7 @@ def test_the_tables_hold_every_key():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_argument_of_a_task_is_read(task):
-    """By name, in the constructor of the task or of the class that gets it; conditions name other arguments."""
+    """It is read by name in the constructor of the task or of a base class. ``needs`` names only known arguments."""
     kind = resolve("task", task)
     mine = {key.removeprefix("task.") for key in keys_of(task) if key.startswith("task.")} - {"name"}
     mine = {key.partition(".")[0] for key in mine}
@@ -138,7 +138,7 @@ def test_every_argument_of_a_task_is_read(task):
 
 
 def seen_of(folder: Path, words: list[str], how: dict) -> tuple:
-    """What a run shows: codes, files, weights, metrics without times, and its lines without numbers."""
+    """Return exit codes, files, weights, metrics without times, and output lines without numbers."""
     world = run(train, [*words, "--run.dir", "run"], folder=folder, **how)
     there = folder / "run"
     files = {path.relative_to(there).as_posix() for path in there.rglob("*") if "tfevents" not in path.name}
@@ -154,8 +154,8 @@ def seen_of(folder: Path, words: list[str], how: dict) -> tuple:
         }
         for line in lines
     ]
-    said = {re.sub(MASKED, "#", line) for line in world.output.splitlines() if not line.lstrip().startswith("step")}
-    return world.codes, files, weights, metrics, said
+    printed = {re.sub(MASKED, "#", line) for line in world.output.splitlines() if not line.lstrip().startswith("step")}
+    return world.codes, files, weights, metrics, printed
 
 
 @pytest.mark.slow

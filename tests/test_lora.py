@@ -1,5 +1,5 @@
-"""Adapters on a frozen model: the same on every split, as peft and transformers know them, and nothing of the model
-itself in a checkpoint."""
+"""Adapters on a frozen model: the same on every parallel layout, compatible with peft and transformers, and
+checkpoints without the base model."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from silent_cases import unfinished
 from worlds import after
 
 
-def on_each(splits, folder: Path, words: list[str], says: str = "") -> dict[str, dict[str, torch.Tensor]]:
-    """The adapters that these words train on each split, in a folder of its own."""
-    for config, ranks in splits:
+def on_each(layouts, folder: Path, words: list[str], says: str = "") -> dict[str, dict[str, torch.Tensor]]:
+    """Train adapters with these options on each layout, each in its own folder, and return them."""
+    for config, ranks in layouts:
         (folder / config).mkdir()
         world = of_words(folder / config, *words, config=config, ranks=ranks)
         world.ok()
         assert says in world.output
-    return {config: adapters_of(folder / config) for config, _ in splits}
+    return {config: adapters_of(folder / config) for config, _ in layouts}
 
 
 def mean_loss(model: torch.nn.Module, samples) -> float:
-    """Of a plain model, one sample after the other."""
+    """Return the mean loss of a plain model, computed one sample at a time."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     with torch.no_grad():
         for index in range(len(samples)):
@@ -44,7 +44,7 @@ def mean_loss(model: torch.nn.Module, samples) -> float:
 
 
 def losses(model: torch.nn.Module, sample) -> torch.Tensor:
-    """Of each trained token of a sample, whose others are written as ~token."""
+    """Return the loss of each trained token of a sample; untrained tokens are stored as ~token."""
     marked = torch.tensor(sample.tolist())
     tokens = torch.where(marked < 0, ~marked, marked)
     trained = marked[1:] >= 0
@@ -54,7 +54,7 @@ def losses(model: torch.nn.Module, sample) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def peft_alone(tmp_path_factory) -> Path:
-    """A base, adapters as peft makes them (start), and what a plain loop makes of these in 40 steps (wanted)."""
+    """Save a base model, new peft adapters (start), and these adapters after 40 steps of a plain loop (wanted)."""
     folder = tmp_path_factory.mktemp("peft")
     base = a_base(folder / "base")
     torch.manual_seed(3)
@@ -78,7 +78,7 @@ def peft_alone(tmp_path_factory) -> Path:
 
 
 def names_in(folder: Path) -> dict[str, int]:
-    """Tensors of all files in a folder, and their bytes."""
+    """Return the size in bytes of each tensor in the folder's files."""
     found = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as held:
@@ -100,8 +100,8 @@ def test_forty_steps_are_those_of_plain_peft(peft_alone, tmp_path, config, ranks
 
     here = tmp_path / "run"
     assert {file.name for file in (here / "base").iterdir()} == {"origin.json", "MANIFEST.json"}
-    told = json.loads((here / "base" / "origin.json").read_text())
-    assert told["place"] == str(peft_alone / "base") and "model.safetensors" in told["files"]
+    origin = json.loads((here / "base" / "origin.json").read_text())
+    assert origin["place"] == str(peft_alone / "base") and "model.safetensors" in origin["files"]
     [path] = (here / "checkpoints").glob("step-*40")
     held = names_in(path)
     trained = {name for name in held if name.startswith("model.")}
@@ -313,10 +313,10 @@ def test_a_base_that_has_changed_since_is_rejected(tmp_path):
     world = after(tmp_path, "evaluate", "run", "--checkpoint", "newest")
     assert world.codes == [2] and "put that back where task.model names it" in world.output
     a_base(base)
-    shutil.move(base, tmp_path / "elsewhere")  # the same model at another place
+    shutil.move(base, tmp_path / "elsewhere")  # the same model in another folder
     there = [word.replace(str(base), str(tmp_path / "elsewhere")) for word in words]
     world = of_words(tmp_path, *there)
-    assert world.codes == [2] and "task.model" in world.output  # the recipe names another
+    assert world.codes == [2] and "task.model" in world.output  # the recipe names another folder
     world = of_words(tmp_path, *there, "--run.accept_changes", "true")
     world.ok()
     assert "resuming from run/checkpoints/step-00000002" in world.output

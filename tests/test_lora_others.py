@@ -1,4 +1,4 @@
-"""Adapters and models that others have made or changed: taken as they are, or rejected."""
+"""Adapters and models that others made or changed are used as given, or rejected."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_model_that_is_changed_underfoot(base, tmp_path):
     task = the_task(own, rank=4)
     task.model()
     task.origin.unchanged()
-    assert task.origin.content["files"]  # from here on it is known what it was
+    assert task.origin.content["files"]  # from here on, its content is recorded
     before = (own / "model.safetensors").read_bytes()
     (own / "model.safetensors").write_bytes(before)
     task.origin.unchanged()
