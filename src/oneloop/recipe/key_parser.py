@@ -1,12 +1,14 @@
 """The argument parser of all keys of a recipe, with the arguments of the chosen task, optimizer and schedule."""
 
 from argparse import Action
+from inspect import signature
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 from jsonargparse.typing import register_type
 
 from oneloop.basics.duration import Duration
-from oneloop.recipe.class_paths import resolve
+from oneloop.basics.exit_codes import BadInput
+from oneloop.recipe.class_paths import CHOICES, resolve
 from oneloop.recipe.key_rules import documented, shown
 from oneloop.recipe.read import packaged
 from oneloop.recipe.schema import GROUPS
@@ -87,12 +89,18 @@ def parser(task: str, optimizer: str, schedule: str, *, options: bool = True) ->
         section.add_class_arguments(group, name, skip=skip, as_group=False)
         if name in chosen and options:
             target = resolve(name, chosen[name])
+            taken = {"name", "options"} & signature(target).parameters.keys()
+            if taken and chosen[name] not in CHOICES[name]:
+                raise BadInput(f"{name}.name {chosen[name]!r}: rename the argument {taken.pop()!r}, a key of oneloop")
             add = section.add_class_arguments if isinstance(target, type) else section.add_function_arguments
             add(target, name, skip=set(_NOT_OPTIONS[name]), as_group=False, fail_untyped=False)
             for action in [action for action in made._actions if action.dest.endswith(".help")]:
                 action.container._remove_action(action)  # type: ignore[attr-defined]
+            parameters = signature(target).parameters.values()  # jsonargparse gives one without a type null
+            bare = {f"{name}.{one.name}" for one in parameters if one.default is one.annotation is one.empty}
             about = documented(target)
             for action in made._actions:
+                action.required = action.required or action.dest in bare
                 if action.dest.startswith(f"{name}.") and not action.help:
                     action.help = about.get(action.dest.removeprefix(f"{name}."))
     for action in made._actions:

@@ -217,6 +217,7 @@ _RENAMED = {"joined": "concat", "documents": "packed", "none": "padded"}  # old 
 
 def _worded(error: Exception) -> str:
     text = re.sub(r'Parser key "([^"]+)":', r"\1:", str(error))
+    text = re.sub(r"the following arguments are required: (.*)", r"\1 has no default; give a value", text)
     return one_line(re.sub(r"<class '([^']+)'>", r"\1", text))
 
 
