@@ -75,6 +75,9 @@ def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[st
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"it returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
         optimizer.step()
+        for group in optimizer.param_groups:
+            if kept := [key for key, value in group.items() if key != "params" and torch.is_tensor(value)]:
+                raise TypeError(f"it keeps {kept[0]} as a tensor in its parameter groups, which oneloop cannot save")
     except Exception as error:
         given = "".join(f" {key}={value!r}" for key, value in options.items())
         needs = " (it needs a closure that computes the loss again, and the loop computes it once)"
