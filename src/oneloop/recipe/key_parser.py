@@ -31,7 +31,7 @@ OPTIONS = {
         "adamw": ("betas", "eps"),
         "sgd": ("momentum", "nesterov"),
         "muon": ("momentum", "nesterov", "iterations", "precision", "betas", "eps", "adamw_for"),
-        "adafactor": ("eps", "d"),
+        "adafactor": ("eps", "d", "beta2_decay"),
     },
     "schedule": {"constant": (), "linear": (), "cosine": (), "wsd": ("decay",), "plateau": ("factor", "patience")},
 }

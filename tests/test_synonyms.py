@@ -1,0 +1,153 @@
+"""Keys as other trainers name them lead to oneloop's key, at once: no task and no torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from oneloop.basics.exit_codes import BadInput
+from oneloop.recipe.key_parser import OPTIONS, parser
+from oneloop.recipe.parse import check_keys, read
+from oneloop.recipe.synonyms import suggestion
+
+NEWCOMERS = {
+    "epochs": "duration",
+    "num_train_epochs": "duration",
+    "max_epochs": "duration",
+    "max_steps": "duration",
+    "learning_rate": "optimizer.lr",
+    "lr": "optimizer.lr",
+    "base_lr": "optimizer.lr",
+    "batch_size": "batch.size",
+    "train_batch_size": "batch.size",
+    "per_device_train_batch_size": "batch.micro",
+    "gradient_accumulation_steps": "batch.micro",
+    "accumulate_grad_batches": "batch.micro",
+    "warmup_ratio": "schedule.warmup",
+    "warmup_steps": "schedule.warmup",
+    "warmup_epochs": "schedule.warmup",
+    "lr_scheduler_type": "schedule.name",
+    "sched": "schedule.name",
+    "min_lr": "schedule.final",
+    "weight_decay": "optimizer.weight_decay",
+    "max_grad_norm": "optimizer.clip",
+    "gradient_clip_val": "optimizer.clip",
+    "clip_grad": "optimizer.clip",
+    "optim": "optimizer.name",
+    "opt": "optimizer.name",
+    "gradient_checkpointing": "machine.recompute",
+    "enable_activation_checkpointing": "machine.recompute",
+    "torch_compile": "machine.compile",
+    "early_stopping": "stop.patience",
+    "save_steps": "save.every",
+    "save_total_limit": "save.keep",
+    "eval_steps": "eval.every",
+    "val_check_interval": "eval.every",
+    "metric_for_best_model": "eval.best",
+    "logging_steps": "log.every",
+    "report_to": "track",
+    "output_dir": "run.dir",
+    "default_root_dir": "run.dir",
+    "resume_from_checkpoint": "run.resume",
+    "num_workers": "machine.workers",
+    "model_ema_decay": "ema.decay",
+    "label_smoothing": "task.smoothing",
+    "mixup_alpha": "task.mixup",
+    "run.seed": "seed",
+    "task.epochs": "duration",
+    "batch.siez": "batch.size",
+}
+LAUNCHER = {"bf16": "--mixed_precision", "precision": "--mixed_precision", "fp16": "--mixed_precision"}
+LAUNCHER |= {"devices": "--num_processes", "num_nodes": "--num_machines", "strategy": "--config_file"}
+
+
+def test_every_name_of_another_trainer_leads_to_the_key():
+    known = [action.dest for action in parser("image_classification", "adamw", "cosine")._actions]
+    found = {name: suggestion(name, known) for name in NEWCOMERS}
+    assert found == {name: f"; did you mean {key!r}?" for name, key in NEWCOMERS.items()}
+    for name, option in LAUNCHER.items():
+        assert f"an option of the launcher: oneloop launch --config_file ddp {option}" in suggestion(name, known)
+    assert suggestion("nothing_like_it", known) == ""
+
+
+def test_a_key_that_the_task_lacks_is_not_suggested():
+    known = [action.dest for action in parser("causal_lm", "adamw", "cosine")._actions]
+    assert suggestion("label_smoothing", known) == "" and "task.block" in suggestion("max_seq_length", known)
+
+
+@pytest.mark.parametrize("group", OPTIONS)
+def test_the_options_known_without_an_import_are_those_of_the_packaged_ones(group):
+    plain = {"task": "image_classification", "optimizer": "adamw", "schedule": "cosine"}
+    without = {action.dest for action in parser(**plain, options=False)._actions}
+    for name, options in OPTIONS[group].items():
+        found = {action.dest for action in parser(**plain | {group: name})._actions} - without
+        assert {key for key in found if key.startswith(f"{group}.")} == {f"{group}.{option}" for option in options}
+
+
+REJECTED = {
+    "--learning_rate 3": "unknown key 'learning_rate'; did you mean 'optimizer.lr'?",
+    "--optimizer.beta 3": "unknown key 'optimizer.beta'; did you mean 'optimizer.betas'?",
+    "--optimizer sgd --optimizer.betas [1,2]": "unknown key 'optimizer.betas'",
+    "--batch.size many": "batch.size must be a whole number",
+    "--bf16 true": "oneloop launch --config_file ddp --mixed_precision bf16 RECIPE",
+}
+AT_ONCE = """
+import sys
+from oneloop.cli import main
+code = main(["launch", "--config_file", sys.argv[1], "digits", *sys.argv[2:]])
+assert code == 2 and not {"torch", "accelerate"} & sys.modules.keys(), code
+"""
+
+
+@pytest.mark.parametrize("words", REJECTED)
+def test_a_wrong_key_is_rejected_without_torch_and_accelerate(words, tmp_path):
+    with pytest.raises(BadInput) as rejected:
+        check_keys(["digits", *words.split()])
+    with pytest.raises(BadInput) as again:
+        read(["digits", *words.split()])
+    assert REJECTED[words] in str(rejected.value) and str(rejected.value) == str(again.value)
+    if words == "--learning_rate 3":
+        for config in ("single", "ddp"):
+            command = [sys.executable, "-c", AT_ONCE, config, *words.split()]
+            done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+            assert done.returncode == 0 and REJECTED[words] in done.stderr, done.stderr
+
+
+def test_right_keys_pass_and_keys_of_a_task_wait_for_it():
+    for words in ("--batch.size 32", "--optimizer muon --optimizer.iterations 3", "--schedule wsd --schedule.decay 5%"):
+        check_keys(["digits", *words.split()])
+    check_keys(["digits", "--task.nothing", "1"])  # only the task can tell
+    with pytest.raises(BadInput, match="unknown key 'task.nothing'"):
+        read(["digits", "--task.nothing", "1"])
+
+
+FILES = {
+    "one.py": (
+        "class Own:\n    def model(self): ...\n    def loss(self, model, batch): ...\nclass Net: pass\n",
+        "one.py:Own",
+    ),
+    "derived.py": ("from oneloop.tasks.sft import SFT\nclass Mine(SFT): pass\n", "derived.py:Mine"),
+    "two.py": (
+        "class A:\n    def model(self): ...\n    def loss(self, m, b): ...\nclass B(A): pass\n",
+        r"'two.py' has 2 tasks \(A, B\); name the class: two.py:A",
+    ),
+    "none.py": ("class Net: pass\n", r"has no class with model\(\) and loss\(\); name the class: none.py:MyTask"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_with_one_task_needs_no_name(tmp_path, monkeypatch, name):
+    from oneloop.recipe.read import find_recipe
+
+    monkeypatch.chdir(tmp_path)
+    text, expected = FILES[name]
+    (tmp_path / name).write_text(text)
+    if len(expected) > 20:
+        with pytest.raises(BadInput, match=expected):
+            find_recipe(name, {})
+        return
+    for given in ({}, {"task.name": name}):
+        assert find_recipe(None if given else name, given) == (name.removesuffix(".py"), {})
+        assert given == {"task.name": expected}
