@@ -226,7 +226,7 @@ def test_other_data_than_it_was_trained_with_is_rejected(pictures, tmp_path):
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     world = after(tmp_path, *words, ranks=2, config="ddp")
     world.ok()
-    assert world.output.count("its newest checkpoint is gone: its data is not compared") == 1
+    assert world.output.count("its newest checkpoint is missing: its data is not compared") == 1
 
 
 def test_a_run_that_went_on_is_not_taken_for_its_older_end(pictures, tmp_path):

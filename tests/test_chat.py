@@ -512,11 +512,11 @@ def test_long_conversations_are_cut_split_or_dropped_and_counted(tmp_path, qwen,
     assert [np.where(one < 0, ~one, one).tolist() for one in samples] == [tokens for tokens, _ in kept]
     assert [(one >= 0).tolist() for one in samples] == [trained for _, trained in kept]
     of_train = [note for note in task.notes if note.startswith("train: ")]
-    what = {"cut": "cut there", "split": "split into several", "drop": "left out"}[overlong]
-    expected = [f"train: {sum(too_long)} of {len(rows)} texts are longer than {length} tokens, and {what}"]
+    what = {"cut": "truncated", "split": "split into several", "drop": "dropped"}[overlong]
+    wanted = [f"train: {sum(too_long)} of {len(rows)} texts are longer than {length} tokens and are {what}"]
     if empty := len(pieces_of) - len(kept):
-        expected.append(f"train: {empty} samples hold no token to be trained, and are left out")
-    assert [note for note in of_train if note in expected] == expected and 0 < sum(too_long) < len(rows)
+        wanted.append(f"train: {empty} samples have no token to train on and are dropped")
+    assert [note for note in of_train if note in wanted] == wanted and 0 < sum(too_long) < len(rows)
     assert overlong == "drop" or empty
     targets = sum(int((sample[1:] >= 0).sum()) for sample in samples)
     everything = sum(sum(trained) for _, trained in each)

@@ -163,7 +163,7 @@ BAD = {
         ("train.jsonl, row 1: message 0 is by 'human'", "none of system, developer, user, assistant, tool; rename it"),
     ),
     "messages that are texts": Bad(
-        rows(*[{"messages": ["hi", "yo"]}] * 3), ("train.jsonl, row 0: message 0 is 'hi'", "needs a role and a content")
+        rows(*[{"messages": ["hi", "yo"]}] * 3), ("train.jsonl, row 0: message 0 must have role and content, got 'hi'",)
     ),
     "no such columns": Bad(
         rows(*[{"text": "hi", "label": 1}] * 3),
@@ -180,10 +180,10 @@ BAD = {
         rows(*[{"messages": [USER | {"content": [IMAGE]}, *turns("yo", first="assistant")]}] * 3),
         ("train.jsonl, row 0: message 0 holds more than text", "this task supports only text"),
     ),
-    "no messages": Bad(chat(), ("train.jsonl, row 1: a list of messages is needed, and there is '[]'",)),
+    "no messages": Bad(chat(), ("train.jsonl, row 1: expected a list of messages, got '[]'",)),
     "no conversation": Bad(
         rows(*[{"messages": None}] * 2, {"messages": turns("hi", "yo")}),
-        ("train.jsonl, row 0: a list of messages is needed, and there is nothing",),
+        ("train.jsonl, row 0: expected a list of messages, got nothing",),
     ),
     "tools that are none": Bad(
         rows(*[{**CHATS[0], "tools": "look"}] * 3),
@@ -195,7 +195,7 @@ BAD = {
     ),
     "texts and conversations": Bad(
         rows({"prompt": "a", "completion": "b"}, {"prompt": '[{"role": "user"}]', "completion": '[{"role": "user"}]'}),
-        ("train.jsonl, row 1", "other rows hold texts", "sets of their own"),
+        ("train.jsonl, row 1", "others are texts", "separate data sets"),
     ),
     "a tokenizer without an end": Bad(
         without_end, ("the tokenizer has no end token, so the model would not learn to stop",)
@@ -348,6 +348,6 @@ def test_rows_without_a_sample_are_skipped_if_asked_and_listed(tmp_path):
         words += [f"--task.{key}", str(value)]
     world = run(train, words, ranks=2, config="ddp", folder=tmp_path)
     assert world.codes == [0, 0], world.output
-    assert "2 rows are left out, listed in environment.json" in world.output, world.output
+    assert "2 rows were skipped and listed in environment.json" in world.output, world.output
     about = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert about["skipped_rows"] == made.skipped_rows

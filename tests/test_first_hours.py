@@ -169,8 +169,7 @@ def test_what_generates(folder, config, ranks):
     world = run(train, ["mine.py:Failing", *COMMON, "--run.dir", "failing"], **how)
     world.ok()
     assert (
-        world.output.count("nothing is generated (Failing.generate: KeyError: 'no such thing'); training continues")
-        == 1
+        world.output.count("generation failed (Failing.generate: KeyError: 'no such thing'); training continues") == 1
     )
 
 

@@ -156,7 +156,7 @@ def test_parts_of_other_weights_are_left_out(tmp_path):
     words = ["--init.from", str(tmp_path / "other.safetensors"), "--init.leave_out"]
     world = trained(tmp_path, *words, '["head"]')
     world.ok()
-    assert "init.leave_out: 2 tensors begin as the task makes them" in world.output
+    assert "init.leave_out: 2 tensors keep the task's initial values" in world.output
     last = load_file(tmp_path / "run" / "final" / "model.safetensors")
     assert all(torch.equal(last[name], other[name]) for name in FROZEN)
     for given, says in (('["heads"]', "'heads' takes no parameter of the model"), ("[]", "is of another model")):

@@ -154,6 +154,6 @@ def test_what_many_processes_need_is_said(tmp_path):
     words = ["r.yaml", "--debug.dry_run", "true", "--batch.size", "8", "--track", "none", "--run.dir", "run"]
     world = run(train, words, ranks=2, config="fsdp2", folder=tmp_path, variables={"ROWS": "32000"}, timeout=300)
     world.ok()
-    assert "2 processes of this host made 0.5 GB of weights each before they are sharded" in world.output
+    assert "2 processes of this host each allocated 0.5 GB of weights before sharding" in world.output
     assert "--machine.in_turn true has one copy at a time in memory" in world.output
     assert Path(tmp_path / "run" / "base" / "frozen.safetensors").stat().st_size > 4 * 4096 * 32000

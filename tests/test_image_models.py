@@ -82,7 +82,7 @@ def test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_fr
     words += ["--optimizer.groups", json.dumps(groups), "--optimizer.layer_decay", decay, "--run.dir", "run"]
     world = run(train, words, ranks=ranks, config=config, folder=tmp_path)
     world.ok()
-    assert "is new: the weights are of other classes" in world.output
+    assert "is re-initialized: the classes differ" in world.output
     printed = json.loads((tmp_path / "run" / "summary.json").read_text())
     last = load_file(tmp_path / "run" / "final" / "model.safetensors")
     unfinished(tmp_path / "run", 3)
@@ -123,7 +123,7 @@ BAD = {
         "weights.pth is no .safetensors file; pickled weights are never",
     ),
     "public weights of torchvision": (["mobilenet_v3_small", True], "are pickles, which are never loaded"),
-    "weights of another model": (["timm:test_resnet", "OTHER"], "the weights are of another model \\(missing: "),
+    "weights of another model": (["timm:test_resnet", "OTHER"], "the weights do not fit this model \\(missing: "),
     "no weights": (["timm:test_resnet", "NOWHERE"], "no .*model.safetensors"),
     "a class of the standard library": (["json.JSONDecoder"], "is of Python's standard library"),
     "a class that is no model": (["own_files.bulk"], "cannot be built with num_classes=3"),
@@ -146,12 +146,12 @@ def test_a_head_that_does_not_fit_is_new_and_nothing_else_may_be():
     other, _ = image_model("timm:test_resnet", list("abcde"))
     weights = other.state_dict()
     before = model.get_classifier().weight.clone()
-    assert fitted(model, weights, 3) == ["the last layer (fc) is new: the weights are of other classes"]
+    assert fitted(model, weights, 3) == ["the last layer (fc) is re-initialized: the classes differ"]
     assert torch.equal(model.get_classifier().weight, before)
     own = model.state_dict()
     assert all(torch.equal(own[tensor], weights[tensor]) for tensor in own if not tensor.startswith("fc."))
     spoiled = {**weights, next(iter(weights)): torch.zeros(1)}
-    with pytest.raises(ValueError, match="of another shape"):
+    with pytest.raises(ValueError, match="shape mismatch"):
         fitted(model, spoiled, 3)
 
 
@@ -178,12 +178,12 @@ def test_the_head_is_what_differs_and_nothing_else_may():
     model = HeadFirst(3)
     weights = {name: tensor + 1 for name, tensor in HeadFirst(5).state_dict().items() if name != "scale"}
     weights["scale"] = torch.zeros(3)
-    assert fitted(model, weights, 3) == ["the last layer (head) is new: the weights are of other classes"]
+    assert fitted(model, weights, 3) == ["the last layer (head) is re-initialized: the classes differ"]
     assert torch.equal(model.body[1].weight, weights["body.1.weight"])
     for wrong in ("body.1.weight", "scale"):
         with pytest.raises(ValueError, match=f"missing: {wrong}"):
             fitted(model, {name: tensor for name, tensor in weights.items() if name != wrong}, 3)
-    with pytest.raises(ValueError, match="of another shape: scale"):
+    with pytest.raises(ValueError, match="shape mismatch: scale"):
         fitted(model, {**weights, "scale": torch.zeros(5)}, 3)
 
 
@@ -208,15 +208,15 @@ def test_a_layer_of_the_base_is_no_head_whatever_the_base_is_called(tmp_path):
     weights = load_file(tmp_path / "siglip" / "model.safetensors")
     kept = {name: tensor for name, tensor in weights.items() if "layers.1." not in name}
     save_file(kept, tmp_path / "siglip" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="the weights are of another model"):
+    with pytest.raises(ValueError, match="the weights do not fit this model"):
         image_model(str(tmp_path / "siglip"), list("abc"))
 
 
 def test_weights_for_the_small_network_and_odd_statistics_are_rejected(tmp_path):
-    with pytest.raises(ValueError, match="cnn has no such weights"):
+    with pytest.raises(ValueError, match="does not work with task.model cnn"):
         ImageClassification(pretrained="weights.safetensors").model()
     images(tmp_path / "data", "folders", each=8)
-    with pytest.raises(ValueError, match="are not of 3 channels each, or of one"):
+    with pytest.raises(ValueError, match="must both have 3 channels, or both 1"):
         ImageClassification(str(tmp_path / "data"), mean=[0.5], held_out=0.2)
     with pytest.raises(ValueError, match="no folder that transformers saved: there is no ./nothere/config.json"):
         image_model("./nothere", list("abc"))

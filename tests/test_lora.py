@@ -256,18 +256,21 @@ WRONG = [
     ),
     (
         ["--task.lora.rank", "4", "--task.lora.targets", '["self_attn"]'],
-        "task.lora.targets 'self_attn' leads to LlamaAttention, which can have no adapter",
+        "task.lora.targets 'self_attn' matches LlamaAttention, which supports no adapters",
     ),
-    (["--task.lora.rank", "4", "--task.lora.targets", '["lm_head"]'], "task.lora.targets 'lm_head' leads to Linear"),
+    (["--task.lora.rank", "4", "--task.lora.targets", '["lm_head"]'], "task.lora.targets 'lm_head' matches Linear"),
     (["--task.lora.rank", "4", "--task.pretrained", "false"], "requires a trained model"),
-    (["--task.lora.rank", "4", "--init.from", "BASE"], "holds a whole model, and the model has only adapters to train"),
-    (["--init.from", "ADAPTER"], "holds adapters, and the model has no adapters; set it as task.model"),
+    (
+        ["--task.lora.rank", "4", "--init.from", "BASE"],
+        "contains a whole model, but the model has only adapters to train",
+    ),
+    (["--init.from", "ADAPTER"], "contains adapters, but the model has none; set it as task.model"),
     (["--task.lora.rank", "8", "--init.from", "ADAPTER"], "is of another model (other shape: "),
     (["--task.lora.rank", "4", "--init.from", "OTHER"], "its adapters are for "),
     (["--task.lora.rank", "4", "--init.from", "ADAPTER"], "are scaled otherwise (lora_alpha 8, and not 32)"),
     (["--task.lora.rank", "4", "--machine.quant_storage", "bfloat16"], "nothing is in 4 bits; see task.lora.quantize"),
     (["--task.model", "ADAPTER", "--task.lora.rank", "4"], "holds adapters, which continue training as they are"),
-    (["--task.model", "DORA"], "adapters of another kind than LoRA's own (use_dora True)"),
+    (["--task.model", "DORA"], "unsupported adapter settings (use_dora True)"),
 ]
 
 

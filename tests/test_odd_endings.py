@@ -76,7 +76,7 @@ def test_a_signal_to_the_trainer_alone_in_its_imports(folder):
         until(lambda: psutil.Process(process.pid).children())
         psutil.Process(process.pid).children()[0].send_signal(signal.SIGTERM)
         said = process.communicate(timeout=30)[1]
-    assert process.returncode == 75 and "stopped by SIGTERM before the run had begun" in said, said
+    assert process.returncode == 75 and "stopped by SIGTERM before the run started" in said, said
     assert not (folder / "run").exists()
 
 

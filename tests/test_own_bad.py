@@ -36,17 +36,17 @@ def without_label(folder: Path) -> list[str]:
     made = rows(90)
     made[41]["label"] = None
     write(folder, "parquet", made)
-    return ["part-1.parquet, row 11 has nothing in 'label'"]
+    return ["part-1.parquet, row 11 has no value in 'label'"]
 
 
 def a_class_never_trained_on(folder: Path) -> list[str]:
     parted(folder, train=rows(30), validation=[*rows(6), {**rows(1)[0], "label": "omega"}])
-    return ["labels ['omega'] are in validation and never trained on"]
+    return ["labels ['omega'] occur in validation but not in train"]
 
 
 def no_part_to_train_on(folder: Path) -> list[str]:
     parted(folder, validation=rows(6), test=rows(3))
-    return ["has files of test, validation, and nothing to train on beside them"]
+    return ["has files of test, validation, but no training data"]
 
 
 def a_cut_file(folder: Path) -> list[str]:
@@ -72,7 +72,7 @@ def a_broken_line(folder: Path) -> list[str]:
 def another_schema(folder: Path) -> list[str]:
     write(folder, "parquet", rows(90))
     parquet.write_table(pa.table({"text": [1, 2], "label": ["alpha", "beta"]}), folder / "part-7.parquet")
-    return ["part-7.parquet: 'text' is", "write the files with one schema"]
+    return ["part-7.parquet: column 'text' has type", "write the files with one schema"]
 
 
 def an_empty_set(folder: Path) -> list[str]:
@@ -96,7 +96,7 @@ def several_kinds(folder: Path) -> list[str]:
 
 def a_large_group(folder: Path) -> list[str]:
     bulk(folder, megabytes=3, files=1, group=3000)
-    return ["part-000.parquet: row group 0 holds 3,000 rows of 2.8 MB, and task.window is 1 MB", "--rows 68"]
+    return ["part-000.parquet: row group 0 has 3,000 rows of 2.8 MB, and task.window is 1 MB", "--rows 68"]
 
 
 BAD = {

@@ -58,7 +58,7 @@ def a_file_more(folder: Path) -> str:
 
 def a_file_less(folder: Path) -> str:
     (folder / "part-2.parquet").unlink()
-    return "part-2.parquet is gone"
+    return "part-2.parquet is missing"
 
 
 def another_of_the_same_size(folder: Path) -> str:
@@ -68,7 +68,7 @@ def another_of_the_same_size(folder: Path) -> str:
     at = content.index(b"alpha ")
     file.write_bytes(content[:at] + b"alphA " + content[at + 6 :])
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-    return "part-1.parquet has another content"
+    return "part-1.parquet has different content"
 
 
 def another_name(folder: Path) -> str:
@@ -117,7 +117,7 @@ def test_a_finished_run_with_data_that_moved_is_finished_and_with_other_data_rej
     moved = again(tmp_path, TEXTS, move(data))
     assert moved.codes == [0] and "resuming from run/checkpoints/step-00000016" in moved.output
     other = again(tmp_path, TEXTS, write(tmp_path / "other", "parquet", rows(60, first=1)))
-    assert other.codes == [2] and "has another content" in other.output
+    assert other.codes == [2] and "has different content" in other.output
 
 
 def test_a_set_of_the_users_own_says_what_it_is(tmp_path):

@@ -46,7 +46,8 @@ def test_a_language_model_is_fine_tuned_gone_on_with_and_loaded_by_transformers(
     world = run(train, [*words, *label], ranks=ranks, config=config, folder=tmp_path)
     world.ok()
     assert (
-        "classifier) is new: the weights have none" in world.output and "left out of the weights: cls" in world.output
+        "classifier) is re-initialized: the weights have none" in world.output
+        and "left out of the weights: cls" in world.output
     )
     assert "is not the sum" not in world.output  # the gradient of key biases is rounding noise
     printed = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -207,7 +208,7 @@ BAD = {
     "nothing there": (lambda folder: "nowhere", "'nowhere' is not a folder saved by transformers"),
     "weights of another shape": (
         lambda folder: spoiled(folder, "encoder"),
-        "the weights are of another model \\(missing: ",
+        "the weights do not fit this model \\(missing: ",
     ),
     "pickles": (lambda folder: pickled(folder), "cannot be loaded: .*safetensors"),
     "no tokenizer": (lambda folder: without(folder, "tokenizer*"), "no tokenizer"),

@@ -89,7 +89,7 @@ def test_what_fits_no_bin_is_rejected():
         ValueError, match=r"2 of 3 lengths are not from 1 to 8, the first at index 1: 9; leave these out"
     ):
         packed(np.array([8, 9, 0]), 8)
-    with pytest.raises(ValueError, match="capacity 0 hold nothing"):
+    with pytest.raises(ValueError, match="the capacity must be a positive integer, got 0"):
         packed(np.array([1]), 0)
 
 

@@ -73,5 +73,5 @@ def test_shuffling_quality_by_window(held):
 
 def test_what_is_no_order_is_rejected():
     for sizes, held in (([], 2), ([0, 0], 2), ([3], 0)):
-        with pytest.raises(ValueError, match="needs a sample and an open group"):
+        with pytest.raises(ValueError, match="requires samples and open groups"):
             Windows(sizes, seed=0, open_groups=held, batch=1)

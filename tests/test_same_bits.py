@@ -196,7 +196,7 @@ def test_a_break_is_found_by_the_hash(tmp_path, broken, ranks, config, capsys):
     places = [str(tmp_path / place / "run") for place in ("right", "wrong")]
     assert main(["verify", "--same", *places]) == 1
     said = capsys.readouterr().out
-    assert "they part at step " in said and ": model." in said
+    assert "they differ from step " in said and ": model." in said
     assert main(["verify", "--same", places[0], places[0]]) == 0
     assert "bit-identical at 40 log lines, step 1 to 40" in capsys.readouterr().out
 
@@ -268,7 +268,8 @@ def test_what_the_bits_rest_on_is_compared(tmp_path):
     words[words.index("4")] = "6"
     changed = run(train, [*words, "--run.accept_changes", "true", "--machine.matmul", "high"])
     assert (
-        changed.codes == [0] and "accepted: the bits are promised (batch.grain), and machine.matmul" in changed.output
+        changed.codes == [0]
+        and "accepted: batch.grain promises bit-identical results, but machine.matmul" in changed.output
     )
     words[words.index("6")] = "8"
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": ":".join(sys.path)}
@@ -282,7 +283,7 @@ def test_other_versions_are_told():
     same = {"data": {}, "model": "", "trained": "", "precision": "", "rates": [], "recipe": {"task": {"data": ""}}}
     now = about | {"versions": {"torch": "2.12.0", "numpy": "2.0"}}
     told = differences({**same, "computed": about}, {**same, "computed": now})
-    assert told == ["the bits are promised (batch.grain), and versions: torch 2.11.0 -> 2.12.0"]
+    assert told == ["batch.grain promises bit-identical results, but versions: torch 2.11.0 -> 2.12.0"]
     assert differences({**same, "computed": about}, {**same, "computed": about}) == []
 
 

@@ -35,7 +35,7 @@ def alone(tmp_path_factory) -> Path:
 
 def test_the_start_shows_what_is_trained(alone):
     said = (alone / "output").read_text()
-    assert "documents packed into" in said and "none sees another" in said
+    assert "documents packed into" in said and "none attends to another" in said
     assert "known from the template's generation marks" in said
     [line] = [line for line in said.splitlines() if "a sample, with the trained text in «»" in line]
     first = [one["content"] for one in SyntheticChats("train").conversations[0] if one["role"] == "assistant"]

@@ -107,11 +107,11 @@ def test_own_texts_and_labels(tmp_path):
     task = TextClassification(str(tmp_path))
     assert task.classes == ["bad", "good"] and len(task.train_set()) == 40
     (tmp_path / "test.jsonl").write_text('{"text": "x", "label": "ugly"}')
-    with pytest.raises(ValueError, match=r"labels \['ugly'\] are in test and never trained on"):
+    with pytest.raises(ValueError, match=r"labels \['ugly'\] occur in test but not in train"):
         TextClassification(str(tmp_path))
     (tmp_path / "test.jsonl").write_text('{"text": "x"}')
     task = TextClassification(str(tmp_path))  # as contests have it
-    assert task.notes[0].endswith("has no column 'label'; it has text: the test part is left out")
+    assert task.notes[0].endswith("has no column 'label'; it has text: the test split is ignored")
     assert set(task.eval_sets()) == {"validation"}
     (tmp_path / "test.jsonl").write_text('{"text": "x", "label": null}')
     task = TextClassification(str(tmp_path))

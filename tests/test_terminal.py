@@ -61,7 +61,11 @@ def test_plain_lines_off_a_terminal():
 def test_the_table_at_the_end():
     rows = [[cell.strip() for cell in line.split("│")] for line in shown(terminal=False).splitlines() if "│" in line]
     assert ["eval/loss", "0.2500", "0.2000"] in rows and ["eval/accuracy", "0.9000", ""] in rows
-    assert ["best eval/loss", "0.2400 at step 90", ""] in rows and ["time", "10.0 s, 640 samples/s in all", ""] in rows
+    assert ["best eval/loss", "0.2400 at step 90", ""] in rows and [
+        "time",
+        "10.0 s, 640 samples/s on average",
+        "",
+    ] in rows
 
 
 def test_bars_on_a_terminal():
@@ -230,7 +234,7 @@ def test_odd_names_and_narrow_terminals(tmp_path):
     begun = tmp_path / "begun"
     begun.mkdir()
     (begun / "metrics.jsonl").write_text('{"step": 6, "event": "save"}\n')
-    assert "nothing yet" in drawn(begun)
+    assert "no metrics yet" in drawn(begun)
     with (folder / "metrics.jsonl").open("a") as file:
         for number in range(9):
             file.write(json.dumps({"step": 9, "eval/loss": 1.0, "weights": f"ema-{number}"}) + "\n")

@@ -38,7 +38,7 @@ def parsed(command: str, words: Sequence[str]) -> Namespace:
     """Parse the options of ``evaluate`` or ``predict``; raise BadInput for what is wrong before anything is loaded."""
     options = Options(command, f"{_PAGES[command]}\n{_MORE}")
     options.add_argument("run", type=Path, metavar="RUN")
-    options.add_argument("--data", metavar="PLACE", help="rows to use instead of the run's own sets")
+    options.add_argument("--data", metavar="DATA", help="rows to use instead of the run's own sets")
     options.add_argument("--checkpoint", help="final, best, newest or a step; default: final if the run has ended")
     options.add_argument("--weights", default="raw", help="raw (default), or the name of an EMA")
     options.add_argument("--micro", type=positive(int), metavar="N", help="samples at once")

@@ -271,7 +271,7 @@ START = {
     "a type that no file holds": Case(("odd has uint16",), BUFFER.format("torch.zeros(3, dtype=torch.uint16)")),
     "an expanded buffer": Case(("odd is an expanded view",), BUFFER.format("torch.zeros(1).expand(3)")),
     "unused parameters under DDP": Case(
-        ("more.weight", "took no part in the loss", "machine.find_unused_parameters"), UNUSED, ranks=2, config="ddp"
+        ("more.weight", "the loss does not use", "machine.find_unused_parameters"), UNUSED, ranks=2, config="ddp"
     ),
     "mixed types under FSDP2": Case(
         ("float32 and float64", "FSDP2"),
@@ -392,7 +392,7 @@ CHANGES = {
         [],
         "the train set has as many samples, but some of 16",
     ),
-    "no validation set": ("    def eval_sets(self):\n        return {}", [], "the validation set is gone"),
+    "no validation set": ("    def eval_sets(self):\n        return {}", [], "the validation set is missing"),
     "another activation": (
         "    def model(self):\n        return nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1))",
         [],

@@ -45,7 +45,7 @@ def parting(one: Path, other: Path) -> tuple[FirstDifference | None, list[str]]:
         if left["bits"] != right["bits"]:
             since = "before it nothing was logged" if before is None else f"at step {before} they were bit-identical"
             parted = FirstDifference(step, *_tensors(one, other, left, right))
-            lines = [f"they part at step {step} ({since}): {parted}"]
+            lines = [f"they differ from step {step} on ({since}): {parted}"]
             break
         before = step
     recipes = [_recipe(folder) for folder in (one, other)]

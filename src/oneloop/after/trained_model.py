@@ -148,7 +148,7 @@ def _reject_changed_data(run: Path, recipe: Recipe, task: Task) -> None:
         there = None
     if not there:
         if is_main():
-            why = "cannot be read, or is of an older oneloop" if sealed else "is gone"
+            why = "cannot be read, or was written by an older oneloop" if sealed else "is missing"
             print(printable(f"{run}: its newest checkpoint {why}: its data is not compared"), file=sys.stderr)
         return
     sets = {"train": task.train_set(), **task.eval_sets()}

@@ -168,8 +168,8 @@ class Base:
         recorded = base_of(checkpoint)
         named = recorded is not None and file_of(recorded[1]) == NAMED
         if named != (self._origin is not None):
-            one, other = ("only named", "the run's own") if named else ("the run's own", "only named")
-            raise ValueError(f"{checkpoint}: its frozen parameters are {one}, and those of the model are {other}")
+            one, other = ("only referenced", "stored") if named else ("stored", "only referenced")
+            raise ValueError(f"{checkpoint}: its frozen parameters are {one}, but those of this model are {other}")
         own = checkpoint.resolve().parent == self._store.root.resolve()
         self._known = recorded if own else None
         wrong = "; ".join(self._agree(base_problems(checkpoint) if self._rank == 0 else [])[0])

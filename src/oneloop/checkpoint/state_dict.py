@@ -116,7 +116,7 @@ def header_of(mine: list[Piece]) -> tuple[str, int]:
         start, end = end, end + piece.tensor.numel() * piece.tensor.element_size()
         kind = _TYPES.get(piece.tensor.dtype)
         if kind is None:
-            raise TypeError(f"{piece.name} is of {piece.tensor.dtype}, which safetensors does not hold")
+            raise TypeError(f"{piece.name} has dtype {piece.tensor.dtype}, which safetensors does not support")
         entries[piece.name] = {"dtype": kind, "shape": list(piece.tensor.shape), "data_offsets": [start, end]}
     sharding = {piece.name: {"saved_offsets": list(piece.offset)} for piece in mine}
     about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
@@ -159,9 +159,10 @@ def load_tensors(
     for name, target in targets.items():
         about: Any = saved[name]
         if tuple(about.size) != tuple(target.shape):
-            raise ValueError(f"{folder}: {name} is {tuple(about.size)} there and {tuple(target.shape)} here")
+            apart = f"{name} has shape {tuple(about.size)} in the checkpoint and {tuple(target.shape)} in the model"
+            raise ValueError(f"{folder}: {apart}")
         if about.properties.dtype != target.dtype and not cast:
-            apart = f"{name} is {about.properties.dtype} there and {target.dtype} here"
+            apart = f"{name} has dtype {about.properties.dtype} in the checkpoint and {target.dtype} in the model"
             raise ValueError(f"{folder}: {apart}; use the same machine.dtype, or a new run with --init.from")
     if weights != "raw":
         averaged = {name: f"ema.{weights}.{name.removeprefix('model.')}" for name in targets}

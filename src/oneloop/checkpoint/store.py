@@ -217,7 +217,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if recorded != _of(manifest) or not plain:
         raise ValueError(f"{MANIFEST} is damaged: expected checksum {_of(manifest)}, found {recorded}")
     if manifest.get("format") not in _READ:
-        raise ValueError(f"{MANIFEST} is of format {manifest.get('format')}, and this oneloop reads {FORMAT}")
+        raise ValueError(f"{MANIFEST} has format {manifest.get('format')}; this oneloop reads formats {_READ}")
     return manifest  # type: ignore[no-any-return]
 
 

@@ -134,10 +134,10 @@ def _file_of(source: str, weights: str, origin: BaseModel | None) -> Path:
         candidates = [f"{source}/{name}" for name in names]
         found = next((file for name in names if (file := fetched(source, name)) is not None), None)
         if found is None and any(fetched(source, f"{folder}{other}.safetensors") for folder in folders):
-            one, other = ("adapters", "no adapters") if origin is None else ("a whole model", "only adapters to train")
-            raise ValueError(f"init.from {source!r} holds {one}, and the model has {other}; set it as task.model")
+            one, other = ("adapters", "none") if origin is None else ("a whole model", "only adapters to train")
+            raise ValueError(f"init.from {source!r} contains {one}, but the model has {other}; set it as task.model")
     if found is None:
-        raise ValueError(f"init.from {source!r}: no weights there (looked for {' and '.join(candidates)})")
+        raise ValueError(f"init.from {source!r}: no weights found (looked for {' and '.join(candidates)})")
     return found
 
 

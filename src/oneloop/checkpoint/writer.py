@@ -105,9 +105,9 @@ def gathered(draft: Path, ranks: int, cancelled: Callable[[], bool]) -> dict[str
                 entries[f"{shard}.safetensors"] = json.loads(done.read_text())
                 done.unlink()
             if (draft / f"{shard}.failed").exists():
-                raise Gone(f"rank {rank} could not write its part")
+                raise Gone(f"rank {rank} could not write its shard")
         if cancelled():
-            raise Gone("another rank could not write its part")
+            raise Gone("another rank could not write its shard")
         if len(entries) < ranks - 1:
             time.sleep(0.01)
     return entries

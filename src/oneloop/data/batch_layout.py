@@ -35,7 +35,7 @@ class BatchLayout:
             if not rest and not self.grain:  # batch.micro does not change the results, batch.size does
                 fits = min((n for n in range(1, share + 1) if not share % n), key=lambda n: (abs(n - micro), -n))
                 each = f"batch.size {self.size} over {self.ranks} ranks is {share} samples each"
-                raise ValueError(f"{each}, which batch.micro {micro} does not divide; nearest: {fits}")
+                raise ValueError(f"{each}; batch.micro {micro} does not divide this number; nearest: {fits}")
             requested = "" if self.micro is None else f" x micro {micro}"
             message = f"{self.ranks} ranks{requested}; nearest size: {nearest}"
             raise ValueError(f"batch.size {self.size} cannot be split over {message}")

@@ -115,7 +115,7 @@ def positions_of(window: slice) -> NDArray[np.int64]:
         ValueError: the slice lacks start or stop.
     """
     if window.start is None or window.stop is None or window.step is not None or window.start < 0:
-        raise ValueError(f"an order is endless: ask for positions start:stop, got {window}")
+        raise ValueError(f"an order is endless and requires a slice start:stop, got {window}")
     return np.arange(window.start, window.stop, dtype=np.int64)
 
 

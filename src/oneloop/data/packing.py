@@ -53,7 +53,7 @@ def packed(lengths: NDArray[np.int64], capacity: int) -> Bins:
 
 def _check(lengths: NDArray[np.int64], capacity: int) -> None:
     if capacity < 1:
-        raise ValueError(f"bins of capacity {capacity} hold nothing; the capacity must be 1 or more")
+        raise ValueError(f"the capacity must be a positive integer, got {capacity}")
     wrong = np.flatnonzero((lengths < 1) | (lengths > capacity))
     if wrong.size:
         first = f"the first at index {wrong[0]}: {lengths[wrong[0]]}"

@@ -34,7 +34,7 @@ class Windows:
         self.sizes, self.seed = np.asarray(sizes, dtype=np.int64), seed
         self.size = int(self.sizes.sum())
         if self.size < 1 or open_groups < 1:
-            raise ValueError(f"an order needs a sample and an open group, got {self.size} and {open_groups}")
+            raise ValueError(f"an order requires samples and open groups, got {self.size} and {open_groups}")
         self._firsts = np.cumsum(self.sizes) - self.sizes
         all_open = open_groups >= len(self.sizes)
         self.lanes = 1 if all_open else lanes(open_groups, batch)

@@ -246,6 +246,6 @@ def _emas(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:
         emas[0]["name"] = "ema"
     names = [arguments["name"].replace(" ", "") for arguments in emas]
     if len(set(names)) < len(names):
-        raise ValueError(f"ema: two EMAs are the same, of {', '.join(names)}; give each once")
+        raise ValueError(f"ema: duplicate EMAs in {', '.join(names)}; remove one")
     shared = {"every": ema.every, "ramp": ema.ramp, "device": ema.device}
     return [{**shared, **arguments, "name": name} for arguments, name in zip(emas, names, strict=True)]

@@ -59,7 +59,7 @@ def build_model(recipe: Recipe, task: Task, layout: BatchLayout, *, sharded: boo
     if recipe.init.source:
         init = recipe.init
         left_out = load_weights(model, recipe.init.source, init.weights, leave_out=init.leave_out, origin=origin)
-        notes += [f"init.leave_out: {len(left_out)} tensors begin as the task makes them"] if left_out else []
+        notes += [f"init.leave_out: {len(left_out)} tensors keep the task's initial values"] if left_out else []
     modules = blocks(model, recipe.machine.blocks)
     settings, setting_notes = _parameters(model, recipe, modules, origin, sharded=sharded)
     names = class_names(modules)
@@ -79,7 +79,7 @@ def _make_model(recipe: Recipe, task: Task, *, sharded: bool) -> tuple[Any, list
     size = anonymous_memory() - before
     if recipe.machine.in_turn or not sharded or size * processes < _NOTABLE:
         return model, []
-    each = f"{processes} processes of this host made {size / 1e9:.1f} GB of weights each before they are sharded"
+    each = f"{processes} processes of this host each allocated {size / 1e9:.1f} GB of weights before sharding"
     return model, [f"{each}; --machine.in_turn true has one copy at a time in memory"]
 
 
@@ -105,7 +105,7 @@ def _parameters(
     if frozen:
         size = sum(parameter.numel() * parameter.element_size() for parameter in frozen) / 1e6
         share = f"{sum(map(count, frozen)):,} of {sum(sizes.values()):,} parameters"
-        location = "in base/ once" if origin is None else f"named in base/ ({origin.place})"
+        location = "stored once in base/" if origin is None else f"referenced in base/ ({origin.place})"
         notes.append(f"frozen: {share}: {location} ({size:,.1f} MB), without optimizer state or EMA weights")
     if optimizer.layer_decay != 1:
         factors = layer_decay(model, modules, optimizer.layer_decay)
@@ -202,7 +202,7 @@ def _reject_inexact(recipe: Recipe, model: nn.Module, layout: BatchLayout) -> No
         raise ValueError(f"batch.grain {layout.grain} does not work with BatchNorm: {why}; {ways}")
     skips = "skip" in (recipe.guard.nonfinite, recipe.guard.spike if recipe.guard.sigma else "")
     if skips and has_batch_statistics(model):
-        why = "its running statistics take in a bad batch before it is known to be bad"
+        why = "its running statistics are updated by a bad batch before it is detected"
         raise ValueError(f"guard skip does not work with BatchNorm: {why}; set rewind or stop")
     mode = recipe.machine.compile_mode
     graphs = recipe.machine.compile != "none" and mode in ("reduce-overhead", "max-autotune")

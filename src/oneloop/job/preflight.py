@@ -164,7 +164,7 @@ def _reject(job: Job, run: Run, last: Pass, moved: list[str], units: str, losses
     if unused and run.ranks > 1 and not run.sharded and not job.recipe.machine.find_unused_parameters:
         names = f"{', '.join(unused[:3])}{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}"
         advice = "freeze them (requires_grad_(False) in model()), or set --machine.find_unused_parameters true"
-        raise BadInput(f"{names} took no part in the loss, and DDP would wait for their gradients; {advice}")
+        raise BadInput(f"the loss does not use {names}, so DDP would wait for their gradients; {advice}")
 
 
 def _metrics(contract: Contract, outputs: dict[str, Any]) -> tuple[str, ...]:
@@ -172,7 +172,7 @@ def _metrics(contract: Contract, outputs: dict[str, Any]) -> tuple[str, ...]:
     names = [name for name, value in outputs.items() if torch.is_tensor(value) and not value.ndim and name != "loss"]
     for name in names:
         if f"train/{name}" in OWN_FIGURES:
-            raise contract.wrong("loss", f"returned the metric {name!r} as an output", "train/… has its own: rename it")
+            raise contract.wrong("loss", f"returned the output {name!r}", f"oneloop also logs train/{name}: rename it")
     return tuple(name for name in names if not outputs[name].is_complex())
 
 
@@ -194,7 +194,7 @@ def _task_state_restored(contract: Contract) -> Iterator[None]:
     yield
     theirs(contract.task, "load_state_dict", lambda: contract.task.load_state_dict(before))
     if contract.state() != before:
-        raise contract.wrong("load_state_dict", "did not restore what state_dict() returned", "set all of it")
+        raise contract.wrong("load_state_dict", "did not restore what state_dict() returned", "restore the whole state")
 
 
 def _without_compile() -> Any:

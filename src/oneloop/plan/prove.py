@@ -69,7 +69,7 @@ class _Proof:
         self.single = ["--config_file", config_file("single"), *precision]
         self.layout = ["--config_file", file, "--num_processes", str(number), *precision]
         if (settings.get("num_machines") or 1) > 1:
-            raise BadInput(f"oneloop prove runs on one machine, and {own.config_file} is for several; use ddp or fsdp2")
+            raise BadInput(f"oneloop prove runs on one machine, but {own.config_file} is for several; use ddp or fsdp2")
         self.training, self.scratch, self.start = [str(own.steps), *training], scratch, start
         self.notes = []
         if number > max(1, gpus):
@@ -206,7 +206,7 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
         first = f", first in {result['tensors']}{by}" if result["tensors"] else ""
         yield f"different: {layout} differs from one process from step {result['step']} on{first}"
         yield numbers
-        yield f"likely reason: {result['reason'] or 'unknown; see docs/prove.md'}"
+        yield f"likely reason: {result['reason'] or 'unknown; see docs/how-to/prove.md'}"
     else:
         yield f"{verdict}: {layout} trains like one process ({numbers})"
     yield from (f"note: {note}" for note in result["notes"])

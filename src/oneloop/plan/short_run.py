@@ -56,10 +56,11 @@ class Runner:
             sender.close()
             with _terminated(process):
                 try:
-                    answer = pipe.recv() if pipe.poll(self._timeout) else {"fault": f"no end in {self._timeout:.0f} s"}
+                    late: dict[str, Any] = {"fault": f"did not end within {self._timeout:.0f} s"}
+                    answer = pipe.recv() if pipe.poll(self._timeout) else late
                 except EOFError:
                     process.join()
-                    answer = {"fault": f"its process ended with {process.exitcode}"}
+                    answer = {"fault": f"the process exited with code {process.exitcode}"}
             if weights and not answer.get("fault"):
                 answer["weights"] = load_file(Path(scratch) / "run" / "final" / "model.safetensors")
             return Measured(**answer)

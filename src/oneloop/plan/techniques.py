@@ -38,7 +38,7 @@ class Technique:
 def _fused(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
     plain = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}.get(recipe.optimizer.name)
     if plain is None:
-        return f"optimizer {recipe.optimizer.name} has no plain twin"
+        return f"optimizer {recipe.optimizer.name} has no unfused version"
     options = {f"optimizer.{name}": value for name, value in recipe.optimizer.options.items()}
     return {"optimizer.name": recipe.optimizer.name, **options}, {"optimizer.name": plain, **options}
 
@@ -47,7 +47,7 @@ def _accumulation(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
     size = recipe.batch.size
     count = next((count for count in (4, 2) if size % count == 0), 1)
     if count == 1:
-        return f"batch.size {size} does not divide"
+        return f"batch.size {size} is not divisible by 2"
     return {"batch.micro": size // count}, {"batch.micro": size}
 
 
@@ -72,15 +72,15 @@ _recompute = _on("machine.recompute", "full", "none", needs="a model with blocks
 
 
 _FP16 = _on(PRECISION, "fp16", "no", needs="a GPU", has=_gpu)
-_PINNED = "pinned host memory, and copies to the device that are not waited for"
+_PINNED = "pinned host memory and asynchronous copies to the device"
 TECHNIQUES = (
-    Technique("fused", "one kernel for the whole update instead of some for each parameter", _fused),
+    Technique("fused", "one fused kernel for the update of all parameters", _fused),
     Technique("bf16", "bfloat16 mixed precision", _on(PRECISION, "bf16", "no")),
     Technique("workers", "processes that load the data", _workers),
     Technique("pinned", _PINNED, _on("machine.pinned", True, False, needs="a GPU", has=_gpu)),
     Technique("channels_last", "memory layout of convolutions", _channels_last),
-    Technique("accumulation", "a quarter of the batch at once, instead of all of it", _accumulation),
-    Technique("recompute", "gradient checkpointing of every block", _recompute),
+    Technique("accumulation", "gradient accumulation over 4 micro-batches, or 2", _accumulation),
+    Technique("recompute", "activation (gradient) checkpointing of every block", _recompute),
     Technique("ema", "EMA weights", _on("ema.half_life", "1ep", "0")),
     Technique("clip", "clipping by the global gradient norm", _on("optimizer.clip", 1.0, 0.0)),
     Technique("logging", "a line of metrics at every step", _on("log.every", 1, 10**9)),

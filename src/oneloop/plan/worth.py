@@ -137,11 +137,11 @@ def _compare_weights(runner: Runner, base: Keys, tried: Sequence[_Trial]) -> tup
 
 def _difference(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> str:
     if all(torch.equal(weights[name], others[name]) for name in others):
-        return "equal to the bit"
+        return "bit-identical"
     apart = sum(float((weights[name].double() - others[name].double()).square().sum()) for name in others)
     size = sum(float(others[name].double().square().sum()) for name in others)
     distance = (apart / size) ** 0.5
-    return f"{'to rounding' if distance <= _ROUNDING else 'another'} ({distance:.1e})"
+    return f"{'equal up to rounding' if distance <= _ROUNDING else 'different'} ({distance:.1e})"
 
 
 def _run_rounds(

@@ -84,7 +84,7 @@ def parser(task: str, optimizer: str, schedule: str, *, options: bool = True) ->
                 "--init.from",
                 type=str | None,
                 default=None,
-                help="run folder, checkpoint or .safetensors file to take the weights from",
+                help="run folder, folder of weights, hf:NAME or .safetensors file to take the weights from",
             )
         section.add_class_arguments(group, name, skip=skip, as_group=False)
         if name in chosen and options:

@@ -70,7 +70,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     for key in dict.fromkeys(key for each in computed if all(computed) for key in each):
         there, here = (each.get(key) for each in computed)
         if there != here:
-            found.append(f"the bits are promised (batch.grain), and {_computed_otherwise(key, there, here)}")
+            found.append(f"batch.grain promises bit-identical results, but {_computed_otherwise(key, there, here)}")
     return found
 
 
@@ -88,7 +88,7 @@ def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     for name in dict.fromkeys([*before["data"], *now["data"]]):
         there, here = before["data"].get(name), now["data"].get(name)
         if there is None or here is None:
-            found.append(f"the {name} set is {'new' if there is None else 'gone'}")
+            found.append(f"the {name} set is {'new' if there is None else 'missing'}")
         elif there.get("content") and here.get("content"):
             for line in changes(there["content"], here["content"]):
                 reported.setdefault(line, []).append(name)

@@ -122,7 +122,7 @@ class Examples:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            self.problem = f"nothing is generated ({type(task).__name__}.generate: {type(error).__name__}: {error})"
+            self.problem = f"generation failed ({type(task).__name__}.generate: {type(error).__name__}: {error})"
             return {}
 
     def plain(self) -> dict[str, Any]:

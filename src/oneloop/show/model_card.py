@@ -68,9 +68,9 @@ def _data(record: Record) -> list[str]:
 def _sentence(record: Record, about: Mapping[str, Any], base: str | None) -> str:
     summary = record.summary
     what = "Low-rank adapters (LoRA)" if "base" in about else "A model"
-    stands = f" on {base}" if base else ""
-    weights = {"raw": "", None: ""}.get(about.get("weights"), f" These are the weights called {about.get('weights')}.")
-    length = f"{summary['step']:,} steps, {summary['samples']:,} samples" if "step" in summary else "a run under way"
+    stands = f" based on {base}" if base else ""
+    weights = {"raw": "", None: ""}.get(about.get("weights"), f" Weights: {about.get('weights')}.")
+    length = f"{summary['step']:,} steps, {summary['samples']:,} samples" if "step" in summary else "a run in progress"
     versions = record.environment.get("versions", {})
     known = ", ".join(
         f"{name} {versions[name]}" for name in ("oneloop", "torch", "transformers", "peft") if name in versions

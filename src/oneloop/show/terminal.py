@@ -187,6 +187,6 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         if name in summary:
             table.add_row(name, f"{summary[name]:,}")
     if summary.get("seconds"):
-        rate = f"{summary['samples'] / summary['seconds']:,.0f} samples/s in all" if summary.get("samples") else ""
+        rate = f"{summary['samples'] / summary['seconds']:,.0f} samples/s on average" if summary.get("samples") else ""
         table.add_row("time", f"{summary['seconds']:,.1f} s, {rate}")
     return table

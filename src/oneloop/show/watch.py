@@ -96,7 +96,7 @@ def view(runs: Sequence[Follower], metrics: Sequence[str], *, width: int, height
 
 def _panel(run: Follower, title: str, metrics: Sequence[str], *, width: int, height: int) -> RenderableType:
     if not any("/" in name for line in run.lines for name in line):
-        return Panel("nothing yet", title=Text(title), width=width)
+        return Panel("no metrics yet", title=Text(title), width=width)
     head = _head(run)
     groups = [[name] for name in metrics] or _usual(run)
     columns = 2 if width >= 2 * _MIN_WIDTH else 1
@@ -132,7 +132,7 @@ def _head(run: Follower) -> Table:
         table.add_row("speed", f"{number(last['train/samples_per_second']):,.0f} samples/s")
     counts = {kind: events.count(kind) for kind in dict.fromkeys(events)}
     if counts:
-        seen = " (of the lines that were looked at)" if run.sampled else ""
+        seen = " (in the sampled lines)" if run.sampled else ""
         table.add_row("events", Text(", ".join(f"{count} {kind}" for kind, count in counts.items()) + seen))
     return table
 

@@ -22,7 +22,7 @@ _HINTS = {
     signal.SIGBUS: "memory or storage that is no longer available; the stack is above",
     signal.SIGABRT: "native code aborted; the reason is above",
 }
-_EXITED = "some code called os._exit, or failed as it left"
+_EXITED = "some code called os._exit, or failed during exit"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def describe_exit(rank: int, code: int, *, stopped_by: str | None) -> str:
 
 def stopped_early(by: str | None) -> str:
     """Return the message for a run that was stopped before it began; ``by`` requested the stop."""
-    return f"stopped by {by} before the run had begun; nothing was written"
+    return f"stopped by {by} before the run started; nothing was written"
 
 
 def write_summary(folder: Path, content: Mapping[str, Any]) -> None:

@@ -104,7 +104,7 @@ def prepared(
     unchanged). With one channel in ``mean``, images become grey; ``how`` augments training images."""
     how = how or Augmentation()
     if len(mean) != len(std) or len(mean) not in (1, 3):
-        raise ValueError(f"task.mean {list(mean)} and task.std {list(std)} are not of 3 channels each, or of one")
+        raise ValueError(f"task.mean {list(mean)} and task.std {list(std)} must both have 3 channels, or both 1")
 
     def make(image: Any) -> Tensor:
         if not isinstance(image, Tensor) or how.needs_stored_pixels or size not in (None, image.shape[-1]):

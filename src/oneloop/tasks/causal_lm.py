@@ -75,7 +75,7 @@ class CausalLM(LanguageModel):
         self.sample_weight = float(block) if pack == "concat" else None
         if pack == "concat":
             self._data_notes.append(
-                "texts are joined and cut: a sample may hold several, and each sees those before it; see task.pack"
+                "texts are concatenated and cut: each text attends to the earlier ones in its sample; see task.pack"
             )
         elif pack == "padded" and len(sources) > 1:
             self._data_notes.append(

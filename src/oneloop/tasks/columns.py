@@ -168,13 +168,13 @@ def _checked_values(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
             wrong = wrong | missing.to_numpy(zero_copy_only=False)
         if wrong.any():
             row = rows.where(before + int(np.argmax(wrong)))
-            raise ValueError(f"{row} has nothing in {column!r}; fill it, or remove the row")
+            raise ValueError(f"{row} has no value in {column!r}; fill it, or remove the row")
         if numbers and (at := _first_non_number(values)) is not None:
             raise ValueError(f"{rows.where(before + at)}: {values[at].as_py()!r} in {column!r} is not a finite number")
         if distinct:
             seen |= set(compute.unique(values).to_pylist())
         if len(seen) > _MAX_LABELS:
-            raise ValueError(f"{rows.where(before)}: {column!r} has over {_MAX_LABELS:,} different values: no classes")
+            raise ValueError(f"{rows.where(before)}: {column!r} has over {_MAX_LABELS:,} different classes: too many")
         before += len(array)
     return sorted(seen)
 

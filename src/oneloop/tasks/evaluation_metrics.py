@@ -217,8 +217,8 @@ def adapted(metrics: Any) -> Metrics:
     if hasattr(metrics, "sums"):
         return metrics  # type: ignore[no-any-return]
     if not hasattr(metrics, "items") or not hasattr(metrics, "compute"):
-        needed = "a torchmetrics.MetricCollection, or a tasks.metrics.Metrics (compute, to, sums, higher_is_better)"
-        raise ValueError(f"task: metrics() returned a {type(metrics).__name__}, expected {needed}")
+        needed = "MetricCollection or oneloop.tasks.evaluation_metrics.Metrics (compute, to, sums, higher_is_better)"
+        raise ValueError(f"task: metrics() returned a {type(metrics).__name__}, expected torchmetrics.{needed}")
     return _Collection(metrics)
 
 

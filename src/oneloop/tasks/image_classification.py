@@ -144,7 +144,7 @@ class ImageClassification(Task):
     def model(self) -> nn.Module:
         if self.architecture == "cnn":
             if pretrained := self.weights["pretrained"]:
-                raise ValueError(f"task.pretrained {pretrained} is given, and cnn has no such weights; see --init.from")
+                raise ValueError(f"task.pretrained {pretrained} does not work with task.model cnn; use --init.from")
             return CNN(self.shape[0], len(self.classes), width=self.width, dropout=self.dropout)
         model, notes = image_model(self.architecture, self.classes, **self.weights)
         self.notes = [*self._data_notes, *notes]
@@ -175,14 +175,14 @@ class ImageClassification(Task):
 
     def _same_classes(self, classes: Sequence[str], data: str) -> None:
         if len(classes) != len(self.classes):
-            raise ValueError(f"{data}: shares of {len(classes)} classes, and the model has {len(self.classes)}")
+            raise ValueError(f"{data}: probabilities of {len(classes)} classes, but the model has {len(self.classes)}")
 
     def _class_weights(self, setting: str | list[float]) -> Tensor | None:
         """Return the weight of each class, shape (classes,); None if all are 1."""
         if isinstance(setting, list):
             if len(setting) != len(self.classes) or not all(0 < weight < float("inf") for weight in setting):
                 names = f"{', '.join(self.classes[:8])}{', …' if len(self.classes) > 8 else ''}"
-                raise ValueError(f"task.class_weights {setting}: {len(self.classes)} weights above 0 for {names}")
+                raise ValueError(f"task.class_weights {setting} must be {len(self.classes)} weights > 0, for {names}")
             return torch.tensor(setting)
         if setting == "none":
             return None

@@ -121,15 +121,15 @@ def fitted(model: nn.Module, weights: Mapping[str, Any], classes: int) -> list[s
     layers = _head_layers(model, mismatched, classes)
     new = {name for name in (*missing, *mismatched) if name.rpartition(".")[0] in layers}
     errors = {"missing": sorted(missing - new), "unexpected": sorted(weights.keys() - own.keys())}
-    errors |= {"of another shape": sorted(mismatched - new)}
+    errors |= {"shape mismatch": sorted(mismatched - new)}
     if any(errors.values()):
         found = listed(errors)
-        raise ValueError(f"task.pretrained: the weights are of another model ({found}); name the model they are of")
+        raise ValueError(f"task.pretrained: the weights do not fit this model ({found}); set task.model to match")
     with torch.no_grad():
         for name in (own.keys() & weights.keys()) - mismatched:
             own[name].copy_(weights[name])
     layers = {name.rpartition(".")[0] for name in new}
-    return [f"the last layer ({', '.join(sorted(layers))}) is new: the weights are of other classes"] if new else []
+    return [f"the last layer ({', '.join(sorted(layers))}) is re-initialized: the classes differ"] if new else []
 
 
 def _tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> set[str]:
@@ -168,7 +168,7 @@ def _load_weights(name: str, model: nn.Module, pretrained: bool | str | None) ->
     path = Path(str(pretrained)).expanduser()
     file = path if path.is_file() else fetched(str(pretrained), _WEIGHTS)
     if file is None:
-        advice = "give a .safetensors file, or what has one"
+        advice = "give a .safetensors file, or a folder that contains one"
         raise ValueError(f"task.pretrained {str(pretrained)!r} has no {_WEIGHTS}; {advice}")
     if file.suffix != ".safetensors":
         raise ValueError(f"task.pretrained {file} is not a .safetensors file; oneloop never loads pickled weights")

@@ -37,7 +37,7 @@ def classes_of(sources: Sequence[Source], key: str, *, lists: bool = False) -> t
     for (where, split), found in seen.items():
         if unknown := sorted(found - trained):
             advice = "move some of their rows to train, or leave them out"
-            raise ValueError(f"{where}: labels {unknown[:5]} are in {split} and never trained on; {advice}")
+            raise ValueError(f"{where}: labels {unknown[:5]} occur in {split} but not in train; {advice}")
     names = _sorted_classes(trained, [*kinds.values()])
     if len(names) < 2:
         where, column = sources[0].where, sources[0].columns[key]

@@ -84,15 +84,15 @@ def check_signatures(task: Any) -> None:
                 inspect.signature(method).bind(*arguments)
             except TypeError as error:
                 call_arguments, parameters = ", ".join(arguments), ", ".join(("self", *arguments))
-                why = f"{named(task)}.{member} is called with ({call_arguments}), and that does not fit: {error}"
+                why = f"{named(task)}.{member} must accept the arguments ({call_arguments}): {error}"
                 raise BadInput(f"{why}; write def {member}({parameters})") from None
             except ValueError:  # a C function has no signature
                 continue
     sample_weight, unit = getattr(task, "sample_weight", None), getattr(task, "unit", "samples")
     if sample_weight is not None and not (_is_number(sample_weight) and 0 < sample_weight < math.inf):
-        raise BadInput(f"{named(task)}.sample_weight is {sample_weight!r}; a number above 0 is needed, or None")
+        raise BadInput(f"{named(task)}.sample_weight must be a positive number or None, got {sample_weight!r}")
     if unit not in ("samples", "tokens"):
-        raise BadInput(f'{named(task)}.unit is {unit!r}; what the weight counts is "samples" or "tokens"')
+        raise BadInput(f'{named(task)}.unit must be "samples" or "tokens", got {unit!r}')
 
 
 class Contract:
@@ -143,7 +143,7 @@ class Contract:
 
     def weight(self, batch: Mapping[str, Any], *, samples: int, trained: bool = True) -> float:
         """Return the weight of a batch of ``samples``; if it is for training, check it against ``sample_weight``."""
-        fix = "return a 0-dim tensor on the host: how many samples or target tokens the batch counts for"
+        fix = "return a 0-dim tensor on the host: the number of samples or target tokens in the batch"
         result = theirs(self.task, "weight", lambda: self.task.weight(batch))
         if not isinstance(result, Tensor) or result.ndim or result.is_complex():
             raise self.wrong("weight", f"returned {_describe(result)}", fix)

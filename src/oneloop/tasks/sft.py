@@ -91,7 +91,7 @@ class SFT(LanguageModel):
         self._data_notes += notes_of(sources)
         if self.skipped_rows:
             count, first = len(self.skipped_rows), self.skipped_rows[0]
-            self._data_notes.append(f"{count:,} rows are left out, listed in environment.json; the first: {first}")
+            self._data_notes.append(f"{count:,} rows were skipped and listed in environment.json; the first: {first}")
         samples = [{split: self._samples(*text, split) for split, text in splits.items()} for splits in texts]
         self._sets = combined(sources, samples)
         self._max_documents = max(getattr(sets["train"], "most", 1) for sets in samples)

@@ -112,14 +112,14 @@ def _check_loaded(
     def is_head(name: str) -> bool:
         return not name.startswith(base) or name.startswith(f"{base}pooler.")
 
-    problems = {"missing": missing, "unexpected": unexpected, "of another shape": mismatched}
+    problems = {"missing": missing, "unexpected": unexpected, "shape mismatch": mismatched}
     errors = {problem: sorted(name for name in names if not is_head(name)) for problem, names in problems.items()}
     if any(errors.values()):
-        raise ValueError(f"{where}: the weights are of another model ({listed(errors)}); name the model they are of")
+        raise ValueError(f"{where}: the weights do not fit this model ({listed(errors)}); set task.model to match")
     notes = []
     if new := sorted({name.rpartition(".")[0] for name in (*missing, *mismatched)}):
-        why = "are of other classes" if mismatched else "have none"
-        notes.append(f"the last layer ({', '.join(new)}) is new: the weights {why}")
+        why = "the classes differ" if mismatched else "the weights have none"
+        notes.append(f"the last layer ({', '.join(new)}) is re-initialized: {why}")
     if ignored := sorted({name.partition(".")[0] for name in unexpected}):
         notes.append(f"left out of the weights: {', '.join(ignored)}")
     return notes

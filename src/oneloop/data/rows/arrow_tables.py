@@ -145,7 +145,7 @@ def hub(name: str, columns: Sequence[str]) -> dict[str, Table]:
         except Exception as error:  # datasets passes on any error of its file system
             raise ValueError(f"data set {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not any(SPLITS.get(split) == "train" for split in loaded):
-        raise ValueError(f"data set {name!r} has no training part; its splits are {', '.join(loaded)}")
+        raise ValueError(f"data set {name!r} has no training split; its splits are {', '.join(loaded)}")
     splits = {}
     for hub_split, rows in loaded.items():
         if split := SPLITS.get(hub_split):

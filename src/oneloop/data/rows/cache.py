@@ -124,7 +124,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         if there == here or key == "files" or (lines and key in ("length", "samples", "rows")):
             continue  # the row count differs because the files differ
         if key == "sets" and isinstance(there, Mapping) and isinstance(here, Mapping):
-            lines += [f"{name} is {'gone' if name in there else 'new'}" for name in there.keys() ^ here.keys()]
+            lines += [f"{name} is {'missing' if name in there else 'new'}" for name in there.keys() ^ here.keys()]
             for name in there.keys() & here.keys():
                 lines += [f"{name}: {line}" for line in changes(there[name], here[name])]
         elif key in ("length", "samples"):
@@ -149,8 +149,8 @@ def _of_files(before: Any, now: Any) -> Iterator[str]:
     for old, name in renamed[:_NAMED]:
         yield f"{old} was renamed to {name}"
     yield from _listed("is new", [name for name in new if name not in {name for _, name in renamed}])
-    yield from _listed("is gone", [old for old in gone if old not in {old for old, _ in renamed}])
-    yield from _listed("has another content", [n for n in before if n in now and before[n] != now[n]])
+    yield from _listed("is missing", [old for old in gone if old not in {old for old, _ in renamed}])
+    yield from _listed("has different content", [n for n in before if n in now and before[n] != now[n]])
 
 
 def _listed(what: str, names: list[str]) -> Iterator[str]:

@@ -44,7 +44,7 @@ def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: boo
     files = [file for file in there if KINDS.get(file.suffix.lower()) in wanted]
     endings = ", ".join(ending for ending, kind in KINDS.items() if kind in wanted)
     if packed := [file for file in there if file.suffix in _COMPRESSED and Path(file.stem).suffix in KINDS]:
-        raise ValueError(f"{packed[0]} is compressed, and is not read; unpack it, or move it away")
+        raise ValueError(f"{packed[0]} is compressed, which is not supported; decompress it or move it away")
     if not files:
         why = "is not a file or folder" if not root.exists() else "holds no data"
         raise ValueError(f"{str(where)!r} {why}; give a file, or a folder of {endings} files")
@@ -66,14 +66,14 @@ def _files(root: Path) -> Iterator[Path]:
     seen = set()
     for folder, inside, names in os.walk(root, followlinks=True, onerror=_reject):
         if (real := os.path.realpath(folder)) in seen:
-            raise ValueError(f"{folder} links to {real}, which is read already; remove the link")
+            raise ValueError(f"{folder} links to {real}, which has already been read; remove the link")
         seen.add(real)
         inside[:] = [name for name in inside if not name.startswith(".")]
         for name in names:
             if not name.startswith("."):
                 file = Path(folder, name)
                 if not file.exists():
-                    raise ValueError(f"{file} links to nothing; remove it")
+                    raise ValueError(f"{file} is a broken link; remove it")
                 yield file
 
 
@@ -96,10 +96,10 @@ def parted(files: Iterable[Path], root: Path, kind: str) -> dict[str, list[Path]
     if set(parts) == {""} or (kind == "text" and (_code(files) or ("train" not in parts and not validation_file))):
         return {"": sorted(file for several in parts.values() for file in several)}
     if "" in parts or "train" not in parts:
-        conflict = below(parts[""][0], root) if "" in parts else "nothing to train on"
+        conflict = f"{below(parts[''][0], root)} belongs to no split" if "" in parts else "no training data"
         there = ", ".join(sorted(filter(None, parts)))
         advice = "name the training data train.…, or put it into a folder train/, or move the others away"
-        raise ValueError(f"{str(root)!r} has files of {there}, and {conflict} next to them; {advice}")
+        raise ValueError(f"{str(root)!r} has files of {there}, but {conflict}; {advice}")
     return parts
 
 

@@ -125,7 +125,7 @@ def _rows_of(source: Source, window: int, kinds: Sequence[str], *, whole: bool) 
         except NoColumn as error:
             if "test" not in group:
                 raise
-            source.notes.append(f"{error}: the test part is left out")
+            source.notes.append(f"{error}: the test split is ignored")
     return splits
 
 

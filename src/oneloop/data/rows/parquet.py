@@ -84,8 +84,8 @@ class Parquet:
             types = _types(schema, self.columns, file)
             if self._types and types != self._types:
                 changed = next(name for name in types if types[name] != self._types[name])
-                apart = f"{types[changed]}, and {self._types[changed]} in {self.files[0]}"
-                raise ValueError(f"{file}: {changed!r} is {apart}; write the files with one schema")
+                apart = f"has type {types[changed]} here and {self._types[changed]} in {self.files[0]}"
+                raise ValueError(f"{file}: column {changed!r} {apart}; write the files with one schema")
             self._types = types
             found = []
             for group in range(metadata.num_row_groups):
@@ -101,9 +101,7 @@ class Parquet:
 
     def _too_large(self, file: Path, group: int, rows: int, size: int) -> str:
         fitting = max(1, rows * self.window * _MEGABYTE // (16 * size))
-        held = (
-            f"row group {group} holds {rows:,} rows of {size / _MEGABYTE:,.1f} MB, and task.window is {self.window} MB"
-        )
+        held = f"row group {group} has {rows:,} rows of {size / _MEGABYTE:,.1f} MB, and task.window is {self.window} MB"
         smaller = f"python -m oneloop.data.rows.rewrite {self.root} NEW_FOLDER --rows {fitting}"
         larger = f"--task.window {2 ** int(8 * size / _MEGABYTE).bit_length()}"
         return f"{file}: {held}; write smaller groups ({smaller}), or give it more memory ({larger})"
@@ -241,7 +239,7 @@ def _types(schema: Any, columns: Sequence[str], file: Path) -> dict[str, Any]:
         return dict(Features.from_arrow_schema(kept))
     except Exception as error:  # types that datasets does not support
         kinds = ", ".join(f"{column} is {schema.field(column).type}" for column in columns)
-        raise ValueError(f"{file}: {kinds}, which is not read ({error})") from error
+        raise ValueError(f"{file}: {kinds}, which is not supported ({error})") from error
 
 
 def _wanted(path: str, columns: Sequence[str]) -> bool:

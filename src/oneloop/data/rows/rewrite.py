@@ -18,7 +18,7 @@ def rewrite(old: Path, new: Path, *, rows: int) -> int:
     if rows < 1:
         raise ValueError(f"--rows {rows} is not a positive number of rows; 1000 is a common choice")
     if new.exists() and (not new.is_dir() or any(new.iterdir())):
-        raise ValueError(f"{new} holds something; name a new folder")
+        raise ValueError(f"{new} exists and is not an empty folder; name a new folder")
     for file in there.files:
         target = new / below(file, there.root)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -97,7 +97,7 @@ def divided(splits: Mapping[str, Rows], share: float) -> dict[str, Rows]:
     rows = splits.get("train", splits.get(""))
     assert rows is not None
     if len(rows) < 3:
-        raise ValueError(f"{rows.where(0) if len(rows) else 'the data'}: {len(rows)} rows are too few to hold some out")
+        raise ValueError(f"{rows.where(0) if len(rows) else 'the data'}: {len(rows)} rows are too few for three splits")
     with alone(f"held-out/{key_of(rows.fingerprint(), share)}.npz") as path:
         validation, test = _draw_splits(rows, share, path)
         if "test" in splits:
@@ -127,7 +127,7 @@ def _draw_splits(rows: Rows, share: float, path: Path) -> tuple[NDArray[np.int64
     if not len(validation) or not len(test):  # few rows: take the two smallest draws
         smallest = np.unique(drawn)
         if len(smallest) < 3:
-            raise ValueError(f"{rows.where(0)}: {len(smallest)} different rows are too few to hold some out")
+            raise ValueError(f"{rows.where(0)}: {len(smallest)} different rows are too few for three splits")
         validation, test = (np.flatnonzero(drawn == draw) for draw in smallest[:2])
     draft = path.with_suffix(f".{os.getpid()}.npz")
     np.savez(draft, validation=validation, test=test)

@@ -51,7 +51,7 @@ def _unsupported(model: nn.Module) -> str | None:
     if getattr(model, "_is_stateful", False):
         return "its layers carry a state from token to token (linear attention, a state space)"
     if not getattr(model, "_supports_attention_backend", False) or not getattr(model, "_supports_sdpa", False):
-        return "its attention is its own, not on transformers' attention interface with SDPA"
+        return "it does not use transformers' attention interface with SDPA"
     if getattr(config, "attn_logit_softcapping", None):
         return "its attention caps its logits, which SDPA cannot"
     return None
@@ -92,7 +92,7 @@ def _attend(
 
     unknown = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
     if unknown:
-        raise ValueError(f"{type(module).__name__} has what SDPA cannot do ({', '.join(unknown)})")
+        raise ValueError(f"{type(module).__name__} uses options that SDPA does not support ({', '.join(unknown)})")
     if attention_mask is not None and attention_mask.dtype in (torch.uint8, torch.int32):
         window = _window(module, query.shape[2], sliding_window)
         if attention_mask.dtype is torch.int32:

@@ -139,7 +139,7 @@ class Chat:
             if index < given or message["role"] != "assistant":
                 continue
             if not index:
-                why = "message 0 is by the assistant, and the template's text before it is unknown"
+                why = "message 0 is from the assistant, so the start of its turn is unknown"
                 raise ValueError(f"{why}; put a message before it, or drop it")
             before = self.render(messages[:index], tools, prompt=True)
             through = text if index == len(messages) - 1 else self.render(messages[: index + 1], tools)
@@ -167,7 +167,7 @@ class Chat:
             return  # the template does not support this test conversation
         for answer in ("first answer", "second answer"):
             if not any(answer in text[start:stop] for start, stop in spans):
-                why = f"{answer!r} is outside; a mark inside {{% set %}} is counted from elsewhere"
+                why = f"{answer!r} is outside; a tag inside {{% set %}} gets wrong offsets"
                 raise ValueError(f"the {{% generation %}} tags do not enclose the answers ({why}); move them")
 
     def _keeps_prefixes(self) -> bool:
@@ -214,7 +214,7 @@ def template_of(file: str) -> str:
 
 
 def _trl_advice() -> str:
-    known = "TRL knows none like it" if find_spec("trl") else "install trl, which has some to train with"
+    known = "TRL has no training template for it" if find_spec("trl") else "install trl for its training templates"
     return f"{known}; {_HINT}"
 
 

@@ -59,7 +59,7 @@ def encoded_prompt(row: Row, columns: Mapping[str, str], tokenizer: Any, chat: C
 
 def _chat(chat: Chat | None) -> Chat:
     if chat is None:
-        raise ValueError("it holds a conversation, and other rows hold texts; give them in sets of their own")
+        raise ValueError("this row is a conversation, but others are texts; put them in separate data sets")
     return chat
 
 
@@ -72,13 +72,13 @@ def conversation(value: Any) -> list[dict[str, Any]]:
     """Return the messages of a conversation. Raise ValueError with the index of a malformed message."""
     messages = read(value) if isinstance(value, str) else value
     if not isinstance(messages, Sequence) or not len(messages):
-        raise ValueError(f"a list of messages is needed, and there is {_brief(value)}")
+        raise ValueError(f"expected a list of messages, got {_brief(value)}")
     return [_message(message, number, exact=isinstance(value, str)) for number, message in enumerate(messages)]
 
 
 def _message(given: Any, number: int, *, exact: bool) -> dict[str, Any]:
     if not isinstance(given, Mapping):
-        raise ValueError(f"message {number} is {_brief(given)}, and needs a role and a content")
+        raise ValueError(f"message {number} must have role and content, got {_brief(given)}")
     message: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     message = message if exact else _without_nulls(message)  # in JSON, the user wrote the null
     if "from" in message and "role" not in message:

@@ -58,7 +58,7 @@ def add_adapters(model: nn.Module, wanted: Adapters, *, stats: object = None) ->
     line = f"LoRA of rank {settings.rank}, {count:,} parameters on {len(layers)} layers ({kinds})"
     line += f" in 4 bits ({settings.quantize})" if settings.quantize else ""
     if before is not None and before != _quantization(settings):
-        line += f"; they were trained on it {before or 'unquantized'}, see task.lora.quantize"
+        line += f"; the adapters were trained on the base model {before or 'unquantized'}, see task.lora.quantize"
     return origin, line
 
 
@@ -96,7 +96,7 @@ def _targets(model: nn.Module, targets: str | Sequence[str]) -> list[str]:
     for end in targets:
         if not any(_matches(layer, end) for layer in linear):
             kinds = [type(module).__name__ for name, module in model.named_modules() if _matches(name, end)]
-            problem = f"leads to {kinds[0]}, which can have no adapter" if kinds else "matches no layer of the model"
+            problem = f"matches {kinds[0]}, which supports no adapters" if kinds else "matches no layer of the model"
             raise ValueError(f"task.lora.targets {end!r} {problem}; its linear layers are {known}")
     return [layer for layer in linear if any(_matches(layer, end) for end in targets)]
 

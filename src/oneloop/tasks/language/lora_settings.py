@@ -135,7 +135,7 @@ def _read_config(folder: Path, model: str) -> tuple[str, LoRA]:
     ]
     if unsupported or config.get("peft_type") != "LORA":
         kind = ", ".join(unsupported) or f"peft_type {config.get('peft_type')}"
-        raise ValueError(f"task.model {model!r}: adapters of another kind than LoRA's own ({kind})")
+        raise ValueError(f"task.model {model!r}: unsupported adapter settings ({kind})")
     base, rank, alpha = (config.get(key) for key in ("base_model_name_or_path", "r", "lora_alpha"))
     if not base or not isinstance(rank, int) or not isinstance(alpha, int | float):
         needs = f"must set base_model_name_or_path, r and lora_alpha; found {base}, {rank}, {alpha}"

@@ -155,7 +155,7 @@ def load_model(
         raise ValueError(f"task.{length[1]} {length[0]} exceeds the {longest} positions of {name}; lower it")
     if entries > config.vocab_size:
         sizes = f"its tokenizer has {entries:,} entries, and the model {config.vocab_size:,}"
-        raise ValueError(f"{name}: {sizes}; it is of another model, or the embeddings were not resized")
+        raise ValueError(f"{name}: {sizes}; it belongs to another model, or the embeddings were not resized")
     return model, notes
 
 

@@ -47,10 +47,10 @@ class Spans:
 
     def about(self, overlong: Overlong) -> list[str]:
         """Return log lines about texts that are too long or have no target."""
-        action = {"cut": "cut there", "split": "split into several", "drop": "left out"}[overlong]
-        lines = [f"{self.overlong:,} of {self.whole:,} texts are longer than {self.length:,} tokens, and {action}"]
+        action = {"cut": "truncated", "split": "split into several", "drop": "dropped"}[overlong]
+        lines = [f"{self.overlong:,} of {self.whole:,} texts are longer than {self.length:,} tokens and are {action}"]
         lines = lines if self.overlong else []
-        return lines + [f"{self.without:,} samples hold no token to be trained, and are left out"] * bool(self.without)
+        return lines + [f"{self.without:,} samples have no token to train on and are dropped"] * bool(self.without)
 
 
 def spans(texts: Ragged, length: int, overlong: Overlong) -> Spans:
@@ -146,7 +146,7 @@ class Prompts(Padded):
         cut = int((stops - starts > length + 1).sum())
         super().__init__(Spans(texts.values, starts, stops, length, np.arange(len(stops)), cut, 0, len(stops)), content)
         cut_ = f"{cut:,} of {len(stops):,} rows are longer than {length:,} tokens"
-        self.warning = f"{cut_}: the end of their prompts is answered, without metrics" * bool(cut)
+        self.warning = f"{cut_}: only the end of each prompt is used, without metrics" * bool(cut)
 
     def __getitem__(self, index: int) -> NDArray[np.int32]:
         tokens, length = super().__getitem__(index), self.spans.length
@@ -189,7 +189,7 @@ class Packed:
         """Return a log line about how full the rows are."""
         full = self.spans.lengths.sum() / (len(self) * self.spans.length)
         packed_ = f"{len(self.spans):,} documents packed into {len(self):,} samples of {self.spans.length:,} tokens"
-        return f"{packed_}, {100 * full:.1f} % full, {self.most} in one at most; none sees another"
+        return f"{packed_}, {100 * full:.1f} % full, at most {self.most} per sample; none attends to another"
 
 
 def collated(samples: Sequence[Any], *, width: int = 0, most: int = 1) -> dict[str, Tensor]:
