@@ -1,11 +1,11 @@
-"""How long a save blocks training (goal C5), and what it does to the steps while it is written; start-up at any
-position (C6).
+"""Measure how long a save blocks training (goal C5), how it slows the steps while it is written, and start-up at
+any position (C6).
 
     python benchmarks/checkpoint_stall.py --mib 256
 
-One process on a CPU. Every way is timed in turn, A B C … A B C …, after a warm-up; the control is a warm copy of the
-same state against itself. `blocked` is the time in which the training loop waits; `step` is the median time of the
-steps during the write, over that of steps without one.
+One process on a CPU. After a warm-up all variants alternate (A B C … A B C …). The control compares a warm copy of the
+same state with itself. `blocked` is the time in which the training loop waits. `step` is the median step time during
+the write, divided by that of steps without a write.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from oneloop.data.step_batches import CollateWithWeight, groups
 
 
 def state(mib: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], float]]:
-    """A model whose weights and AdamW state are ``mib`` MiB, and a timed step of it."""
+    """Return a model whose weights and AdamW state total ``mib`` MiB, its optimizer, and a timed step."""
     width = int((mib * 2**20 / 12 / 4) ** 0.5)
     model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(4)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -55,7 +55,7 @@ def state(mib: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], floa
 
 
 def position_cost(position: int) -> float:
-    """Seconds from nothing to the first batch."""
+    """Return the seconds until the first batch at this position."""
     began = time.perf_counter()
     collate = CollateWithWeight(lambda xs: {"x": torch.tensor(xs)}, lambda batch: batch["x"].sum())
     stream = groups(
@@ -79,7 +79,7 @@ def main() -> None:
     given = asked.parse_args()
     root = Path(tempfile.mkdtemp(prefix="stall-"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    torch.set_num_threads(1)  # the other core writes
+    torch.set_num_threads(1)  # the other core writes the checkpoint
     model, optimizer, step = state(given.mib)
     step()
     accelerator = Accelerator(cpu=True, project_dir=str(root))
@@ -134,7 +134,7 @@ def main() -> None:
     }
     blocked: dict[str, list[float]] = {name: [] for name in ways}
     steps: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(given.rounds + 1):  # the first is the warm-up
+    for turn in range(given.rounds + 1):  # round 0 is the warm-up
         for name, save in ways.items():
             number += 1
             quiet = statistics.median(step() for _ in range(5))

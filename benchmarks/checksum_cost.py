@@ -1,8 +1,8 @@
-"""What verifying the cached table of rows costs at a start, in seconds per GB; the limit is 1.5.
+"""Measure the cost of verifying the cached table of rows at a start, in seconds per GB; the limit is 1.5.
 
     PYTHONPATH=src python benchmarks/checksum_cost.py [--rounds 5] [--gigabytes 1]
 
-The control reads the same file without a checksum, alternating; the file is in the page cache for both.
+The control reads the same file without a checksum. Both alternate, with the file in the page cache.
 """
 
 from __future__ import annotations

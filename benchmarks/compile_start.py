@@ -1,9 +1,9 @@
-"""How long a compiled model takes to its first step, block by block against whole; and what recompute costs.
+"""Measure the time to the first step of a compiled model, by block and whole, and the cost of recompute.
 
     python benchmarks/compile_start.py --layers 12
 
-Each cold start is a process of its own with an empty compiler cache. Then, in one process without compile, time and
-kept activations of a step under each way to recompute, alternating.
+Each cold start is a separate process with an empty compiler cache. Then one process without compile measures step time
+and saved activations under each kind of activation (gradient) checkpointing, alternating.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def timed(model: nn.Module) -> float:
 
 
 def cold(scope: str, layers: int) -> None:
-    """In a process of its own: seconds of the first step, and of a later one."""
+    """Print the seconds of the first step and of the fastest of five later ones, in a separate process."""
     model = transformer(layers).to(device())
     compile_(model, scope)
     first = timed(model)
@@ -59,7 +59,7 @@ def cold(scope: str, layers: int) -> None:
 
 
 def kept(model: nn.Module) -> int:
-    """Bytes that autograd keeps for one step, those that recompute keeps itself (a block's inputs) left out."""
+    """Return the bytes that autograd saves for one step, without the block inputs that recompute itself keeps."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, int] = {}
     alive: list[object] = []

@@ -1,9 +1,9 @@
-"""What an EMA update costs over one ``torch._foreach_lerp_`` of the same tensors (goal C4).
+"""Measure an EMA update relative to one ``torch._foreach_lerp_`` of the same tensors (goal C4).
 
     python benchmarks/ema_update.py
 
-A GPT-2 shape of 12 blocks (148 tensors). Rounds alternate: the bare lerp, EMA.update, the bare lerp again (control),
-and for comparison the usual loop over ``mul_().add_()``.
+The shapes of a GPT-2 with 12 blocks (148 tensors). Rounds alternate: the bare lerp, EMA.update, the bare lerp again
+(control), and for comparison the usual loop over ``mul_().add_()``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from oneloop.ema import EMA
 
 
 def timed(act: Callable[[], object], times: int, device: torch.device) -> float:
-    """Microseconds per call."""
+    """Return microseconds per call."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
     began = time.perf_counter()

@@ -1,10 +1,10 @@
-"""How runs end that something goes wrong with: signals and faults x who gets them x strategies x launchers, as typed.
+"""Show how runs end after a fault: signals and faults x affected process x strategy x launcher, from the command line.
 
     python benchmarks/endings.py [--configs single ddp fsdp2] [--launchers oneloop accelerate] [--repeats 1]
 
-For each: seconds from the fault to the end of the launcher, its exit code, that of summary.json, the processes that are
-left, whether the same command then goes on to the weights of an undisturbed run, bit for bit, and the last line that
-oneloop has said. A rank that stands still ends at the default of machine.patience.
+Each row has the seconds from the fault to the end of the launcher, the exit code, the exit code in summary.json, the
+remaining processes, whether the same command then resumes to bit-identical weights of an undisturbed run, and the last
+line of oneloop's output. A hanging rank ends at the default of machine.patience.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ run: {dir: run}
 
 
 class Ending(NamedTuple):
-    """One thing that goes wrong."""
+    """One fault."""
 
     name: str
     words: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def victim(process: subprocess.Popen[bytes], to: str) -> int:
-    """Of the last rank: the outer process of a pair watches, the inner one trains."""
+    """Return the pid of the launcher, or of the last rank's training process or supervisor (its parent)."""
     if to == "launcher":
         return process.pid
     ours = [one for one in family(process.pid) if "oneloop.train" in one.cmdline() and "launch" not in one.cmdline()]
@@ -103,13 +103,13 @@ def weights(folder: Path) -> str:
 
 
 def finished(launcher: str, config: str, folder: Path, *words: str) -> str:
-    """What the undisturbed command says."""
+    """Return the output of the undisturbed command."""
     typed = command(launcher, config, *words)
     return subprocess.run(typed, cwd=folder, capture_output=True, timeout=200, check=False, text=True).stderr
 
 
 def measured(ending: Ending, launcher: str, config: str, folder: Path, wanted: str) -> str:
-    """One row."""
+    """Return one row of the table."""
     ranks = 1 if config == "single" else 2
     words = [*ending.words, *(["--task.rank", str(ranks - 1)] if ending.words else [])]
     output = folder / "output"
@@ -178,7 +178,7 @@ def main() -> None:
                 shutil.rmtree(undisturbed)
                 for ending in ENDINGS:
                     if config == "single" and ending.signal == signal.SIGSTOP:
-                        continue  # of one process it is what a person wanted
+                        continue  # with one process this is the stop that the user requested
                     if not any(part in ending.name for part in given.endings):
                         continue
                     for _ in range(given.repeats):

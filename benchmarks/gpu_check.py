@@ -1,10 +1,10 @@
-"""What must hold on a GPU, checked in at most 4 minutes: each check passes, fails, or is skipped with its reason.
+"""Check in at most 4 minutes what must hold on a GPU: each check passes, fails, or is skipped with a reason.
 
     PYTHONPATH=src python benchmarks/gpu_check.py [--toy] [--only NAME,NAME] [--to FILE.json]
 
-`--toy` runs the same checks on a CPU, smaller; those that need a GPU are skipped. The JSON file (by default
-gpu_check.json) is written after each check, so that a run that is cut off leaves what it has seen. Exits with 1 if a
-check fails. `same_bits_gpu.py` compares more recipes and measures what batch.grain costs.
+`--toy` runs smaller checks on a CPU and skips those that need a GPU. The JSON file (by default gpu_check.json) is
+written after each check, so an interrupted run keeps its results. The exit code is 1 if a
+check fails. `same_bits_gpu.py` compares more recipes and measures the cost of batch.grain.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CHECKS: dict[str, Callable[[Path], str]] = {}
 
 
 class Skipped(Exception):
-    """The check cannot be made here."""
+    """The check is not possible on this machine."""
 
 
 def check(function: Callable[[Path], str]) -> Callable[[Path], str]:
@@ -68,7 +68,7 @@ def trained(folder: Path, recipe: Any = "digits", *, steps: int = 12, precision:
 
 
 def texts(folder: Path) -> str:
-    """Some text, which takes no time to read."""
+    """Write a short text that is quick to read, and return its path."""
     (folder / "texts").mkdir()
     for file in Path(same_bits_gpu.__file__).parent.glob("*.py"):
         (folder / "texts" / f"{file.stem}.txt").write_text(file.read_text())
@@ -158,7 +158,7 @@ def activation_checkpointing(folder: Path) -> str:
 
 
 class Watched(ImageClassification):
-    """Any wait of the host for the device between two of its steps is an error."""
+    """A task in which any wait of the host for the device between two steps is an error."""
 
     calls = 0
 
@@ -244,7 +244,7 @@ def checkpoint_and_resume(folder: Path) -> str:
 
 
 def on_one_device(rank: int, port: int, sharded: bool, out: str) -> None:
-    """Two ranks on one device: one step of SGD against the whole batch."""
+    """Compare one step of SGD, by two ranks on one device, with the whole batch."""
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).to(DEVICE)

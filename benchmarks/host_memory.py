@@ -1,9 +1,9 @@
-"""Host memory of a model of a gigabyte while several processes start it under FSDP2: mapped, from scratch, in turn.
+"""Measure host memory while several processes load a 1 GB model under FSDP2: mapped, from scratch, in turn.
 
     python benchmarks/host_memory.py [--ranks 4]
 
-For each way, each process's most anonymous memory above what it had after its imports, sampled every 2 ms, their sum in
-copies of the model; and the most that all of them hold at one time.
+For each variant: the peak anonymous memory of each process above its memory after the imports (sampled every 2 ms),
+summed over processes, in copies of the model; and the peak of the total of all processes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a step costs under DDP and FSDP2, beside another checkout (goal C10): real runs, alternating.
+"""Measure the step time under DDP and FSDP2, compared with another checkout (goal C10): real runs, alternating.
 
     git worktree add ../before COMMIT
     python benchmarks/layout_cost.py ../before . --pairs 6
 
-Each run trains `digits` on two processes with two micro-batches a step, and gives the median seconds of a step after
-the first tenth. In every round both checkouts run once, in another order, and the first one twice: the control.
+Each run trains `digits` on two processes with two micro-batches per step, and reports the median step time after the
+first tenth. Each round runs both checkouts in a new order, and the first one twice (control).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONFIGS = ("ddp", "fsdp2")
 
 
 def seconds(checkout: Path, config: str, steps: int) -> float:
-    """Median seconds of a step, in a new run of this checkout's code."""
+    """Return the median seconds of a step, in a new run of this checkout's code."""
     every = steps // 20
     with tempfile.TemporaryDirectory() as scratch:
         words = ["digits", "--duration", str(steps), "--batch.micro", "16", "--log.every", str(every)]

@@ -1,11 +1,11 @@
-"""What the loss of a large vocabulary costs: memory beyond its inputs, time, and its distance from float64.
+"""Measure the loss of a large vocabulary: memory beyond its inputs, time, and its distance from float64.
 
     python benchmarks/loss_memory.py [--device cuda] [--types float32 bfloat16] [--rounds 3]
 
-Loss and backward to hidden states and weight, each in a process of its own: F.linear with F.cross_entropy (plain),
-torch's F.linear_cross_entropy (torch 2.15), and oneloop's chunked_cross_entropy with several numbers of logits held at
-once. The ways alternate, with the plain one again as control. Memory is the most that the process held (VmHWM, or the
-most that CUDA allocated) above what it held with its inputs and after one small loss; the gradients are part of it.
+Loss and backward to hidden states and weight, each in a separate process: F.linear with F.cross_entropy (plain),
+torch's F.linear_cross_entropy (torch 2.15), and oneloop's chunked_cross_entropy with several chunk sizes.
+The variants alternate; the plain one runs again as control. Memory is the peak of the process (VmHWM, or CUDA's peak
+allocation) above its memory with the inputs and after one small loss. It includes the gradients.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def chunked(power: int) -> Way:
 
 
 def ways(less: int = 0) -> dict[str, Way]:
-    """By name; with 2^less times fewer logits in a chunk than the name says."""
+    """Return the variants by name; each chunk has 2^less times fewer logits than the name says."""
     chunks = {f"chunked 2^{power}": chunked(power - less) for power in (22, 24, 26)}
     return {"plain": plain, "torch": torchs, **chunks, "plain (control)": plain}
 
@@ -69,7 +69,7 @@ def inputs(given: argparse.Namespace, dtype: torch.dtype, tokens: int, entries: 
 
 
 def held(device: str) -> tuple[int, int]:
-    """Bytes held now, and the most since the start or the last reset."""
+    """Return the bytes held now, and the peak since the start or the last reset."""
     if device != "cpu":
         return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -87,7 +87,7 @@ def reset(device: str) -> None:
 
 
 def measured(given: argparse.Namespace) -> dict[str, float]:
-    """One way in this process: a small loss first, then the most memory of one, then the time of the next."""
+    """Measure one variant in this process: a small loss first, then the peak memory of one, then the time of one."""
     torch.set_num_threads(given.threads)
     way, dtype = WAYS[given.way], getattr(torch, given.types[0])
     small = inputs(given, dtype, 8, 64)
@@ -109,7 +109,7 @@ def measured(given: argparse.Namespace) -> dict[str, float]:
 
 
 def distances(given: argparse.Namespace, dtype: torch.dtype) -> None:
-    """Of loss and gradients from those of float64, at a sixteenth of tokens, vocabulary; as many chunks."""
+    """Print the distance of loss and gradients from float64, at 1/16 of tokens and vocabulary with as many chunks."""
     hidden, weight, target = inputs(given, dtype, given.tokens // 16, given.entries // 16)
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     true = plain(*exact, target)
@@ -132,7 +132,7 @@ def alternated(given: argparse.Namespace, kind: str) -> None:
     found: dict[str, list[dict[str, float]]] = {name: [] for name in given.ways}
     asked = ["--device", given.device, "--types", kind, "--threads", given.threads, "--times", given.times]
     asked += ["--tokens", given.tokens, "--entries", given.entries, "--width", given.width]
-    # Large blocks go back to the system as soon as they are freed: what is held is what is needed.
+    # Return large blocks to the system as soon as they are freed, so that memory in use is memory needed.
     surroundings = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
     for _ in range(given.rounds):
         for name in given.ways:

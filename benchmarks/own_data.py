@@ -1,15 +1,15 @@
-"""What reading parquet in windows costs, and how well it shuffles.
+"""Measure what reading Parquet in windows costs, and how well it shuffles.
 
     python benchmarks/own_data.py [--megabytes 60]
 
-A set of rows of a kilobyte in 40 files is written to a temporary folder, in groups of 100 rows. Then
+Writes rows of 1 KB to 40 files in a temporary folder, in row groups of 100 rows. Then it measures:
 
-- reads: row groups read by all processes together in one epoch, over those there are, for ranks and workers as they
-  share the steps of a run of batch 64 in micro-batches of 8; with lanes (as a run has it) and without;
-- shuffling: the mean distance of neighbours, over that of a full permutation, by groups in the window;
-- speed: rows a second in one process, in the order of a run, beside the order on disk and beside `datasets`'
+- reads: row groups that all processes read in one epoch, divided by the row groups that exist. Ranks and workers share
+  the steps of batch 64 in micro-batches of 8, with lanes (as in a run) and without;
+- shuffling: the mean distance of neighbours, divided by that of a full permutation, by row groups in the window;
+- speed: rows per second in one process, in the order of a run, in the order on disk, and from `datasets`'
   memory-mapped arrow of the same rows in a full permutation; rounds alternate;
-- memory: the peak of anonymous memory above the imports, by window, of a process that reads an epoch.
+- memory: the peak of anonymous memory above the imports, by window, of a process that reads one epoch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def rows_of(folder: Path, window: int) -> Parquet:
 
 
 def shares(order: Ordered, size: int, ranks: int, workers: int) -> Iterator[list[int]]:
-    """The indices that each process loads in an epoch, as a run deals them out."""
+    """Yield the indices that each process loads in an epoch, divided as in a run."""
     steps = np.arange(size // BATCH)[:, None]
     for rank in range(ranks):
         share = BATCH // ranks
@@ -89,7 +89,7 @@ def speed(row: Callable[[int], object], indices: list[int]) -> float:
 
 
 def memory(folder: str, window: int) -> None:
-    """In a process of its own: prints megabytes."""
+    """Print the peak memory in megabytes, in a separate process."""
 
     def anonymous() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -1,11 +1,11 @@
-"""Trained tokens a second of the same documents: packed, padded in buckets of similar length, and padded as they come.
+"""Measure trained tokens per second of the same documents: packed, padded in length buckets, and padded in any order.
 
     python benchmarks/packing.py
 
-Documents of log-normal lengths (median 120 tokens, sigma 0.8, cut at the length of a sample) and a small Llama. A round
-trains on the same documents in each way, forward and backward; rounds alternate, and the first way is run twice
-(control). On a GPU in half precision packed rows take torch's variable-length kernel, and the largest difference of a
-token's loss from the float32 mask's is told.
+Documents have log-normal lengths (median 120 tokens, sigma 0.8, cut at the sample length); the model is a small Llama.
+Each round trains on the same documents with each variant, forward and backward. Rounds alternate, and the first variant
+runs twice (control). On a GPU in half precision, packed rows use torch's variable-length kernel. The script prints the
+largest difference of a token's loss from that with the float32 mask.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Random(LanguageModel):
 
 
 def documents(count: int, length: int, entries: int) -> Spans:
-    """Random tokens of log-normal lengths."""
+    """Return documents of random tokens with log-normal lengths."""
     draw = np.random.default_rng(0)
     lengths = np.clip(draw.lognormal(np.log(120), 0.8, count).astype(np.int64), 2, length + 1)
     return spans(Ragged(draw.integers(0, entries, lengths.sum()).astype(np.int32), np.cumsum(lengths)), length, "cut")
 
 
 def batches(way: str, made: Spans, tokens: int) -> Iterator[dict[str, Tensor]]:
-    """All documents once, in batches of about so many tokens of input."""
+    """Yield all documents once, in batches of about ``tokens`` input tokens."""
     if way.startswith("packed"):
         rows: Any = Packed(made, None)
         each, order = max(1, tokens // made.length), Order(len(rows), seed=0)
@@ -69,7 +69,7 @@ def batches(way: str, made: Spans, tokens: int) -> Iterator[dict[str, Tensor]]:
 
 
 def trained(task: Random, model: nn.Module, loaded: list[dict[str, Tensor]], half: bool) -> float:
-    """Seconds of forward and backward."""
+    """Return the seconds of forward and backward."""
     device = next(model.parameters()).device.type
     began = time.perf_counter()
     for batch in loaded:
@@ -83,7 +83,7 @@ def trained(task: Random, model: nn.Module, loaded: list[dict[str, Tensor]], hal
 
 
 def difference(task: Random, model: nn.Module, loaded: list[dict[str, Tensor]]) -> float:
-    """Of a token's loss in bf16 from that in float32, at most."""
+    """Return the largest difference of a token's loss between bf16 and float32."""
     model.eval()
     worst = 0.0
     with torch.no_grad():

@@ -1,10 +1,10 @@
-"""What becomes of a user's mistakes: exit code, last line, and what is written, in two checkouts side by side.
+"""Compare two checkouts on a user's mistakes: exit code, last line, and written files.
 
     git worktree add ../before COMMIT
     python benchmarks/refusals.py ../before .
 
-The cases are those of tests/helpers/silent_cases.py, run as worlds.py there runs them; a run that does not end in a
-minute is killed. A table in Markdown, on standard output.
+The cases of tests/helpers/silent_cases.py run as in worlds.py. A run that does not end within a
+minute is killed. The output is a Markdown table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WIDTH = 150
 
 
 def take(checkout: Path, to: Path) -> None:
-    """Runs every case with the code of ``checkout``, and writes what became of each."""
+    """Run every case with the code of ``checkout``, and write each outcome."""
     sys.path[:0] = [
         str(checkout / "tests" / "helpers"),
         str(checkout / "tests"),
@@ -47,7 +47,7 @@ def take(checkout: Path, to: Path) -> None:
 
 
 def became(worlds: Any, function: Any, words: list[str], options: dict[str, Any], before: set[Path]) -> dict[str, Any]:
-    """Exit code, the line that tells most, and what was written."""
+    """Return exit code, the most informative line, and the written files."""
     folder = options["folder"]
     try:
         world = worlds.run(function, words, **options)
@@ -69,7 +69,7 @@ def became(worlds: Any, function: Any, words: list[str], options: dict[str, Any]
 
 
 def resumed(worlds: Any) -> dict[str, Any]:
-    """What becomes of a run that is killed after step 8, and started again with something changed or damaged."""
+    """Return the outcome of a run that is killed after step 8, and restarted with something changed or damaged."""
     from silent_cases import CHANGES, DAMAGE, WORDS, lay, unfinished
     from test_nothing_silent import here
 

@@ -1,11 +1,11 @@
-"""Whether two checkouts train the same, to the bit: weights, averages, optimizer, metrics, events and sample ids.
+"""Compare two checkouts bit by bit: weights, EMA weights, optimizer, metrics, events and sample ids.
 
     git worktree add ../before COMMIT
     python benchmarks/same_as_before.py ../before .
 
-For a change that is meant to change nothing. Runs the packaged `digits` and `gpt` (a small one) under one process, DDP
-and FSDP2: as they are, and with two bad steps that are answered by stop, skip and rewind. Times, speeds and memory are
-left out of what is compared. Exit code 1 where anything differs.
+Use it for a change that must not change results. Runs the packaged `digits` and a small `gpt` on one process, DDP
+and FSDP2: without faults, and with two bad steps under the policies stop, skip and rewind. Times, speeds and memory are
+not compared. The exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ TIMED = ("time", "seconds", "train/samples_per_second", "speed/", "share/", "mem
 
 
 def timeless(line: dict[str, Any]) -> dict[str, Any]:
-    """What is a function of the recipe."""
+    """Return the values that depend on the recipe only."""
     return {name: value for name, value in line.items() if not name.startswith(TIMED)}
 
 
 def drawn(folder: Path, rank: int) -> list[list[int]]:
-    """Sample ids of each micro-batch that a rank trained on."""
+    """Return the sample ids of each micro-batch that a rank trained on."""
     return [json.loads(line) for line in (folder / f"ids-{rank}.jsonl").read_text().splitlines()]
 
 
 def left(folder: Path, ranks: int, code: Any) -> dict[str, Any]:
-    """All that a run left behind, but for times."""
+    """Return all results of a run, except times."""
     files = [*(folder / "run" / "final").glob("*.safetensors"), *(folder / "run").glob("checkpoints/*/*.safetensors")]
     lines = [timeless(json.loads(line)) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "run" / "summary.json").read_text())
@@ -81,7 +81,7 @@ def left(folder: Path, ranks: int, code: Any) -> dict[str, Any]:
 
 
 def take(checkout: Path, to: Path) -> None:
-    """Runs every case with the code of ``checkout``, and writes what each left."""
+    """Run every case with the code of ``checkout``, and write the results of each."""
     sys.path[:0] = [str(checkout / "tests" / "helpers"), str(checkout / "tests"), str(HERE)]
     import worlds
 
@@ -106,7 +106,7 @@ def take(checkout: Path, to: Path) -> None:
                     if not (folder / "run" / "summary.json").exists():
                         raise RuntimeError(f"{recipe}, {strategy}, {policy}: {world.output}")
                     found[f"{recipe}, {strategy}, {policy}"] = left(folder, ranks, world.codes)
-                    if policy == "none bad":  # one bad sample at a step that does nothing else, one where a line is due
+                    if policy == "none bad":  # one bad sample at a step without other events, one at a step that logs
                         micros = drawn(folder, 0)
                         each = len(micros) // STEPS
                         bad = ",".join(str(micros[(step - 1) * each][0]) for step in (7, 12))
@@ -115,7 +115,7 @@ def take(checkout: Path, to: Path) -> None:
 
 
 def known(value: Any, before: Any) -> Any:
-    """Without the figures that the older checkout does not write."""
+    """Return ``value`` without the metrics that the older checkout does not write."""
     if not isinstance(value, dict) or not isinstance(before, dict):
         return value
     return {name: inner for name, inner in value.items() if name in before}

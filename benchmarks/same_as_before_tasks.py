@@ -1,4 +1,4 @@
-"""The tasks of same_as_before.py: the packaged ones, which write down what they train on and can be spoiled."""
+"""The tasks of same_as_before.py: the packaged ones, which record their samples and can be given bad ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oneloop.tasks.image_classification import ImageClassification
 
 
 def _spoiled(loss: torch.Tensor, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """The loss, NaN where a bad sample is among the batch; its ids go to a file of this rank's."""
+    """Return the loss, or NaN if the batch has a bad sample; append the batch's ids to this rank's file."""
     if not model.training or not BEATS.now_in.startswith(TRAINING):  # the preflight check differs between checkouts
         return loss
     ids = batch["index"].tolist()

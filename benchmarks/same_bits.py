@@ -1,11 +1,11 @@
-"""What the same bits cost: step time, memory and bytes sent with `batch.grain` and without it, by one micro-batch.
+"""Measure the cost of `batch.grain`: step time, memory and bytes sent, with it and without, by one micro-batch.
 
     python benchmarks/same_bits.py --rounds 5
 
-One process, DDP on two and FSDP2 on two, each process with one thread; runs with and without alternate, and each round
-ends with a run without again (control). A step has eight leaves. Under FSDP2 also `machine.sync_each_batch`, which
-sends as often. Times are of the logged lines after the first. Bytes are what a rank sends in a step where collectives
-are rings: counted by the profiler, from ten steps more. Runs are forked from a warm server (tests/helpers/worlds.py).
+One process, DDP on two and FSDP2 on two, one thread per process. Runs with and without alternate, and each round
+ends with another run without (control). A step has eight leaves. Under FSDP2 there is also `machine.sync_each_batch`,
+which sends as often. Times are those of the log lines after the first. Bytes are what a rank sends per step if
+collectives are rings: the profiler counts them over ten more steps. Runs are forked from a warm server (worlds.py).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ SENT = {"alltoall_base_": 1.0, "_allgather_base_": 1.0, "_reduce_scatter_base_":
 
 
 def sent(words: list[str], ranks: int) -> float:
-    """Bytes that one rank sends in a whole run. The gathered and the scattered tensor is the larger one. DDP's own
-    all-reduces, of the gradients, have no shapes in a profile."""
+    """Return the bytes that one rank sends in a whole run. Gathers and scatters count their larger tensor. DDP's own
+    gradient all-reduces have no shapes in a profile."""
     from torch.profiler import ProfilerActivity, profile
 
     from oneloop import train
@@ -66,14 +66,14 @@ def sent(words: list[str], ranks: int) -> float:
 
 
 def numel(shape: list) -> int:
-    """Of a tensor, or of a list of them."""
+    """Return the number of elements of a shape, or of a list of shapes."""
     if shape and isinstance(shape[0], list):
         return sum(map(numel, shape))
     return math.prod(shape) if shape else 0
 
 
 def figures(folder: Path) -> tuple[float, float]:
-    """Milliseconds of a step, and peak MiB of a process."""
+    """Return the milliseconds of a step, and the peak MiB of a process."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     logged = [line for line in lines if "train/samples_per_second" in line][1:]
     size = logged[1]["samples"] - logged[0]["samples"]

@@ -1,13 +1,13 @@
-"""The same bits on a GPU: what has to hold there, with a table last.
+"""Check that `batch.grain` is bit-identical on a GPU, and print a table.
 
     PYTHONPATH=src python benchmarks/same_bits_gpu.py
 
 1. The packaged recipes from the command line, twice on one GPU: `oneloop verify --same` finds no difference.
-2. Eight leaves a step on one process against two processes with four leaves each on the same GPU: forward, backward,
-   the counter, the exact norm, clipping and foreach AdamW run on the device, and the two processes' sums meet in the
-   tree through host memory (gloo: NCCL takes one process a GPU). The hashes of each step are compared. (This part alone
-   runs without a GPU too: `--leaves`.)
-3. What `batch.grain` costs on that GPU: step time and peak memory with it and without it, alternating.
+2. Eight leaves per step on one process, against two processes with four leaves each on the same GPU. Forward, backward,
+   counter, exact norm, clipping and foreach AdamW run on the device. The sums of the two processes meet in the
+   tree through host memory (gloo, because NCCL allows one process per GPU). The hashes of each step are compared. (This
+   check also runs without a GPU: `--leaves`.)
+3. The cost of `batch.grain` on that GPU: step time and peak memory with it and without it, alternating.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RECIPES = {
 
 
 def model() -> nn.Module:
-    """Attention, dropout, norms and a tied table, as a language model has them."""
+    """Return a model with attention, dropout, norms and a tied embedding, like a language model."""
     layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.1, batch_first=True, norm_first=True)
     return nn.ModuleDict(
         {"table": nn.Embedding(WORDS, 128), "body": nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)}
@@ -61,7 +61,7 @@ def loss(parts: nn.Module, words: Tensor) -> Tensor:
 
 
 def steps(rank: int, ranks: int, port: int, half: bool, out: str, count: int) -> None:
-    """Trains, and writes the hashes of each step."""
+    """Train, and write the hashes of each step."""
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
@@ -114,7 +114,7 @@ def typed(words: list[str], folder: Path, half: bool = False) -> None:
 
 
 def cost(folder: Path) -> tuple[float, float]:
-    """Milliseconds of a step, and peak GiB."""
+    """Return the milliseconds of a step, and the peak GiB."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     logged = [line for line in lines if "train/samples_per_second" in line][1:]
     size = (logged[1]["samples"] - logged[0]["samples"]) / 10

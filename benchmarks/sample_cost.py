@@ -1,10 +1,10 @@
-"""What the randomness of samples costs (goal C11): a set that draws nothing, or from torch, Python or numpy.
+"""Measure the cost of random samples (goal C11): a data set without randomness, or with torch, Python or numpy.
 
     python benchmarks/sample_cost.py
 
 For micro-batches of 1, 8 and 64: microseconds per batch of the bare data set, of the same through
-`SeededSamples`, and with every sample seeded for all three generators, as oneloop once did by default. Rounds
-alternate. With worker processes the same code runs there, beside the training process.
+`SeededSamples`, and with all three generators seeded for every sample, as oneloop once did by default. Rounds
+alternate. Worker processes run the same code, next to the training process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DRAWS: dict[str, Callable[[], float]] = {
 
 
 class Points:
-    """In memory."""
+    """A data set in memory."""
 
     def __init__(self, draw: Callable[[], float]) -> None:
         self.x = list(torch.randn(4096, 16, generator=torch.Generator().manual_seed(0)))

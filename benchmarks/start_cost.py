@@ -1,10 +1,10 @@
-"""What a start costs (goal C7): CPU time of imports, --help, bad input and a dry run, beside the libraries' imports.
+"""Measure a start (goal C7): CPU time of imports, --help, bad input and a dry run, next to the libraries' imports.
 
     python benchmarks/start_cost.py
     python benchmarks/start_cost.py --against ../before    # this checkout's starts divided by another checkout's
 
-Each is a process of its own; rounds alternate over all of them, and ratios are taken round by round. CPU time (user and
-system, children included) is steadier than seconds on a busy machine, and is what a laptop's battery pays.
+Each command is a separate process. Rounds alternate over all commands; ratios are computed per round. CPU time (user
+and system, with children) varies less than seconds on a busy machine, and is what drains a laptop's battery.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def python(code: str) -> list[str]:
 
 
 def commands(folder: str) -> dict[str, tuple[list[str], str]]:
-    """What is timed, and what it is held against."""
+    """Return the commands, and the command that each is compared with."""
     train = [sys.executable, "-m", "oneloop.train"]
     return {
         "import torch, accelerate": (python(LIBRARIES), ""),
@@ -57,7 +57,7 @@ def commands(folder: str) -> dict[str, tuple[list[str], str]]:
 
 
 def against(other: Path, folder: str) -> dict[str, tuple[list[str], str]]:
-    """Commands of this checkout, each next to the same command of the other checkout and, as a control, repeated."""
+    """Return commands of this checkout, each next to that of the other checkout and, as a control, repeated."""
     there = ["env", f"PYTHONPATH={other.resolve() / 'src'}"]
     made: dict[str, tuple[list[str], str]] = {}
     for turn, (suffix, prefix) in enumerate(
@@ -70,7 +70,7 @@ def against(other: Path, folder: str) -> dict[str, tuple[list[str], str]]:
 
 
 def cost(command: list[str], folder: str) -> tuple[float, float]:
-    """CPU seconds (user and system) and the most memory (MB) of a process with its children."""
+    """Return CPU seconds (user and system) and peak memory (MB) of a process with its children."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder) as process:
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)

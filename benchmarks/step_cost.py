@@ -1,13 +1,13 @@
-"""What the loop costs per step over a hand-written one with the same features (goal C1).
+"""Measure the cost of the loop per step over a hand-written one with the same features (goal C1).
 
     python benchmarks/step_cost.py
-    python benchmarks/step_cost.py --against ../before    # this checkout's loop beside another one's
+    python benchmarks/step_cost.py --against ../before    # this checkout's loop next to another checkout's
 
-One process on a CPU, a model so small that the loop is what is timed. Both do: batches from a DataLoader, accelerate's
+One process on a CPU, with a model so small that the loop dominates. Both use batches from a DataLoader, accelerate's
 `accumulate` and `backward`, the global gradient norm, clipping, a learning rate per step, fused AdamW with weight
-decay on matrices only, the loss summed on the device. The hand-written one seeds nothing, guards nothing, counts
-nothing and can be stopped by nothing. Runs alternate: by hand with accelerate, by hand with torch alone, oneloop,
-the other checkout's, by hand again (control).
+decay on matrices only, and a loss that is summed on the device. The hand-written loop has no seeds, guard, counters
+or stops. Runs alternate: by hand with accelerate, by hand with torch alone, oneloop,
+the other checkout, by hand again (control).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BATCH = 8
 
 
 class Points:
-    """In memory, without randomness."""
+    """A data set in memory, without randomness."""
 
     def __init__(self) -> None:
         self.x = torch.randn(4096, 16, generator=torch.Generator().manual_seed(0))
@@ -80,7 +80,7 @@ class Tiny:
 
 
 def by_hand(run: Run, steps: int, *, accelerate: bool = True) -> float:
-    """Seconds per step of the hand-written loop; without accelerate it is torch alone."""
+    """Return seconds per step of the hand-written loop; without accelerate it uses torch alone."""
     task, accelerator = Tiny(), run.accelerator
     model = accelerator.prepare(task.model()) if accelerate else task.model()
     groups = [
@@ -114,7 +114,7 @@ def by_hand(run: Run, steps: int, *, accelerate: bool = True) -> float:
 
 
 def by_oneloop(run: Run, steps: int) -> float:
-    """Seconds per step of oneloop's, between its log lines at step 50 and at the end."""
+    """Return seconds per step of oneloop, between its log lines at step 50 and at the end."""
     with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()):
         sys.path.insert(0, str(Path(__file__).parent))
         recipe = read(
@@ -153,7 +153,7 @@ def by_oneloop(run: Run, steps: int) -> float:
 
 
 class Checkout:
-    """The same measurement with the code of another checkout, in a process of its own that stays."""
+    """The same measurement with the code of another checkout, in a separate process that stays alive."""
 
     CODE = (
         "import json, sys, torch; sys.path.insert(0, 'benchmarks'); import step_cost as c; torch.set_num_threads(1)\n"

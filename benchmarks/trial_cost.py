@@ -1,11 +1,10 @@
-"""What it costs to try a task before its run: time to the end of the first step with the rehearsal and without it,
-against a step.
+"""Measure the preflight check: time to the end of the first step with it and without it,
+compared with a step.
 
     python benchmarks/trial_cost.py --pairs 6
 
-Each run is a process of its own, forked from a warm server (tests/helpers/worlds.py), so that imports are not in it;
-runs with and without alternate. `--against ../before`: the same stretch in another checkout, where operations were
-counted on the
+Each run is a separate process, forked from a warm server (tests/helpers/worlds.py), so imports are not included;
+runs with and without alternate. `--against ../before` measures another checkout, which counts operations on the
 meta device instead.
 """
 
@@ -28,7 +27,7 @@ STEPS = 12
 
 
 def timed(words: list[str], kind: str) -> tuple[float, float]:
-    """Seconds that trying and step 1 took, and the median of the later steps."""
+    """Return the seconds of the preflight check and step 1, and the median of the later steps."""
     import time
 
     import oneloop.job.build as build

@@ -1,17 +1,17 @@
-"""What all watching costs of a step of about 5 ms: marks of the clock and sums of the meter at every step; at every
-fiftieth (the default of log.every) the update ratio and the read, a line in metrics.jsonl, TensorBoard, the terminal,
-and advice.
+"""Measure all logging in a step of about 5 ms. Every step: clock marks and sums of the meter. Every
+fiftieth step (the default of log.every): update ratio, read-out, a line in metrics.jsonl, TensorBoard, the terminal,
+advice.
 
     python benchmarks/watching_cost.py
 
-One process on a CPU. Machines are noisier than 1 %, so single steps alternate, bare, watched, bare (control), each
-turn in another order: of the differences to the bare step of the same turn the median, with the 95 % interval of that
-median. What comes at the fiftieth step is timed by itself, as it comes after a step, with cold caches; so is how much
-longer the step after it takes. What comes more rarely is timed and added as if nothing overlapped it: TensorBoard gets
-its lines every five seconds, here twenty of them together; the bars are redrawn once a second by a thread of their
-own. Python's garbage is left lying, as in train.py between two times of machine.gc_every. glibc is told to keep freed
-memory: else it gives it back and takes it again in turns that any small allocation moves about, by more than what is
-to be measured.
+One process on a CPU. Machine noise exceeds 1 %, so single steps alternate: bare, logged, bare (control), in a new order
+each turn. The result is the median difference to the bare step of the same turn, with the 95 % interval of that
+median. The work of the fiftieth step is timed separately, after a step and with cold caches; so is how much longer
+the next step takes. Rarer work is timed and added as if nothing overlapped it: TensorBoard gets
+lines every five seconds, here twenty at once; a separate thread redraws the bars once per second.
+Python's garbage is not collected, as in train.py between two times of machine.gc_every. glibc is set to keep freed
+memory: otherwise it returns and requests memory in phases that small allocations shift, by more than the measured
+effect.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from oneloop.show import tracking as tracking_module
 from oneloop.show.terminal import Display
 from oneloop.show.tracking import Tracking
 
-EVERY = int(LogConfig().every.amount)  # steps between two lines
-TOGETHER = 20  # lines: five seconds of steps of 5 ms
+EVERY = int(LogConfig().every.amount)  # steps between two log lines
+TOGETHER = 20  # log lines: five seconds of 5 ms steps
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def measure(turns: int, rows: int, folder: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     x = torch.randn(rows, 256)
     meter = Meter(accelerator, list(model.parameters()), flops=1e6, peak=1e11)
-    tracking_module._FLUSH_INTERVAL = math.inf  # by hand, below
+    tracking_module._FLUSH_INTERVAL = math.inf  # flushed by hand, below
     tracking = Tracking(accelerator, folder, project="cost", config={})
     done = 0
     display = Display(console=Console(file=io.StringIO()))
@@ -110,7 +110,7 @@ def measure(turns: int, rows: int, folder: Path) -> None:
     found: dict[str, list[float]] = {name: [] for name in kinds}
     after: list[float] = []
     handed: list[float] = []
-    with scheduled_garbage():  # as train.py has it
+    with scheduled_garbage():  # as in train.py
         for turn in range(-100, turns):
             took = {name: seconds(kinds[name]) for name in random.Random(turn).sample(list(kinds), len(kinds))}
             for name, one in took.items() if turn >= 0 else ():
@@ -148,21 +148,21 @@ def measure(turns: int, rows: int, folder: Path) -> None:
 
 
 def seconds(act: Callable[[], object]) -> float:
-    """How long it takes; microseconds."""
+    """Return the duration of a call in microseconds."""
     began = time.perf_counter()
     act()
     return (time.perf_counter() - began) * 1e6
 
 
 def over(these: list[float], those: list[float], steps: int) -> list[float]:
-    """Median of the differences per step, and its 95 % interval by ranks."""
+    """Return the median difference per step in microseconds, and its 95 % interval by ranks."""
     ordered = sorted((a - b) / steps for a, b in zip(these, those, strict=True))
     middle, reach = len(ordered) // 2, round(0.98 * math.sqrt(len(ordered)))
     return [statistics.median(ordered), ordered[max(0, middle - reach)], ordered[min(len(ordered) - 1, middle + reach)]]
 
 
 def redraw() -> tuple[float, float]:
-    """Microseconds that one redraw of the bars takes, and seconds between two of them."""
+    """Return the microseconds of one redraw of the bars, and the seconds between two redraws."""
     with Display(console=Console(file=io.StringIO(), force_terminal=True, width=100)) as display:
         assert display.bars
         display.begin(lambda: 100, total=1000)

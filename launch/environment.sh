@@ -1,5 +1,5 @@
-# Sourced by the scripts beside it: an environment with oneloop and the extra named by $1, made only where it is missing.
-# Uses the active environment, else .venv. Sets $python.
+# Sourced by the other scripts of this folder. Installs oneloop and the extra $1, unless they are up to date, into the
+# active environment or .venv. Sets $python.
 extra=$1
 if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
   if [ ! -x .venv/bin/python ]; then
@@ -16,8 +16,8 @@ fi
 prefix=${VIRTUAL_ENV:-$CONDA_PREFIX}
 python=$prefix/bin/python
 stamp=$prefix/.oneloop-$extra
-wanted="$PWD $(cksum < pyproject.toml)"
-if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+expected="$PWD $(cksum < pyproject.toml)"
+if [ "$(cat "$stamp" 2>/dev/null)" != "$expected" ]; then
   echo "installing oneloop[$extra] into $prefix (several GB the first time)"
   if command -v uv >/dev/null || "$python" -m pip install --quiet uv 2>/dev/null; then
     uv=$(command -v uv || echo "$prefix/bin/uv")
@@ -25,5 +25,5 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
   else
     "$python" -m pip install --quiet -e ".[$extra]"
   fi
-  echo "$wanted" > "$stamp"
+  echo "$expected" > "$stamp"
 fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains the packaged digits recipe on this machine, setting up what it needs first. Arguments go to the recipe:
+# Install the requirements, then train the packaged digits recipe on this machine. Arguments go to the recipe:
 #   bash launch/local.sh --batch.size 128
 set -euo pipefail
 cd "$(dirname "$0")/.."

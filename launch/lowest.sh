@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The floors of pyproject.toml are true: installs the lowest versions that it allows, into an environment of their own
-# (.venv-lowest, or the folder that is given), and trains each packaged recipe for some steps under each strategy.
+# Test the lower version limits of pyproject.toml: install the lowest allowed versions into a separate environment
+# (.venv-lowest, or the folder $1), and train each packaged recipe for a few steps under each strategy.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 here=$PWD place=${1:-.venv-lowest} steps=3
@@ -27,7 +27,7 @@ for number in range(200):
 END
 for recipe in digits gpt llama sft snippets images; do
   case $recipe in
-    gpt | llama | snippets) own=(--task.layers 1 --task.heads 2 --task.width 32) ;;  # the evaluation at the end is of all held-out text
+    gpt | llama | snippets) own=(--task.layers 1 --task.heads 2 --task.width 32) ;;  # small: the last evaluation reads the whole validation split
     images) own=(--task.data images) ;;
     *) own=() ;;
   esac
@@ -40,6 +40,6 @@ done
 "$place/bin/oneloop" verify runs/digits-ddp > /dev/null
 "$place/bin/oneloop" report runs/digits-ddp > /dev/null
 "$place/bin/oneloop" evaluate runs/digits-ddp > /dev/null
-"$place/bin/oneloop" predict runs/digits-ddp --to said.parquet > /dev/null
+"$place/bin/oneloop" predict runs/digits-ddp --to predictions.parquet > /dev/null
 "$place/bin/oneloop" export runs/gpt-single --to out > /dev/null
 echo "the lowest versions train all recipes"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks the code's form and types, then runs the tests, setting up what they need first. Arguments go to pytest:
+# Install the requirements, check format and types, then run the tests. Arguments go to pytest:
 #   bash launch/test.sh -k order        bash launch/test.sh -m slow
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -8,6 +8,6 @@ cd "$(dirname "$0")/.."
 "$python" -m ruff format --check --quiet .
 "$python" -m mypy
 case " $* " in
-  *" slow "*) exec "$python" -m pytest "$@" ;;  # kills and compilers want the machine for themselves
+  *" slow "*) exec "$python" -m pytest "$@" ;;  # no parallel tests: kills and compilers need all cores
   *) exec "$python" -m pytest -n 2 "$@" ;;
 esac

@@ -1,4 +1,4 @@
-"""Error messages are plain English: short sentences, and no word of the old dialect."""
+"""Error messages are plain English: short sentences without words of the old dialect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from worlds import ROOT
 
 PACKAGE = ROOT / "src" / "oneloop"
-WORDS = 25  # of a sentence
+WORDS = 25  # maximum words per sentence
 OTHERS = {"self.wrong", "contract.wrong"}  # their text follows "my_task.py:MyTask.loss"
 DIALECT = re.compile(
     r"\b(told|tells?|said|says?|lies?|stands?|stood|goes on|gone on|go on|anew|is no|is none|are no|none of|nor"
@@ -22,7 +22,7 @@ PARTICIPLE = re.compile(r"(?!(embedding|training|nothing|something|string|missin
 
 
 def template(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> str:
-    """The text of an expression, with X for what is filled in; local variables are followed."""
+    """Return the text of an expression, with X for each inserted value; local variables are followed."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -48,7 +48,7 @@ def assigned(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 
 def messages() -> Iterator[tuple[str, str, str]]:
-    """(file and line, what is raised, template) of every error that is raised with a text."""
+    """Yield (file and line, raised class, template) of every error that is raised with a text."""
     for file in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(file.read_text())
         top = dict(assigned(ast.Module([node for node in tree.body if isinstance(node, ast.Assign)], [])))

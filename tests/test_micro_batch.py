@@ -1,4 +1,4 @@
-"""batch.micro auto: found by real steps in a child that may run out of memory; the result is that of a fixed one."""
+"""batch.micro auto: a child process finds it by real steps, may run out of memory, and the run equals a fixed value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worlds import run, train
 
 
 class Heavy(Ragged):
-    """Runs out of memory above a micro-batch, which may differ by rank."""
+    """Run out of memory above a micro-batch size, which may differ between ranks."""
 
     def __init__(self, fits: int = 4, fits_on_rank_1: int = 4) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Heavy(Ragged):
 
 
 def heavy(argv: list[str]) -> None:
-    """Trains; the children know by HEAVY_RANK which rank they try for."""
+    """Train; child processes read from HEAVY_RANK for which rank they search."""
     os.environ["HEAVY_RANK"] = os.environ.get("RANK", "0")
     train(argv)
 

@@ -1,4 +1,4 @@
-"""Several sets in proportion: exact to one sample at every prefix, at any world, without a state."""
+"""Several data sets in proportion: exact to one sample in every prefix, on any number of ranks, without state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise 7: between two log steps no device is read, and nothing is communicated beyond the strategy's own."""
+"""Promise 7: between two log steps, no step reads the device or adds a collective to those of the strategy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ READS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten
 
 
 def counted(argv: list[str]) -> dict[str, int]:
-    """Device reads and collectives of a whole run, by the profiler."""
+    """Return the device reads and collectives of a whole run, counted by the profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     from oneloop import train
@@ -35,7 +35,7 @@ def counted(argv: list[str]) -> dict[str, int]:
 
 
 def _inside_kernel(event) -> bool:
-    """The CPU kernel of fused AdamW reads its own step counters, where CUDA's leaves them on the device."""
+    """Return whether the event is in the CPU kernel of fused AdamW, which reads its step counters; CUDA's does not."""
     while event is not None and event.name != "aten::_fused_adamw_":
         event = event.cpu_parent
     return event is not None
@@ -46,7 +46,7 @@ EXTRAS = ("--ema.half_life", "100 samples", "--ema.power", "[0.1]", "--guard.non
 
 
 def per_step(tmp_path, *, ranks: int, strategy: str, optimizer: str, accumulate: int = 2, more=EXTRAS) -> Counter[str]:
-    """What ten steps add that do not log: a longer run less a shorter one."""
+    """Return the events of ten additional steps without logging: a longer run minus a shorter one."""
     counts = []
     for steps in (10, 20):
         folder = tmp_path / str(steps)
@@ -91,7 +91,7 @@ def test_one_process_reads_and_sends_nothing(tmp_path, optimizer):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_ddp_sends_its_bucket_and_one_small_sum(tmp_path, optimizer):
-    # One bucket per step, whatever the accumulation, and the sum of weight and stop flag.
+    # One bucket per step, for any accumulation, and the sum of weight and stop flag.
     assert per_step(tmp_path, ranks=2, strategy="ddp", optimizer=optimizer) == {"c10d::allreduce_": 20}
 
 
@@ -99,8 +99,8 @@ def test_ddp_sends_its_bucket_and_one_small_sum(tmp_path, optimizer):
 def test_fsdp2_sends_its_own_and_one_small_sum(tmp_path, optimizer):
     found = per_step(tmp_path, ranks=2, strategy="fsdp2", optimizer=optimizer)
     own = {
-        "c10d::_allgather_base_": 40,  # accelerate makes two units of this model: gathered in both micro-batches
-        "c10d::_reduce_scatter_base_": 20,  # and scattered once per step
+        "c10d::_allgather_base_": 40,  # accelerate makes two units of this model: both micro-batches gather them
+        "c10d::_reduce_scatter_base_": 20,  # scattered once per step
         "c10d::allreduce_": 20,  # the gradient norm; weight and stop flag
     }
     if optimizer == "muon":
@@ -121,9 +121,9 @@ def test_a_spike_policy_costs_one_small_sum_more(tmp_path):
     ("ranks", "strategy", "sent"),
     [
         (1, "single", {}),
-        # A bucket's exchange of pieces and their gathering, which move what a ring does; weight and stop flag.
+        # A bucket is exchanged in pieces and gathered, with the traffic of a ring; weight and stop flag.
         (2, "ddp", {"c10d::alltoall_base_": 10, "c10d::_allgather_base_": 10, "c10d::allreduce_": 10}),
-        # Two units, exchanged in both micro-batches; the norm's largest value and its digits; weight and stop flag.
+        # Two units, exchanged in both micro-batches; the norm's maximum and its digits; weight and stop flag.
         (2, "fsdp2", {"c10d::_allgather_base_": 40, "c10d::alltoall_base_": 40, "c10d::allreduce_": 30}),
     ],
 )

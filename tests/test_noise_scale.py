@@ -1,4 +1,4 @@
-"""The gradient noise scale: the known value of a problem with a closed form, however a step is divided."""
+"""The gradient noise scale equals the known value of a closed-form problem on every parallel layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Point(nn.Module):
 
 
 def measured(accumulate: int, ragged: bool, each_batch: bool, scaled: bool, steps: int) -> float:
-    """The noise scale of a step of 24 samples, in samples."""
+    """Return the noise scale of steps of 24 samples, in samples."""
     from oneloop.launch.processes import start
     from oneloop.optim.clip import global_norm
 
@@ -119,9 +119,9 @@ def test_a_run_logs_it_says_it_and_keeps_it(tmp_path):
 
 
 class Weightless(Ragged):
-    """One sample has no target: a rank may have nothing to measure in a step."""
+    """One sample has no target, so a rank may have nothing to measure in a step."""
 
-    additive = False  # its weight depends on what else is in the batch
+    additive = False  # its weight depends on the other samples of the batch
 
     def collate(self, samples):
         batch = super().collate(samples)

@@ -1,4 +1,4 @@
-"""Runs that end, or are started, in ways that nobody has in mind."""
+"""Runs that start or end in unusual ways."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_signal_to_the_trainer_alone_in_its_imports(folder):
 
 
 def test_nobody_reads(folder):
-    """``oneloop train f.yaml | head -1``: it goes on."""
+    """``oneloop train f.yaml | head -1``: the run continues when its output is closed."""
     reading, writing = os.pipe()
     with started(folder, "--duration", "60", stdout=writing) as process:
         os.close(writing)
@@ -100,7 +100,7 @@ def test_without_standard_streams(folder, closed):
 
 
 def test_variables_that_others_have_left(folder):
-    """A rank without a world, and a place for the exit code that has gone."""
+    """A rank without a world size, and an exit-code file whose folder is gone."""
     left = {"RANK": "1", "ONELOOP_EXIT_FILE": str(folder / "gone" / "exit_code")}
     with started(folder, "--duration", "many", variables=left) as process:
         said = process.communicate(timeout=30)[1]
@@ -132,7 +132,7 @@ def test_a_watching_process_is_killed(folder, rank):
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("group", [False, True])
 def test_a_long_step_under_the_launcher_is_saved(folder, name, group):
-    """More than the ten seconds that those have whose launcher has gone; by the launcher alone, or by all."""
+    """The step takes more than the ten seconds that a process gets when its launcher is gone."""
     command = [*LAUNCHERS["oneloop"], "--config_file", str(CONFIGS / "single.yaml"), "f.yaml", "--task.pause", "7"]
     process = subprocess.Popen(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
     until(lambda: (folder / "run" / "metrics.jsonl").exists())

@@ -1,4 +1,4 @@
-"""Optimizers over a model: groups, weight decay, learning rates."""
+"""Optimizers of a model: parameter groups, weight decay, learning rates."""
 
 from __future__ import annotations
 

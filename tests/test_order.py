@@ -1,4 +1,4 @@
-"""The global order: a permutation per epoch, the same for any world, found in O(1)."""
+"""The global order: one permutation per epoch, the same for any number of ranks, indexed in O(1)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_epoch_is_a_new_permutation(size):
 
 
 def test_the_order_is_a_golden_value():
-    # Changing it would change every resumed run.
+    # A change here would change every resumed run.
     assert Order(10, seed=0)[0:12][1].tolist() == GOLDEN
     assert key(1, 2, 3) == GOLDEN_KEY
 
@@ -48,7 +48,7 @@ def test_every_place_gets_every_sample_equally_often(size):
     chi_square = ((table - mean) ** 2 / mean).sum()
     freedom = (size - 1) ** 2
     assert abs(chi_square - freedom) < 6 * np.sqrt(2 * freedom)  # six standard deviations
-    # and neighbours are not related: the next sample is equally often any other
+    # and neighbours are independent: every next sample is equally frequent
     pairs = np.zeros((size, size))
     np.add.at(pairs, (chunk[:, :-1].ravel(), chunk[:, 1:].ravel()), 1)
     off = pairs[~np.eye(size, dtype=bool)]
@@ -78,7 +78,7 @@ def test_a_slice_costs_the_same_at_any_position():
         return float(np.median(times))
 
     cost(0)
-    assert cost(10**12) < 10 * cost(0)  # O(position) would be a billion times
+    assert cost(10**12) < 10 * cost(0)  # O(position) would take a billion times as long
 
 
 def test_an_order_rejects_nonsense():

@@ -1,4 +1,4 @@
-"""What is wrong with people's own files: one message, code 2, nothing written. How they are divided and prepared."""
+"""Errors in user data files: one message, code 2, nothing written. How rows are split and prepared."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_bad_data_is_told(tmp_path, name):
 
 def test_a_picture_that_cannot_be_read_is_named(tmp_path):
     images(tmp_path / "data", "folders", each=8)
-    for file in (tmp_path / "data").rglob("*.png"):  # whichever comes first
+    for file in (tmp_path / "data").rglob("*.png"):  # the first file in any order
         file.write_bytes(file.read_bytes()[:40])
     world = run(train, [*PICTURES, "--task.data", str(tmp_path / "data")], folder=tmp_path)
     assert world.codes == [2] and ".png cannot be read as an image" in world.output, world.output
@@ -275,7 +275,7 @@ def test_names_with_signs_of_a_pattern_are_names(tmp_path):
     assert sum(map(len, opened_parts(tmp_path / "data [a]*").values())) == 30
 
 
-# --- how rows are divided and prepared --------------------------------------------------------------------------------
+# --- how rows are split and prepared ----------------------------------------------------------------------------------
 
 
 def test_rows_of_the_same_content_are_in_one_part_wherever_they_lie(tmp_path):
@@ -299,7 +299,7 @@ def test_parts_that_are_there_are_used_and_the_missing_one_is_held_out(tmp_path)
     parted(tmp_path / "a", train=rows(300), test=rows(30, first=300))
     parts = opened_parts(tmp_path / "a")
     assert len(parts["test"]) == 30 and len(parts["train"]) + len(parts["validation"]) == 300
-    assert 30 < len(parts["validation"]) < 100  # what would have been for test is there too
+    assert 30 < len(parts["validation"]) < 100  # it also holds the rows that would have been in the test split
 
 
 def test_a_row_is_found_by_file_and_number(tmp_path):
@@ -313,14 +313,14 @@ def test_a_row_is_found_by_file_and_number(tmp_path):
 def test_groups_are_rewritten_by_the_command_that_is_named(tmp_path):
     total = bulk(tmp_path / "data", megabytes=3, files=2, group=1500)
     assert rewrite([str(tmp_path / "data"), str(tmp_path / "new"), "--rows", "62"]) == 0
-    assert rewrite([str(tmp_path / "data"), str(tmp_path / "new"), "--rows", "62"]) == 2  # it is there
+    assert rewrite([str(tmp_path / "data"), str(tmp_path / "new"), "--rows", "62"]) == 2  # the folder exists
     [source] = named_sources(str(tmp_path / "new"), {"id": "id", "text": "text"})
     parts = opened(source, held_out=0.1, window=1).parts
     assert sorted(part[i]["id"] for part in parts.values() for i in range(len(part))) == list(range(total))
 
 
 def prepared(folder: str) -> int:
-    """Two processes want the same; whoever comes first takes longer than they would wait in a collective."""
+    """Two processes prepare the same data; the first one takes longer than a collective would wait."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -364,7 +364,7 @@ class Counted:
 
 
 def made_often(times: int) -> int:
-    """As in a run, where a signal is only noted: processes forked from it would inherit that, and not end at one."""
+    """As in a run, which only records signals: forked processes would inherit that, and not end at a signal."""
     import signal
 
     def make(row):

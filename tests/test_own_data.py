@@ -1,4 +1,4 @@
-"""People's own files, from the command line: every kind, every task, one process, DDP and FSDP2."""
+"""User data files from the command line: every kind and every task, on one process, DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -102,17 +102,17 @@ def test_every_other_kind_is_the_same_on_several_processes(tmp_path, name):
         assert all(torch.allclose(one[tensor], several[tensor], rtol=1e-8, atol=1e-9) for tensor in one)
 
 
-# --- more than fits ---------------------------------------------------------------------------------------------------
+# --- more data than memory --------------------------------------------------------------------------------------------
 
 
 def numbered(where: Path, data: Path, *, ranks: int, micro: int, workers: int, steps: int, window: int, kill: int = 0):
-    """Trains the numbered rows in a folder of its own; returns the world and the ids of each step of this start."""
+    """Train the numbered rows in a separate folder; return the world and the ids of each step of this start."""
     words = ["digits", "--task", "own_files.Numbered", "--task.data", str(data), "--task.window", str(window)]
     words += ["--task.kill_at", str(kill), "--duration", str(steps), "--batch.size", "64", "--batch.micro", str(micro)]
     words += ["--machine.workers", str(workers), "--save.every", "20", "--eval.every", "0", "--track", "none"]
     folder = where / "notes"
     folder.mkdir(exist_ok=True)
-    # The task's own switch is none of the mathematics that a resume compares.
+    # The task's own switch is not part of the training configuration that a resume compares.
     words += ["--run.dir", "run", "--run.accept_changes", "true", "--optimizer.lr", "1e-3", "--save.sync", "true"]
     world = run(train, words, ranks=ranks, folder=where, variables={"OWN_FOLDER": str(folder)}, timeout=1500)
     return world, steps_of(folder, ranks=ranks, micro=micro, batch=64)
@@ -121,7 +121,7 @@ def numbered(where: Path, data: Path, *, ranks: int, micro: int, workers: int, s
 def elastic(
     where: Path, data: Path, total: int, *, window: int, most: float, most_steps: int = 60, epochs: int = 1
 ) -> None:
-    """Undisturbed on 1, 2 and 4 ranks; killed, and gone on at other numbers of ranks and workers."""
+    """Train undisturbed on 1, 2 and 4 ranks; also kill, and resume with other numbers of ranks and workers."""
     per_epoch = None
     whole: list[list[int]] = []
     for ranks, micro, workers in ((1, 64, 0), (2, 16, 1), (4, 16, 0)):
@@ -134,7 +134,7 @@ def elastic(
         assert len(seen) == steps and seen == whole[:steps]
         per_epoch = per_epoch or int(world.output.split(" samples, one process")[0].split()[-1].replace(",", ""))
     drawn = [id for step in whole[: per_epoch // 64] for id in step]
-    assert len(drawn) == len(set(drawn)) >= per_epoch - 64  # each once
+    assert len(drawn) == len(set(drawn)) >= per_epoch - 64  # each row once
     broken = where / "broken"
     broken.mkdir()
     world, seen = numbered(broken, data, ranks=1, micro=32, workers=2, steps=60, window=window, kill=60)

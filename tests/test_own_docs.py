@@ -1,4 +1,4 @@
-"""The recipes and programs of docs/own-data.md and docs/own-models.md, as they stand there, on files as they name."""
+"""The recipes and programs of docs/own-data.md and docs/own-models.md run unchanged on files with their names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL = ["--task.layers", "1", "--task.heads", "2", "--task.width", "16"]
 
 @pytest.fixture
 def folder(tmp_path):
-    """What the recipes name, beside them."""
+    """Create the files that the recipes name."""
     for name, text in RECIPES.items():
         (tmp_path / name).write_text(text)
     made = rows(120)

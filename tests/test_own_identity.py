@@ -1,4 +1,4 @@
-"""Which data a run was trained on: by content. A touch, a copy and a move go on; anything else is told and rejected."""
+"""Data are compared by content: a run resumes after a touch, copy or move, and rejects other changes with a message."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class Own(Ragged):
 
 
 def typed(words: list[str], where: Path, hub: Hub) -> tuple[int, str]:
-    """A command line of its own: which hub is asked is settled at an import."""
+    """Run a command line in a separate process: an import decides which hub is used."""
     variables = {**os.environ, **hub.variables(where / "hf"), "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-m", "oneloop.train", *words]
     ended = subprocess.run(command, cwd=where, env=variables, capture_output=True, text=True, timeout=200, check=False)

@@ -1,4 +1,4 @@
-"""Odd but plausible files of people's own: read as they are, or rejected with a word; never quietly otherwise."""
+"""Odd but plausible user files are read correctly or rejected with a message; they are never silently misread."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def texts(place: Path, column: str = "text", **options) -> dict[str, list]:
     return {part: [found[i] for i in range(len(found))] for part, found in parts.items()}
 
 
-# --- which files, and parts ---
+# --- which files, and splits ---
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_texts_that_repeat_count_as_often_as_they_stand_there(tmp_path):
     draw = np.random.default_rng(0)
     long = ["".join(map(chr, draw.integers(97, 123, 5000))) for _ in range(40)]
     table = pa.table({"text": [long[n // 20 % 40] for n in range(2000)]})
-    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=100)  # 500 KB, and 25 KB in the file
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=100)  # 500 KB, stored in 25 KB
     read = parquet_of(tmp_path / "a.parquet", ["text"], 4)
     assert 4 <= read.open_groups <= 8
     for index in read.order(seed=0, batch=1)[0:2000][1].tolist():
@@ -265,7 +265,7 @@ def test_a_column_with_a_dot_and_one_that_is_not_wanted(tmp_path):
         parquet_of(tmp_path / "a.parquet", ["strange"], 8)
 
 
-# --- what is kept ---
+# --- what is cached ---
 
 
 def test_a_file_then_its_folder_then_another_content(tmp_path):

@@ -1,4 +1,4 @@
-"""A task in one file, wherever it lies: the template, the forms of its name, its own state, found again afterwards."""
+"""A task in one file in any folder: the template, the forms of its name, its state, and finding it after the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHORT = ["--duration", "60", "--track", "none", "--eval.every", "0"]
 
 @pytest.fixture
 def written(tmp_path):
-    """The template, in a folder of its own."""
+    """Write the template to a separate folder."""
     assert cli.main(["new", str(tmp_path / "code" / "spirals.py")]) == 0
     (tmp_path / "elsewhere").mkdir()
     return tmp_path / "code" / "spirals.py"
@@ -33,13 +33,13 @@ def test_the_template_trains_and_is_found_again_from_another_folder(written, con
     folder, elsewhere = written.parent, written.parents[1] / "elsewhere"
     words = [*SHORT, "--task.width", "32", "--optimizer.lr", "3e-3"]
     run(train, ["spirals.py:MyTask", *words], ranks=ranks, config=config, folder=folder).ok()
-    there = folder / "runs" / "spirals"  # after the file
+    there = folder / "runs" / "spirals"  # named after the file
     ended = json.loads((there / "summary.json").read_text())
     assert ended["step"] == 60 and ended["eval/accuracy"] > 0.6 and "test/accuracy" in ended
     assert "width: 32" in (there / "recipe.yaml").read_text()
 
     (elsewhere / "points.csv").write_text("0.1,0.2\n-0.3,0.5\n0.7,-0.1\n")
-    rejected = run(apply, ["evaluate", str(there)], folder=elsewhere)  # whose code that is, the user must say
+    rejected = run(apply, ["evaluate", str(there)], folder=elsewhere)  # the user must confirm whose code that is
     assert rejected.codes == [2] and f"--task {written}:MyTask" in rejected.output, rejected.output
     own = ["--task", f"{written}:MyTask"]
     said = run(apply, ["evaluate", str(there), "--json", *own], ranks=ranks, config=config, folder=elsewhere)
@@ -58,7 +58,7 @@ def test_the_template_trains_and_is_found_again_from_another_folder(written, con
 
 
 def test_one_task_has_several_names(written):
-    """From another folder and by its module it is the same task: its finished run is known."""
+    """From another folder and by its module name it is the same task: its finished run is recognised."""
     folder = written.parent
     words = ["--duration", "3", "--track", "none", "--run.dir", str(folder / "run")]
     run(train, ["spirals.py:MyTask", *words], folder=folder).ok()
@@ -106,7 +106,7 @@ NAMED = {
 
 
 def _forgetting(monkeypatch):
-    """What is imported is forgotten afterwards."""
+    """Forget modules that the test imports."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "spirals", raising=False)
 
@@ -184,7 +184,7 @@ def test_the_config_files_are_written_out(tmp_path, monkeypatch, capsys):
         assert (tmp_path / "mine" / path.name).read_text() == path.read_text()
         assert config_file(name) == str(path)
     assert {"single", "ddp", "fsdp2"} <= set(config_files())
-    (tmp_path / "ddp").write_text("")  # a file of one's own comes first
+    (tmp_path / "ddp").write_text("")  # the user's file has priority
     assert config_file("ddp") == "ddp" and config_file("unknown") == "unknown"
     assert cli.main(["new", "--configs"]) == 2 and "is there already" in capsys.readouterr().err
     assert cli.main(["launch", "--config_file", "dpd", "digits"]) == 2
@@ -235,7 +235,7 @@ def test_a_tasks_own_state_is_saved_and_resumed(written, config, ranks):
 
 
 def _stopped_at_7(words):
-    """Trains, and is told to stop at step 7."""
+    """Train, and request a stop at step 7."""
     from oneloop.launch.signals import Stopping
     from oneloop.optim.bad_step_guard import Guard
 

@@ -1,4 +1,4 @@
-"""Text models of transformers: fine-tuned with frozen layers and layer-wise rates, and loaded there again."""
+"""Text models of transformers: fine-tuned with frozen layers and layer-wise rates, and loaded in transformers again."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_language_model_is_fine_tuned_gone_on_with_and_loaded_by_transformers(
 
 
 def gpt(folder: Path) -> Path:
-    """A small GPT-2 with a byte-level tokenizer."""
+    """Save a small GPT-2 with a byte-level tokenizer."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()

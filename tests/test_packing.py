@@ -1,4 +1,4 @@
-"""Samples of unequal length: packed into bins by best fit decreasing, or in an order of steps of similar length."""
+"""Samples of different lengths: packed into bins by best fit decreasing, or ordered in steps of similar length."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def fills(bins: Bins, lengths: np.ndarray) -> list[int]:
 
 
 def one_by_one(lengths: np.ndarray, capacity: int) -> list[int]:
-    """Best fit decreasing as it is told: the fills of its bins."""
+    """Return the bin fills of textbook best fit decreasing."""
     rooms: list[int] = []
     for length in sorted(lengths.tolist(), reverse=True):
         takes = [room for room in rooms if room >= length]
@@ -48,7 +48,7 @@ def test_bins_are_those_of_best_fit_decreasing(number):
 
 
 def test_the_fullest_bin_that_takes_an_item_gets_it():
-    # First fit would put the 2 beside the 6, into the bin that was opened first.
+    # First fit would put the 2 next to the 6, into the bin that was opened first.
     bins = packed(np.array([6, 2, 8]), 10)
     assert [one.tolist() for one in bins] == [[0], [1, 2]]
 
@@ -60,7 +60,7 @@ def test_of_equal_lengths_the_first_ones_are_packed_first():
 
 @pytest.mark.parametrize("pieces", [2, 3, 5, 12])
 def test_bins_are_few(pieces):
-    # Full bins cut into pieces: the fewest bins are known.
+    # Full bins cut into pieces: the minimum number of bins is known.
     capacity, fewest, draw = 1000, 300, np.random.default_rng(pieces)
     cuts = [np.sort(draw.choice(np.arange(1, capacity), pieces - 1, replace=False)) for _ in range(fewest)]
     lengths = draw.permutation(np.concatenate([np.diff(cut, prepend=0, append=capacity) for cut in cuts]))
@@ -80,7 +80,7 @@ def test_a_million_lengths_are_packed_in_seconds():
     lengths = np.random.default_rng(0).lognormal(np.log(300), 0.8, 1_000_000).astype(np.int64).clip(1, 2048)
     began = time.perf_counter()
     bins = packed(lengths, 2048)
-    assert time.perf_counter() - began < 8  # half a second on a quiet machine
+    assert time.perf_counter() - began < 8  # half a second on an idle machine
     assert lengths.sum() / (len(bins) * 2048) > 0.995
 
 
@@ -111,7 +111,7 @@ def test_every_epoch_is_a_new_permutation_found_at_any_position(size, batch, win
         here = slice(epoch * size, (epoch + 1) * size)
         assert (epochs[here] == epoch).all() and sorted(whole[here].tolist()) == list(range(size))
     for start in range(0, 5 * size - 13, 1 + size // 7):
-        again = Bucketed(lengths, seed=1, batch=batch, window=window)  # nothing is carried from one to the next
+        again = Bucketed(lengths, seed=1, batch=batch, window=window)  # a new object, without state of earlier calls
         assert again[start : start + 13][1].tolist() == whole[start : start + 13].tolist()
     anywhere = np.random.default_rng(0).integers(0, 5 * size, (6, 4, 5))
     assert (order.at(anywhere)[0] == epochs[anywhere]).all() and (order.at(anywhere)[1] == whole[anywhere]).all()
@@ -122,7 +122,7 @@ def test_every_epoch_is_a_new_permutation_found_at_any_position(size, batch, win
 
 
 def test_the_order_is_a_golden_value():
-    # Changing it would change every resumed run.
+    # A change here would change every resumed run.
     assert Bucketed([5, 3, 9, 1, 7, 2, 3, 8, 6, 4], seed=0, batch=3, window=2)[0:20][1].tolist() == GOLDEN
 
 
@@ -131,7 +131,7 @@ GOLDEN = [9, 8, 4, 3, 5, 6, 0, 7, 2, 1, 4, 7, 5, 6, 0, 3, 1, 9, 8, 2]
 
 @pytest.mark.parametrize(("size", "batch", "window"), [(1000, 8, 10), (1003, 8, 10), (997, 16, 25)])
 def test_the_shares_of_a_window_are_runs_of_its_sorted_samples(size, batch, window):
-    lengths = np.random.default_rng(0).permutation(size)  # all differ
+    lengths = np.random.default_rng(0).permutation(size)  # all lengths differ
     order, plain = Bucketed(lengths, seed=3, batch=batch, window=window), Order(size, seed=3)
     for epoch in range(4):
         begin, end = epoch * size, (epoch + 1) * size
@@ -139,7 +139,7 @@ def test_the_shares_of_a_window_are_runs_of_its_sorted_samples(size, batch, wind
         windows = max(1, (len(edges) - 1) // window)
         bounds = [edges[number * (len(edges) - 1) // windows] for number in range(windows + 1)]
         for first, last in pairwise(bounds):
-            ranked = np.sort(lengths[plain[first:last][1]])  # the permutation's own samples, window by window
+            ranked = np.sort(lengths[plain[first:last][1]])  # the samples of the permutation, window by window
             inside = edges[(edges >= first) & (edges <= last)]
             assert window <= len(inside) - 1 < 2 * window
             for start, stop in pairwise(inside):
@@ -154,7 +154,7 @@ def test_the_samples_of_a_step_are_the_same_for_any_ranks_and_micro_batches():
     for ranks, micro in ((1, 96), (2, 8), (4, 24), (96, 1)):
         layout = BatchLayout(size, ranks, micro)
         orders = [Bucketed(lengths, seed=1, batch=size) for _ in range(ranks)]
-        for step in (0, 1, 104, 105, 299):  # 104 crosses an epoch's end
+        for step in (0, 1, 104, 105, 299):  # step 104 crosses an epoch's end
             for rank, order in enumerate(orders):
                 for start in range(rank * size // ranks, (rank + 1) * size // ranks, layout.each):
                     positions = slice(step * size + start, step * size + start + layout.each)
@@ -162,7 +162,7 @@ def test_the_samples_of_a_step_are_the_same_for_any_ranks_and_micro_batches():
 
 
 def padding(indices: np.ndarray, lengths: np.ndarray, batch: int) -> float:
-    """The share of padding, each row padded to its longest."""
+    """Return the share of padding, each row padded to the longest row of its batch."""
     rows = lengths[indices].reshape(-1, batch)
     return float(1 - rows.sum() / (rows.max(axis=1).sum() * batch))
 
@@ -174,7 +174,7 @@ def test_padding_shrinks_and_short_and_long_steps_are_mixed(size):
     indices = order[0 : steps * batch][1]
     plain = padding(Order(size, seed=0)[0 : steps * batch][1], lengths, batch)
     assert padding(indices, lengths, batch) < plain / 3
-    assert padding(indices, lengths, 8) < plain / 6  # micro-batches are runs of a step
+    assert padding(indices, lengths, 8) < plain / 6  # micro-batches are consecutive samples of a step
     means = lengths[indices].reshape(steps, batch).mean(axis=1)
     places = np.arange(steps)
     assert abs(np.corrcoef(places, means)[0, 1]) < 4 / np.sqrt(steps)
@@ -192,7 +192,7 @@ def test_of_equal_lengths_every_place_gets_every_sample_equally_often():
 
 
 def test_an_epoch_begins_and_ends_with_short_and_with_long_samples():
-    # Also where it does so within a step, with a smaller share.
+    # Also if it does so within a step, with a smaller share.
     size, epochs, batch = 12, 1500, 5
     chunk = Bucketed([*range(size)], seed=0, batch=batch)[0 : epochs * size][1].reshape(epochs, size)
     for phase in range(batch):

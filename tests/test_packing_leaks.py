@@ -1,4 +1,4 @@
-"""Packed documents do not see each other: the same loss as padded, token by token, for any model that can have it."""
+"""Packed documents do not see each other: the loss of each token equals the padded one, for every supported model."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 class Documents(LanguageModel):
-    """A language task around a model and documents of random tokens."""
+    """A language task with a model and documents of random tokens."""
 
     def __init__(self, name: str, *, packed: bool, fused: bool = False) -> None:
         super().__init__(fused_loss=fused, packed=packed, length=48)
@@ -83,7 +83,7 @@ class Documents(LanguageModel):
         return transformers.AutoModelForCausalLM.from_config(self.config)
 
     def each(self, model: nn.Module) -> tuple[dict[int, Tensor], Tensor]:
-        """The losses of every document's tokens, and the sum of all."""
+        """Return the losses of every document's tokens, and their sum."""
         rows = Packed(self.samples, None) if self.packed else Padded(self.samples, None)
         members = [rows.bins[row].tolist() if self.packed else [row] for row in range(len(rows))]
         batch = collated(
@@ -124,7 +124,7 @@ def test_packed_is_padded(name, dtype, fused):
     assert (gradients[0] - gradients[1]).abs().max() <= tolerance * gradients[1].abs().max()
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "experts"])  # whose products are of other shapes
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "experts"])  # its products have other shapes
 def test_a_changed_document_changes_no_other_by_a_bit(name):
     task = Documents(name, packed=True)
     model = task.model()
@@ -141,7 +141,7 @@ def test_a_changed_document_changes_no_other_by_a_bit(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_documents_leak_where_attention_does_not_end(name, monkeypatch):
-    """So that the tests above can fail."""
+    """Without document boundaries the loss differs, so the tests above can fail."""
     monkeypatch.setattr(attention, "borders", lambda documents, cuts: attention.causal(documents.device))
     monkeypatch.setattr(
         "oneloop.tasks.language.language_model.borders", lambda documents, cuts: attention.causal(documents.device)
@@ -164,7 +164,7 @@ def test_models_that_would_leak_are_rejected(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_where_documents_begin_says_as_much_as_their_numbers(name):
-    """What CUDA gets is made into the same mask."""
+    """The document starts that CUDA kernels get produce the same mask as document numbers."""
     task = Documents(name, packed=True)
     model = task.model()
     rows = Packed(task.samples, None)
@@ -203,7 +203,7 @@ def test_an_answer_ends_where_it_ends():
 
 
 class Reads(TorchDispatchMode):
-    """Counts how often a tensor's value is asked for."""
+    """Count how often a tensor's value is read on the host."""
 
     count = 0
 
@@ -221,7 +221,7 @@ def test_no_forward_asks_the_device(name, packed):
         _, total = task.each(model)
         total.backward()
     assert reads.count == 0
-    with Reads() as reads, torch.no_grad():  # transformers' own way does
+    with Reads() as reads, torch.no_grad():  # transformers' own code does read
         own = transformers.AutoModelForCausalLM.from_config(task.config)
         before = reads.count
         own(input_ids=torch.ones(1, 4, dtype=torch.int64), position_ids=torch.arange(4)[None], use_cache=False)

@@ -1,5 +1,5 @@
-"""Every pair of techniques under one process, DDP and FSDP2: the same weights as without what only changes how they are
-computed, or rejected with the reason. docs/pairs.md is what this makes: ``python tests/test_pairs.py`` writes it."""
+"""Every pair of techniques on one process, DDP and FSDP2: techniques that do not change the result train the same
+weights, or the pair is rejected with a reason. ``python tests/test_pairs.py`` writes the table to the docs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = {"single": "one process", "ddp": "DDP", "fsdp2": "FSDP2"}
 
 def words_of(techniques, base: Path) -> list[str]:
     words = ["--task.model", str(base), "--duration", "3", "--save.every", "0"]
-    # AdamW, which muon leaves embeddings to, makes much of what is next to nothing in a gradient.
+    # AdamW, which muon uses for embeddings, amplifies tiny gradients.
     words += (
         ["--optimizer.lr", "0.0001"] if "muon" in techniques else ["--optimizer.name", "sgd", "--optimizer.lr", "0.05"]
     )
@@ -47,7 +47,7 @@ def weights(folder: Path) -> dict:
 
 
 def outcome(folder: Path, pair, base: Path) -> list[str]:
-    """Of each split: works, or why it is rejected."""
+    """Return for each layout "works", or why it is rejected."""
     said = []
     plain = [name for name in pair if name in LEARNED]
     (folder / "plain").mkdir(parents=True)
@@ -92,7 +92,7 @@ def test_the_page_has_every_pair():
 
 
 def write() -> None:
-    """Puts what is tried now into the page."""
+    """Write the current results into the page."""
     with tempfile.TemporaryDirectory() as scratch:
         base = a_base(Path(scratch) / "base")
         rows = [row(pair, outcome(Path(scratch) / "-".join(pair), pair, base)) for pair in PAIRS]

@@ -1,4 +1,4 @@
-"""`oneloop prove`: a layout trains as one process does, or it does not, and the verdict says where and why."""
+"""`oneloop prove` reports whether a layout trains like one process, and if not, where and why."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ SMALL = ["--batch.size", "16", "--steps", "5", "--duration", "1ep", "--optimizer
 
 
 def warm(words, output):
-    """What `oneloop launch` does, in processes from the warm server."""
+    """Do what `oneloop launch` does, in processes from the warm server."""
     options, training = launch_options(words)
     given = dict(zip(options[::2], options[1::2], strict=True))
     ranks, config = int(given.get("--num_processes", 1)), Path(given["--config_file"]).stem
@@ -101,7 +101,7 @@ def warm(words, output):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Holds the tasks: a module is imported once."""
+    """A folder with the tasks, which lasts all tests because a module is imported once."""
     folder = tmp_path_factory.mktemp("tasks")
     (folder / "odd.py").write_text(TASKS)
     return folder
@@ -109,7 +109,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def proved(folder, monkeypatch, capfd):
-    """The verdict of `oneloop prove` with these words."""
+    """Return the verdict of `oneloop prove` with these words."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("ONELOOP_CACHE", str(folder / "cache"))
@@ -133,7 +133,7 @@ def test_a_plain_model_is_equal_in_float64(proved, config):
 
 @pytest.mark.parametrize(("since", "step"), [(10, 4), pytest.param(0, 1, marks=pytest.mark.slow)])
 def test_a_wrong_rank_is_found_at_its_step_and_tensor(proved, since, step):
-    """The weights before `odd` get other gradients on rank 1. Per rank: three forwards before, two of each step."""
+    """The weights before `odd` get wrong gradients on rank 1. Each rank runs three trial forwards, then two a step."""
     words = ["--task.kind", "rank", "--task.since", str(since), "--optimizer.clip", "0.1"]
     found = proved("odd.py:Odd", "--config_file", "ddp", *SMALL, *words)
     assert (found["verdict"], found["step"], found["reason"]) == ("different", step, None) and found["by"] > 1e-4

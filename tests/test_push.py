@@ -1,4 +1,4 @@
-"""Weights to a hub and back: the same bits, a card that says what they are, and what goes wrong on the way."""
+"""Weights pushed to a hub and loaded again are bit-identical; the model card describes them; errors are reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from oneloop.cli import main
 
 
 def typed(words: list[str], folder: Path, variables: dict[str, str]) -> tuple[int, str]:
-    """A command as typed."""
+    """Run a command as typed."""
     given = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     done = subprocess.run(
         [sys.executable, "-m", *words],
@@ -35,7 +35,7 @@ def typed(words: list[str], folder: Path, variables: dict[str, str]) -> tuple[in
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """A base, whole weights trained from it (whole/run), and adapters on it (run)."""
+    """Train a base model, full weights from it (whole/run), and adapters on it (run)."""
     folder = tmp_path_factory.mktemp("trained")
     a_base(folder / "base")
     words = ["--task.model", str(folder / "base"), "--duration", "4", "--ema.half_life", "16", "--eval.every", "2"]
@@ -72,7 +72,7 @@ def test_pushed_and_taken_back(trained, tmp_path):
         page = files["README.md"].decode()
         assert "train/loss over steps" in page and "## Recipe" in page and "lessons" in page
 
-        # Adapters, on the model that the hub has now.
+        # Adapters on the model that is now on the hub.
         words = [*WORDS, "--task.model", "hf:some/model", "--task.lora.rank", "4", "--duration", "3"]
         code, output = typed(["oneloop.train", *words, "--run.dir", "on-it"], tmp_path, variables)
         assert code == 0, output
@@ -90,7 +90,7 @@ def test_pushed_and_taken_back(trained, tmp_path):
         assert f"commit {first}" in files["README.md"].decode()
         wanted = load_file(tmp_path / "on-it" / "final" / "adapter_model.safetensors")
 
-        # Both ways back, when the model has changed since: the adapters name its commit.
+        # Load both again after the model has changed: the adapters name its commit.
         code, output = typed([*command, "--weights", "ema"], tmp_path, variables)
         assert code == 0 and hub.heads["some/model"] != first, output
         still = ["--duration", "1", "--optimizer.lr", "0"]

@@ -1,4 +1,4 @@
-"""What README, docs and CONTRIBUTING show is what is there; their programs run as they stand."""
+"""README, docs and CONTRIBUTING show what exists, and their programs run unchanged."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_programs_about_python(tmp_path):
         (tmp_path / name).write_text(text)
     ((summary,),) = run(program, "calls.py", "summary", folder=tmp_path).ok()
     assert summary["exit_reason"] == "done"
-    port = str(_free_port())  # two tests at a time
+    port = str(_free_port())  # two tests may run at a time
     text = CALLS["two_processes.py"].replace("num_processes=2", f"num_processes=2, use_port={port!r}")
     (tmp_path / "two_processes.py").write_text(text)
     for name, wanted in (("classes.py", "runs/line"), ("two_processes.py", "runs/on-two")):
@@ -64,7 +64,7 @@ def test_the_programs_about_python(tmp_path):
 
 
 def test_every_command_that_is_typed_somewhere_is_known():
-    """`oneloop …` lines of all pages: the command, and for a launch its options and recipe keys."""
+    """Check `oneloop …` lines of all pages: the command, and for a launch its options and recipe keys."""
     from oneloop.cli import COMMANDS
 
     for page, text in PAGES.items():
@@ -90,7 +90,7 @@ def test_every_file_named_in_the_tree_exists():
     for line in tree.splitlines():
         name = line.split()[0]
         if line.startswith("   "):
-            continue  # goes on from the line above
+            continue  # continues the line above
         if not line.startswith(" "):
             here = name
         path = ROOT / here / name if line.startswith(" ") else ROOT / name

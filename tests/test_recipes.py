@@ -1,4 +1,4 @@
-"""The packaged recipes train the same weights four ways, from the words a user types."""
+"""The packaged recipes train the same weights on four layouts, from the command line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL = {
         "corpus",
         "--eval.micro",
         "64",
-    ],  # ragged: every text's last sample is shorter
+    ],  # ragged: the last sample of each text is shorter
     "llama": ["--task.layers", "1", "--task.width", "32", "--task.vocab", "512", "--task.data", "corpus"],  # packed
     "sft": ["--task.layers", "1", "--task.width", "32", "--task.length", "64"],  # packed
     "snippets": ["--task.layers", "1", "--task.width", "32", "--eval.micro", "64"],
@@ -137,7 +137,7 @@ def test_the_packaged_recipes_read_and_print(capsys):
         read(["gpt", "--optimizer.name", "sgd", "--print_config"])
     assert end.value.code == 0
     printed = capsys.readouterr().out
-    assert "momentum: 0.9" in printed and "betas" not in printed  # the recipe's betas were AdamW's
+    assert "momentum: 0.9" in printed and "betas" not in printed  # the betas of the recipe were AdamW's
 
 
 def test_help_documents_every_key(capsys):
@@ -162,4 +162,4 @@ def test_what_is_typed_wins_over_the_file(tmp_path):
     assert recipe.optimizer.options == {"momentum": 0.9, "nesterov": True}
     assert recipe.track == ("tensorboard", "wandb")
     with pytest.raises(AttributeError):
-        recipe.batch.size = 3  # frozen
+        recipe.batch.size = 3  # the recipe is frozen

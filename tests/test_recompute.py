@@ -1,4 +1,4 @@
-"""Recompute: the same gradients to the bit, with far less kept; from outside, for any model."""
+"""Activation (gradient) checkpointing gives bit-identical gradients with much less memory, for any model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_same_gradients_and_less_kept(mode, saved):
     recompute(model, mode)
     found, kept = gradients(model)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    # The inputs of recomputed blocks are kept by the blocks themselves, out of the hooks' sight.
+    # The recomputed blocks keep their inputs themselves; the hooks do not see them.
     inputs = 0 if mode == "selective" else (12 if mode == "full" else 12 // int(mode[-1])) * 2 * 24 * 32 * 4
     assert kept + inputs < (1 - saved) * usual
     assert list(model.state_dict()) == names

@@ -1,4 +1,4 @@
-"""Promise R11: one flipped bit in one rank is found at the next check, and named."""
+"""Promise R11: the next check finds one flipped bit on one rank, and names the rank."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from worlds import run, train
 
 
 class Flipping(Ragged):
-    """Flips one bit of one rank's weights before the fifth step.
+    """Flip one bit of one rank's weights before the fifth step.
 
-    Before the first step the task was ``tried`` so many times in training.
+    ``tried`` is the number of training forwards of the preflight check.
     """
 
     def __init__(self, rank: int = 1, bit: int = 3, samples: int = 37, tried: int = 4) -> None:
@@ -31,7 +31,7 @@ class Flipping(Ragged):
                 weight = dict(model.named_parameters())
                 name = next(name for name in weight if name.endswith("inner.bias"))
                 local = getattr(weight[name], "to_local", lambda: weight[name])()
-                local.detach().numpy().view("int32")[2] ^= 1 << self.bit  # in memory, which torch does not see
+                local.detach().numpy().view("int32")[2] ^= 1 << self.bit  # in memory, where torch does not see it
         return super().loss(model, batch)
 
 
@@ -55,7 +55,7 @@ WORDS = [
 
 @pytest.mark.parametrize(("ranks", "config", "at"), [(2, "ddp", 1), (3, "ddp", 0), (4, "hsdp", 3)])
 def test_one_flipped_bit_is_found_and_named(tmp_path, ranks, config, at):
-    tried = 4 + 2 * (config == "hsdp")  # of several units, each of two samples by itself
+    tried = 4 + 2 * (config == "hsdp")  # with several units, each of two samples is also tried alone
     (tmp_path / "r.yaml").write_text(f"task: {{name: test_replicas.Flipping, rank: {at}, tried: {tried}}}\n")
     size = ["--batch.size", "12"] if ranks == 3 else []
     world = run(train, ["r.yaml", *WORDS, *size], ranks=ranks, config=config, folder=tmp_path)

@@ -1,4 +1,4 @@
-"""The report in a real browser: every chart has its data, nothing is fetched, nothing goes wrong."""
+"""The report in a real browser: every chart has its data, nothing is fetched, and there are no errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ COMMON = ["--log.every", "5", "--eval.every", "10", "--save.every", "10", "--ema
 
 
 def killed(words: list[str], step: int) -> None:
-    """Trains until metrics.jsonl has come to this step, and is killed there."""
+    """Train until metrics.jsonl has reached this step, then kill the run."""
 
     def wait() -> None:
         while True:
@@ -63,7 +63,7 @@ def killed(words: list[str], step: int) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Runs of gpt and of digits, one of digits that was left alone, and the same killed five times."""
+    """Train gpt and digits: one digits run undisturbed, and the same run killed five times."""
     folder = tmp_path_factory.mktemp("runs")
     run(train, [*GPT, *COMMON, "--run.dir", "gpt"], folder=folder).ok()
     run(train, [*DIGITS, *COMMON, "--run.dir", "digits"], folder=folder).ok()
@@ -101,7 +101,7 @@ def browser(tmp_path) -> Iterator[Any]:
 
 
 def opened(browser, page: Path) -> list[dict]:
-    """Title and data of every chart, after a look that nothing went wrong and nothing was fetched."""
+    """Return title and data of every chart, after a check for errors and fetched resources."""
     browser.get("about:blank")
     browser.get_log("performance")
     browser.get(page.as_uri())
@@ -247,7 +247,7 @@ def test_it_reads_on_any_screen(folder, browser, width, dark):
         opened(browser, page)
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
         plots = "return [...document.querySelectorAll('.chart')].map(chart => chart._fullLayout._size.h)"
-        assert min(browser.execute_script(plots)) > 120  # no legend has taken the room
+        assert min(browser.execute_script(plots)) > 120  # the legend leaves enough room
     ground, ink = browser.execute_script(
         "const s = getComputedStyle(document.body), rgb = t => t.match(/\\d+/g).slice(0, 3)"
         ".reduce((a, b) => a + +b, 0); return [rgb(s.backgroundColor), rgb(s.color)]"
@@ -290,7 +290,7 @@ EVIL = (
 
 
 def hostile(folder: Path) -> None:
-    """A run folder with code in every string that it holds, and with values of the wrong kind beside them."""
+    """Write a run folder with code in every string, and with values of wrong types next to them."""
     folder.mkdir()
 
     def evil(what: str) -> str:
@@ -349,7 +349,7 @@ def test_no_script_of_a_hostile_folder_runs(tmp_path, browser):
     for words in ([str(folders[0])], list(map(str, folders))):
         page = tmp_path / "page.html"
         assert main(["report", *words, "--to", str(page)]) == 0
-        charts = opened(browser, page)  # nothing was fetched, no error on the console
+        charts = opened(browser, page)  # nothing fetched, no error on the console
         assert len(charts) > 5
         browser.execute_script("document.querySelectorAll('details').forEach(one => one.open = true)")
         assert browser.execute_script("return window.ran") is None
@@ -366,7 +366,7 @@ def test_no_script_of_a_hostile_folder_runs(tmp_path, browser):
 
 @needs_chromium
 def test_a_script_that_came_into_the_page_would_not_run(tmp_path, browser):
-    """The second lock: were something not escaped, the page's own policy would still reject it."""
+    """The second protection: if a string were not escaped, the page's content policy would still block the script."""
     hostile(tmp_path / "evil")
     page = tmp_path / "page.html"
     assert main(["report", str(tmp_path / "evil"), "--to", str(page)]) == 0

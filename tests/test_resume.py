@@ -1,4 +1,4 @@
-"""Promise 4 and 5: a resumed run is the run that was never stopped, to the bit, and at any world size."""
+"""Promises 4 and 5: a resumed run is bit-identical to an uninterrupted one, and can resume on any number of ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def cut(folder: Path, copy: Path, step: int) -> None:
-    """A copy of a run as it was when killed some time after the checkpoint of ``step``."""
+    """Copy a run as it was when killed some time after the checkpoint of ``step``."""
     shutil.copytree(folder, copy)
     shutil.rmtree(copy / "final")
     (copy / "summary.json").unlink()
@@ -57,20 +57,20 @@ def cut(folder: Path, copy: Path, step: int) -> None:
         if int(path.name[5:]) > step:
             shutil.rmtree(path)
     with (copy / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 29, "train/lo')  # the line that was being written
+        file.write('{"step": 29, "train/lo')  # the unfinished line
 
 
 def same(one: Path, other: Path) -> None:
     assert figures(one) == figures(other)
-    for file in (one / "final").glob("*.safetensors"):  # the averages too
+    for file in (one / "final").glob("*.safetensors"):  # with the EMA weights
         assert file.read_bytes() == (other / "final" / file.name).read_bytes()
     ends = [Store(path / "checkpoints").sealed()[-1] for path in (one, other)]
     assert ends[0].name == ends[1].name
-    for file in ends[0].glob("*.safetensors"):  # optimizer and all
+    for file in ends[0].glob("*.safetensors"):  # with the optimizer state
         assert file.read_bytes() == (ends[1] / file.name).read_bytes()
 
 
-# 37 samples in batches of 8: steps 2, 14 are in mid-epoch, step 37 * n / 8 never is whole; 14 is in the fourth epoch.
+# 37 samples in batches of 8: no epoch ends with a step here. Steps 2 and 14 are in mid-epoch, 14 in the fourth epoch.
 @pytest.mark.parametrize(
     ("optimizer", "ranks", "config"),
     [
@@ -121,7 +121,7 @@ def test_augmentation_and_dropout_come_back_at_every_kind_of_position(tmp_path, 
         "2ep",
     ]
     run(train, [*words, "--run.dir", "alone"], folder=tmp_path).ok()
-    for step in (3, 4, 10) if workers == "0" else (4,):  # workers are slow to start
+    for step in (3, 4, 10) if workers == "0" else (4,):  # workers start slowly
         cut(tmp_path / "alone", tmp_path / str(step), step)
         run(train, [*words, "--run.dir", str(step)], folder=tmp_path).ok()
         same(tmp_path / "alone", tmp_path / str(step))
@@ -278,14 +278,14 @@ def test_failing_saves_are_borne_and_too_many_are_not(tmp_path, recipe):
     assert world.codes == [1] and world.output.count("A SAVE HAS FAILED") == 2
     assert "saves in a row have failed" in json.loads((tmp_path / "a" / "summary.json").read_text())["exit_reason"]
     sealed = Store(tmp_path / "a" / "checkpoints").sealed()
-    assert sealed and all(problems(path) == [] for path in sealed)  # those before stayed whole
+    assert sealed and all(problems(path) == [] for path in sealed)  # earlier checkpoints stayed intact
     run(train, [recipe, "--run.dir", "a"], folder=tmp_path).ok()
     run(train, [recipe, "--run.dir", "alone"], folder=tmp_path).ok()
     same(tmp_path / "alone", tmp_path / "a")
 
 
 def _on_a_small_disk(words: list[str], least: int) -> None:
-    """Trains where, from the sixth save on, no file may grow beyond ``least`` bytes for the writer."""
+    """Train with a limit of ``least`` bytes per file for the writer, from the sixth save on."""
     import resource
 
     from oneloop.checkpoint import checkpoints
@@ -375,7 +375,7 @@ def test_the_launchers_death_ends_the_trainers(tmp_path):
         timeout=60,
         check=False,
     )
-    assert rejected.returncode == 2 and "is in use by process" in rejected.stderr  # the first is undisturbed
+    assert rejected.returncode == 2 and "is in use by process" in rejected.stderr  # the first run is undisturbed
     assert launcher.poll() is None
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()

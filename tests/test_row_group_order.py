@@ -1,4 +1,4 @@
-"""The order over groups that are read whole: each sample once per epoch, few groups at a time, lanes for ranks."""
+"""The order over row groups that are read whole: each sample once per epoch, few open groups, lanes for ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_every_epoch_is_a_new_permutation_found_at_any_position(sizes, held, bat
         here = slice(epoch * order.size, (epoch + 1) * order.size)
         assert (epochs[here] == epoch).all() and sorted(whole[here].tolist()) == list(range(order.size))
     for start in range(0, 4 * order.size - 13, 1 + order.size // 7):
-        again = Windows(sizes, seed=1, open_groups=held, batch=batch)  # nothing is carried from one to the next
+        again = Windows(sizes, seed=1, open_groups=held, batch=batch)  # a new object, without state of earlier calls
         assert again[start : start + 13][1].tolist() == whole[start : start + 13].tolist()
     if order.size > 9:
         assert whole[: order.size].tolist() != whole[order.size : 2 * order.size].tolist()
@@ -26,7 +26,7 @@ def test_every_epoch_is_a_new_permutation_found_at_any_position(sizes, held, bat
 
 
 def test_the_order_is_a_golden_value():
-    # Changing it would change every resumed run.
+    # A change here would change every resumed run.
     assert Windows([5, 3, 9, 1], seed=0, open_groups=2, batch=4)[0:20][1].tolist() == GOLDEN
 
 
@@ -38,9 +38,9 @@ def test_few_groups_are_open_at_a_time():
     order = Windows([rows] * groups, seed=0, open_groups=held, batch=64)
     assert (order.lanes, order.window) == (4, 8)
     indices = order[0 : order.size][1] // rows
-    for start in range(0, order.size - 800, 800):  # of which each lane has 200, a quarter of a window
+    for start in range(0, order.size - 800, 800):  # each lane has 200 of these, a quarter of a window
         assert len(set(indices[start : start + 800].tolist())) <= 2 * held
-    left = []  # a group is not come back to once it is left, but for those that two lanes share
+    left = []  # a group is not reopened, except those that two lanes share
     for group in range(groups):
         places = np.flatnonzero(indices == group)
         left.append(places[-1] - places[0] < 2 * held * rows)
@@ -53,7 +53,7 @@ def test_a_rank_reads_only_its_own_lanes(ranks):
     order = Windows([rows] * groups, seed=0, open_groups=64, batch=batch)
     assert order.lanes == 8
     share = batch // ranks
-    for epoch in range(3):  # whose beginnings lie within steps
+    for epoch in range(3):  # epochs begin within steps
         steps = np.arange(epoch * order.size // batch + 1, (epoch + 1) * order.size // batch)
         for rank in range(ranks):
             positions = steps[:, None] * batch + rank * share + np.arange(share)[None, :]
@@ -63,7 +63,7 @@ def test_a_rank_reads_only_its_own_lanes(ranks):
 
 @pytest.mark.parametrize("held", [1, 2, 4, 8, 16, 200])
 def test_shuffling_quality_by_window(held):
-    """The mean distance of neighbours, over that of a full permutation: those of one group are near, one of so many."""
+    """The mean distance of neighbours, relative to a full permutation, grows with the number of open groups."""
     rows, groups = 500, 200
     order = Windows([rows] * groups, seed=0, open_groups=held, batch=1)
     distance = np.abs(np.diff(order[0 : order.size][1])).mean() / (order.size / 3)

@@ -1,4 +1,4 @@
-"""Whole runs through the loop's own entry point: what lands on disk, how they end."""
+"""Whole runs through the entry point of the loop: their files, and how they end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_resolved_recipe_repeats_the_run(tmp_path, recipe):
     run(train, [recipe, "--run.dir", "a", "--optimizer.betas", "[0.8, 0.9]"], folder=tmp_path).ok()
     run(train, ["a/recipe.yaml", "--run.dir", "b"], folder=tmp_path).ok()
     first, second = (load_file(tmp_path / one / "final" / "model.safetensors") for one in "ab")
-    assert all(torch.equal(first[name], second[name]) for name in first)  # the same split: to the bit
+    assert all(torch.equal(first[name], second[name]) for name in first)  # the same layout: bit-identical
 
 
 def test_a_finished_run_says_so_and_another_recipe_is_rejected(tmp_path, recipe):
@@ -116,7 +116,7 @@ def test_early_stop_waits_for_its_patience(tmp_path, recipe):
     words = [recipe, "--eval.every", "1", "--stop.patience", "4", "--optimizer.lr", "0"]
     run(train, words, folder=tmp_path).ok()
     ended = summary(tmp_path / "runs" / "tiny_run")
-    assert ended["step"] == 5  # the first was the best
+    assert ended["step"] == 5  # the first evaluation was the best
     assert ended["exit_reason"].startswith("early stop") and ended["exit_code"] == 0
 
 

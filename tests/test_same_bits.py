@@ -1,4 +1,4 @@
-"""``batch.grain``: the same bits for any number of processes, sharded or not; of weights, optimizer and log."""
+"""``batch.grain``: weights, optimizer and log are bit-identical for any number of processes, sharded or not."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TASKS = {
 
 
 def same(place: Path, words: list[str], splits=SPLITS, **more) -> None:
-    """Trains the words on each split and compares all that is left of the runs."""
+    """Train these words on each layout and compare all results of the runs."""
     first, *others = (
         trained(place / f"{config}-{ranks}", words, ranks=ranks, config=config, **more) for ranks, config in splits
     )
@@ -107,7 +107,7 @@ MISHAPS = {
 
 
 def ragged(folder: Path, *more: str) -> list[str]:
-    """A run of sequences of several lengths, with dropout."""
+    """Return the words of a run on sequences of several lengths, with dropout."""
     recipe = folder / "ragged.yaml"
     recipe.write_text("task: tiny.Ragged\n")
     return [str(recipe), "--task.samples", "301", "--task.dropout", "0.2", "--optimizer.clip", "0.4", *RAGGED, *more]
@@ -140,7 +140,7 @@ def test_random_histories(tmp_path, seed):
 
 
 def exchanged_leaves(words: list[str]) -> None:
-    """The second leaf and the third change places. (Of the first and the second the sum would be the same.)"""
+    """Exchange the second leaf and the third. (Exchanging the first and second would not change the sum.)"""
     from oneloop.data.batch_layout import BatchLayout
 
     leaf = BatchLayout.leaf
@@ -149,7 +149,7 @@ def exchanged_leaves(words: list[str]) -> None:
 
 
 def rank_order(words: list[str]) -> None:
-    """The ranks' gradients are added one after another."""
+    """Add the ranks' gradients one after another."""
     from oneloop.machine import reduction
 
     reduction.tree_sum = lambda parts: sum(parts[1:], parts[0])
@@ -157,7 +157,7 @@ def rank_order(words: list[str]) -> None:
 
 
 def float_norm(words: list[str]) -> None:
-    """The norm is a sum of floating numbers, shard by shard."""
+    """Sum the norm in floating point, shard by shard."""
     from oneloop.run import gradients
 
     norm = gradients.global_norm
@@ -166,7 +166,7 @@ def float_norm(words: list[str]) -> None:
 
 
 def seeded_by_rank(words: list[str]) -> None:
-    """Dropout is a function of the rank and its micro-batch."""
+    """Make dropout depend on the rank and its micro-batch."""
     from oneloop.basics.seeds import reseed
     from oneloop.run.gradients import Gradients
 
@@ -287,7 +287,7 @@ def test_other_versions_are_told():
     assert differences({**same, "computed": about}, {**same, "computed": about}) == []
 
 
-# --- odd tasks and words ----------------------------------------------------------------------------------------------
+# --- odd tasks and command lines --------------------------------------------------------------------------------------
 
 FOUND = """
 import random

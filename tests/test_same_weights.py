@@ -1,4 +1,4 @@
-"""Promise 3: the same weights for any split of the batch, against a plain PyTorch loop."""
+"""Promise 3: the same weights on any parallel layout as in a plain PyTorch loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning rates follow their formulas, and fall like torch's where a metric hangs."""
+"""Learning rates follow their formulas, and fall like torch's when a metric stops improving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sample's randomness is that of seeding always, whether or not a set draws, and it need not say so."""
+"""Random samples are the same as with a seed before every sample; a data set need not declare that it is random."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worlds import run, train
 
 SIZE, MIDDLE = 40, 17
 
-DRAWS = {  # what sample ``index`` adds to itself
+DRAWS = {  # added to sample ``index``
     "nothing": lambda index: 0.0,
     "torch": lambda index: torch.rand(()).item(),
     "Python": lambda index: random.random(),
@@ -38,7 +38,7 @@ def hidden() -> float:
 
 
 class Drawing:
-    """Samples that draw."""
+    """Samples with random numbers."""
 
     def __init__(self, kind: str, *, together: bool = False) -> None:
         self.kind = kind
@@ -55,21 +55,21 @@ class Drawing:
 
 
 class Together(Drawing):
-    """Loads many at once, in its own order of draws."""
+    """Load many samples at once, drawing in another order."""
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         return [self[index] for index in reversed(indices)][::-1]
 
 
 class Always(SeededSamples):
-    """Seeds every sample."""
+    """Seed every sample."""
 
     def batch(self, places, collate):
         return collate([self[place] for place in places])
 
 
 def collate(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Draws too, as one that masks tokens does."""
+    """Collate with random numbers, like a collate function that masks tokens."""
     noise = torch.rand(()).item() + random.random() + np.random.rand()
     return {"x": torch.stack(samples) + noise}
 
@@ -105,7 +105,7 @@ def test_samples_are_those_of_seeding_always(kind, workers, together):
     for micro in (1, 8) if workers == 0 else (4,):
         how = {"micro": micro, "workers": workers, "together": together}
         random.seed(), np.random.seed(), torch.seed()
-        np.random.randn()  # numpy keeps the second of a pair for the next that asks
+        np.random.randn()  # numpy keeps the second number of a pair for the next call
         wanted = stream(kind, **how, always=True)
         assert torch.equal(stream(kind, **how, always=False), wanted)
         assert torch.equal(stream(kind, **how, always=False, start=3 * 8), wanted[3 * 8 :])  # from the middle
@@ -123,7 +123,7 @@ def test_what_draws_nothing_is_loaded_once_and_what_draws_is_seeded_from_then_on
 
 
 class Task:
-    """Learns a line from points that are moved about by numpy."""
+    """Fit a line to points that numpy moves at random."""
 
     def __init__(self, kind: str = "nothing") -> None:
         self.kind = kind

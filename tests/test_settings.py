@@ -1,4 +1,4 @@
-"""Settings that would have no effect, and files that cannot be trusted, are rejected with one message."""
+"""Settings without effect, and files that cannot be trusted, are rejected with one message."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def test_a_recipes_own_value_gives_way_to_what_is_typed():
 
 def test_a_packaged_models_size_gives_way_to_a_model_by_name():
     assert read(["sft"]).task.options["width"] == 96
-    assert read(["sft", "--task.model", "hf:a/b"]).task.options["width"] == 128  # the default, which nothing reads
+    assert read(["sft", "--task.model", "hf:a/b"]).task.options["width"] == 128  # the default, which nothing uses
 
 
 class Fewer(ImageClassification):
-    """Inherits the conditions of arguments that it does not have."""
+    """Inherit the conditions of arguments that it does not have."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__(width=width)
@@ -159,7 +159,7 @@ def test_a_flipped_bit_in_the_cache_is_found(tmp_path, monkeypatch):
     at = data.index(b"some words 77")
     data[at + 5] ^= 1
     table.write_bytes(bytes(data))
-    monkeypatch.setattr(tables, "_STARTED", os.stat(table).st_mtime + 60)  # as a later start
+    monkeypatch.setattr(tables, "_STARTED", os.stat(table).st_mtime + 60)  # as in a later start
     assert made() == before
 
 

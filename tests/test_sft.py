@@ -1,4 +1,4 @@
-"""Supervised fine-tuning from the command line: the same answers on every split, and what is to be seen of them."""
+"""Supervised fine-tuning from the command line: the same answers on every layout, and how they are displayed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_what_was_written_before_goes_back_with_a_resume():
     first = with_earlier(at(10, "a"), {})
     second = with_earlier(at(20, "b"), first)
     assert "earlier" not in first["samples"][0] and second["samples"][0]["earlier"] == [[10, "a"]]
-    assert with_earlier(at(20, "c"), second)["samples"][0]["earlier"] == [[10, "a"]]  # the same step once more
+    assert with_earlier(at(20, "c"), second)["samples"][0]["earlier"] == [[10, "a"]]  # the same step again
     assert "earlier" not in with_earlier(at(5, "d"), second)["samples"][0]
     assert with_earlier(at(30, "e"), {"samples": 3})["samples"][0] == {"index": 3, "continuation": "e"}
     found = first
@@ -100,7 +100,7 @@ def test_a_mixture_of_conversations_and_prompts(tmp_path):
 
 
 def questions(folder: Path) -> list[dict]:
-    """Rows that ask: with an answer, without one, a prompt too long, and turns before."""
+    """Return questions: with an answer, without one, with a prompt that is too long, and with earlier turns."""
     long = [{"role": "user", "content": "so " * 200 + "What comes after monday?"}]
     told = [{"role": "user", "content": "What is 3 plus 4?"}, {"role": "assistant", "content": "seven"}]
     made = [told, told[:1], long, [*told, {"role": "user", "content": "And 1 plus 1?"}], told]
@@ -130,13 +130,13 @@ def test_every_question_is_answered(alone, tmp_path, config):
     tokenizer = transformers.AutoTokenizer.from_pretrained(final)
     for one, row in list(zip(said, rows, strict=True))[1:4]:
         given = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_tensors="pt")
-        tokens = given["input_ids"][:, -64:]  # half of the positions are for the answer
+        tokens = given["input_ids"][:, -64:]  # half of the positions are reserved for the answer
         whole = model.generate(tokens, max_new_tokens=64, do_sample=False, pad_token_id=1)
         assert one["answer"] == tokenizer.decode(whole[0, tokens.shape[1] :], skip_special_tokens=True)
 
 
 def a_model(folder: Path, *, end: str = "<|im_end|>") -> Path:
-    """A small Llama from scratch, whose tokenizer ends texts with ``end`` and turns with <|im_end|>."""
+    """Save a small new Llama, whose tokenizer ends texts with ``end`` and turns with <|im_end|>."""
     import torch
     import transformers
 
@@ -201,7 +201,7 @@ def test_a_model_that_ends_its_turns_otherwise_stops_in_transformers(tmp_path):
 def test_the_ends_of_answers_are_those_of_whole_texts(tmp_path):
     model = str(a_model(tmp_path / "model", end="<|endoftext|>"))
     data = lines(tmp_path / "a.jsonl", [{"prompt": f"{one}?", "completion": "yes " * 60} for one in range(20)])
-    task = SFT(data, model=model, length=16)  # all ends are cut off
+    task = SFT(data, model=model, length=16)  # cuts off all ends
     assert task._ends == [task.tokenizer.eos_token_id]
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<|im_start|>" + "yes " * 60}]
     data = lines(tmp_path / "b.jsonl", [{"messages": [{**said[0], "content": f"{n}?"}, said[1]]} for n in range(20)])

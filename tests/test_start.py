@@ -1,4 +1,4 @@
-"""A start imports what it needs, when it needs it. (What that costs in seconds is benchmarks/start_cost.py.)"""
+"""A start imports only what it needs, when it needs it. (benchmarks/start_cost.py measures the seconds.)"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SLOW = ("torchmetrics", "torchvision", "transformers", "sklearn", "scipy", "pand
 
 
 def loaded(code: str, names: tuple[str, ...], folder) -> list[str]:
-    """Which of these modules a process has imported at its end."""
+    """Return those of these modules that a process has imported at its end."""
     report = f"import atexit, sys; atexit.register(lambda: print('LOADED', [n for n in {names} if n in sys.modules]))\n"
     ended = subprocess.run(
         [sys.executable, "-c", report + code], capture_output=True, text=True, cwd=folder, timeout=120, check=False
@@ -36,6 +36,6 @@ def test_the_package_itself_imports_nothing(tmp_path):
 
 def test_a_run_of_digits_imports_no_library_that_it_does_not_use(tmp_path):
     words = ("digits", "--debug.dry_run", "true", "--track", "none", "--run.dir", "run")
-    assert set(loaded(main(*words), SLOW, tmp_path)) <= {"plotly"}  # which draws the report, after the last step
+    assert set(loaded(main(*words), SLOW, tmp_path)) <= {"plotly"}  # plotly draws the report after the last step
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
     assert "plotly" not in loaded("import oneloop.train", SLOW, tmp_path)

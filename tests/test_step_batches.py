@@ -1,4 +1,4 @@
-"""Parameters by pattern: rates and decay in closed form, what is frozen, and patterns that are wrong."""
+"""Parameter patterns: rates and decay in closed form, frozen parameters, and wrong patterns."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_one_step_of_sgd_is_the_closed_form_of_each_group(tmp_path, strategy, ra
     samples = Sequences(37, seed=1).samples
     total, weight = sequence_loss(model, [samples[i] for i in ids])
     (total / weight).backward()
-    expected = {  # rate and decay of each
+    expected = {  # learning rate and weight decay of each
         "embedding.weight": (0.0, 0.0),
         "inner.weight": (3 * LR, 0.0),
         "inner.bias": (LR, 0.5),
@@ -77,7 +77,7 @@ def test_the_start_says_how_many_each_took_and_a_change_is_rejected(tmp_path):
     assert not torch.equal(average["head.weight"], last["head.weight"])
     manifest = json.loads(next((tmp_path / "run" / "checkpoints").glob("step-*/MANIFEST.json")).read_text())
     kept = [name for name in manifest["tensors"] if "embedding" in name and not name.startswith("model.")]
-    assert kept == []  # no optimizer state, no average
+    assert kept == []  # no optimizer state, no EMA
     again = run(train, [*words, json.dumps({**GROUPS, "head": {"lr_factor": 0.5}})], folder=tmp_path)
     assert again.codes == [2] and "optimizer.groups" in again.output
 

@@ -1,4 +1,4 @@
-"""Tasks on real data: what they load, what a batch weighs, what they reject."""
+"""Tasks on real data: loading, batch weights, rejected input."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_digits_are_divided_by_class_and_never_shared():
     sets = {"train": task.train_set(), **task.eval_sets()}
     assert {name: len(part) for name, part in sets.items()} == {"train": 1258, "validation": 270, "test": 269}
     images = [image.numpy().tobytes() for part in sets.values() for image in part.rows.images]
-    assert len(images) == 1797 and len(images) - len(set(images)) < 3  # scikit-learn holds no doubles to speak of
+    assert len(images) == 1797 and len(images) - len(set(images)) < 3  # scikit-learn has almost no duplicates
     for part in sets.values():
         assert sorted(set(part.rows.labels)) == list(range(10))
 
@@ -142,7 +142,7 @@ def test_a_member_may_be_set_on_the_task_itself_and_a_stub_is_none():
 
     names = ("model", "train_set", "eval_sets", "collate", "weight", "loss")
     check(Mine(**dict.fromkeys(names, lambda *_: None)))
-    with pytest.raises(ValueError, match="lacks eval_sets, loss"):  # inherited from the protocol, and not written
+    with pytest.raises(ValueError, match="lacks eval_sets, loss"):  # inherited from the protocol, not written
         check(Mine(**dict.fromkeys(("model", "train_set", "collate", "weight"), lambda *_: None)))
 
 
@@ -188,6 +188,6 @@ def test_gpt_saves_what_transformers_loads(tmp_path, text_folder):
     model = GPT2LMHeadModel.from_pretrained(final)
     weights = load_file(final / "model.safetensors")
     assert torch.equal(model.transformer.wte.weight, weights["transformer.wte.weight"])
-    assert model.lm_head.weight is model.transformer.wte.weight  # tied: saved once
+    assert model.lm_head.weight is model.transformer.wte.weight  # tied weights are saved once
     assert "lm_head.weight" not in weights
     assert PreTrainedTokenizerFast(tokenizer_file=str(final / "tokenizer.json")).encode("the cat")

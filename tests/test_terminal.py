@@ -1,4 +1,4 @@
-"""What a person sees: plain lines off a terminal, bars on one, nothing on other ranks; runs drawn in the terminal."""
+"""Terminal output: plain lines off a terminal, bars on a terminal, nothing on other ranks; charts in the terminal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def shown(*, terminal: bool, on: bool = True, **how: bool) -> str:
         display.results(50, {"eval/loss": 0.25})
         display.lines(["a line that quiet leaves out"])
         display.say("a line that stays [not markup]")
-        step = 100  # the bar asks for it: it is drawn once more at the end
+        step = 100  # the bar reads it when it is drawn for the last time
         display.metrics(100, FIGURES)
     display.summary(SUMMARY)
     return text.getvalue()
@@ -102,7 +102,7 @@ def test_json_is_json_whatever_the_figures_are():
 
 
 def on_a_terminal(words: list[str]) -> str:
-    """What ``python -m oneloop.train`` writes to a terminal."""
+    """Return the output of ``python -m oneloop.train`` to a terminal."""
     master, slave = os.openpty()
     os.dup2(slave, 1)
     os.environ["TERM"] = "xterm-256color"
@@ -122,7 +122,7 @@ def on_a_terminal(words: list[str]) -> str:
     sys.stdout.flush()
     kept = os.open(os.devnull, os.O_WRONLY)
     os.dup2(kept, 1)
-    os.close(slave)  # nobody writes any more: the reader comes to an end
+    os.close(slave)  # closes the write end, so that the reader ends
     reader.join(10)
     return b"".join(written).decode(errors="replace")
 
@@ -178,10 +178,10 @@ def test_advice_is_given_once_for_each_cause():
     advice = Advice(interval=0.0, workers=0, cores=4)
     long, data = {"seconds": 31.0}, "50 % of the time the device waits for data"
     slow_data = {"share/data": 0.5, "share/compute": 0.5}
-    assert advice(lambda: slow_data | {"seconds": 29.0}) == []  # too short a run for a change to pay
+    assert advice(lambda: slow_data | {"seconds": 29.0}) == []  # too short for a change to pay off
     assert advice(lambda: slow_data | long) == [f"{data}: raise machine.workers from 0 to 1"]
     assert advice(lambda: {"share/data": 0.6, "share/compute": 0.4} | long) == []
-    assert advice(lambda: {"share/compute": 0.97} | long) == []  # nothing to change
+    assert advice(lambda: {"share/compute": 0.97} | long) == []  # no advice
     assert "smaller types" in advice(lambda: {"share/transfer": 0.4} | long)[0]
     of_a_cpu = Advice(interval=0.0, workers=0, cores=0)
     assert of_a_cpu(lambda: slow_data | long) == [f"{data}: make the samples cheaper to load"]
@@ -200,7 +200,7 @@ def test_no_advice_beyond_the_end_of_the_run():
 
 
 def written(folder: Path, steps: range, loss: float = 4.0) -> Path:
-    """A run's metrics, whose loss falls with the steps."""
+    """Write metrics of a run whose loss falls with the steps."""
     folder.mkdir(exist_ok=True)
     with (folder / "metrics.jsonl").open("a") as file:
         for step in steps:
@@ -256,7 +256,7 @@ def test_a_run_that_is_cut_back_is_read_anew(tmp_path):
     assert run.read() and [line["step"] for line in run.lines if "train/loss" in line] == list(range(1, 13))
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 13, "train/lo')
-    assert run.read() and run.lines[-1]["step"] == 12  # half a line is left for the next look
+    assert run.read() and run.lines[-1]["step"] == 12  # half a line is left for the next read
     (tmp_path / "run" / "metrics.jsonl").unlink()
     written(tmp_path / "run", range(1, 40), loss=8.0)
     assert run.read() and next(line["train/loss"] for line in run.lines if "train/loss" in line) == 8.0

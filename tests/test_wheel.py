@@ -1,4 +1,4 @@
-"""Installed from a wheel into a fresh environment, used from another folder: no checkout is needed."""
+"""oneloop works from a wheel in a new environment and from another folder, without a checkout."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ for cell in notebook.cells:
 
 @pytest.fixture(scope="module", params=["borrowed", pytest.param("fresh", marks=pytest.mark.slow)])
 def installed(request, tmp_path_factory):
-    """The programs of an environment with the wheel alone; what it needs is installed there too, or borrowed from this
-    one (without its oneloop)."""
+    """Return the programs of an environment with the wheel; its requirements are installed there, or borrowed from this
+    environment (without its oneloop)."""
     folder = tmp_path_factory.mktemp("wheel")
     uv = shutil.which("uv") or str(Path(sys.executable).parent / "uv")
     if not Path(uv).exists():
@@ -46,7 +46,7 @@ def installed(request, tmp_path_factory):
     python = folder / "env" / "bin" / "python"
     install = [uv, "pip", "install", "--quiet", "--python", str(python)]
     if request.param == "fresh":
-        # The same versions as here, so that nothing is fetched again.
+        # The same versions as here, so that nothing is downloaded again.
         frozen = _do([uv, "pip", "freeze", "--python", sys.executable], folder).splitlines()
         (folder / "same.txt").write_text("".join(f"{line}\n" for line in frozen if "==" in line))
         _do([*install, "-c", "same.txt", f"{wheel}[recipes,notebook]"], folder)
@@ -84,7 +84,7 @@ def test_the_template_and_the_notebook_run_without_a_checkout(installed, tmp_pat
     shutil.copy(ROOT / "docs" / "notebook.ipynb", tmp_path)
     words = [str(installed / "python"), "-c", EXECUTE, "notebook.ipynb"]
     said = _do(words, tmp_path, PATH=f"{installed}:{os.environ['PATH']}")
-    assert "batch.size must be at least 1" in said  # what goes wrong is told
+    assert "batch.size must be at least 1" in said  # errors are reported
     assert _ended(tmp_path, "rings")["eval/accuracy"] > 0.9 and _ended(tmp_path, "half")["exit_code"] == 0
     assert _ended(tmp_path, "two")["eval/loss"] < 0.1
     assert json.loads((tmp_path / "runs/two/environment.json").read_text())["processes"] == 2

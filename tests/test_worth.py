@@ -1,4 +1,4 @@
-"""`oneloop worth`: what each technique is worth here, by real runs; what fails is a line of the table."""
+"""`oneloop worth`: real runs measure what each technique gains; a technique that fails is a line of the table."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SHORT = ["--rounds", "1", "--seconds", "0.01"]
 
 @pytest.fixture(autouse=True, scope="module")
 def server():
-    """The tests' own server of processes, started before another one is asked for."""
+    """The tests' own server of processes, started before any other server."""
     assert worlds.ROOT.exists()
     forkserver.ensure_running()
 
 
 class Fails(ImageClassification):
-    """Digits that fail as they are told to where gradients are accumulated (in smaller micro-batches)."""
+    """Digits that fail as requested if gradients are accumulated (in smaller micro-batches)."""
 
     def __init__(self, how: str = "raise", **options) -> None:
         super().__init__(**options)
@@ -51,7 +51,7 @@ class Fails(ImageClassification):
 
 def test_a_run_of_it_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")  # so that no cell is wrapped
+    monkeypatch.setenv("COLUMNS", "200")  # no cell is wrapped
     assert main(["worth", "digits", "--batch.size", "32", "--only", "fused,ema,clip,recompute", *SHORT]) == 0
     shown = capsys.readouterr().out
     assert "needs a model with blocks" in shown and "results in runs/worth-digits" in shown
@@ -165,5 +165,5 @@ def test_every_technique_is_keys_of_the_recipe_or_a_reason(device):
         on, off = keys
         assert on.keys() == off.keys() and on != off
         for side in keys:
-            read(["gpt", *as_arguments(side)])  # the recipe takes them as they would be typed
+            read(["gpt", *as_arguments(side)])  # the recipe reads them as if typed
     assert len(TECHNIQUES) == 12

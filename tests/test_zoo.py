@@ -1,4 +1,4 @@
-"""Unusual models train the same weights on every parallel layout, or are rejected with a message; nothing else."""
+"""Unusual models train the same weights on every parallel layout, or are rejected with a message."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_model_trains_the_same_weights_on_every_layout_or_is_rejected(tmp_
 
 
 def group_of_one() -> dict[str, str]:
-    """The variables that ``torchrun --nproc_per_node 1`` sets."""
+    """Return the variables that ``torchrun --nproc_per_node 1`` sets."""
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
 
@@ -68,7 +68,7 @@ def test_one_process_in_a_process_group_trains_the_same_weights(tmp_path, config
 
 
 def evaluated(folder: Path, *words: str, ranks: int, config: str) -> dict[str, float]:
-    """The metrics of the last evaluation, of 17 rows."""
+    """Return the metrics of the last evaluation, on 17 rows."""
     place = folder / f"{config}-{ranks}"
     place.mkdir()
     (place / "recipe.yaml").write_text("task: zoo.ListMetrics\n")

@@ -1,4 +1,4 @@
-"""A small base model, adapters trained on it, and how far two of them are apart."""
+"""A small base model, adapters trained on it, and the distance between two adapters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORDS += ["--eval.samples", "0", "--run.dir", "run"]
 
 
 def a_base(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """A small Llama with a tokenizer, as transformers saves them; its matrices are whole blocks of bitsandbytes'."""
+    """Save a small Llama with a tokenizer, like transformers; its matrices fill whole bitsandbytes blocks."""
     from oneloop.tasks.language.synthetic_chats import SyntheticChats
     from oneloop.tasks.language.tokens import chat_tokenizer
 

@@ -1,9 +1,9 @@
-"""Kills a real run at random moments, starts it again with the same command until it is done, and compares.
+"""Kill a real run at random moments, restart it with the same command until it finishes, and compare.
 
     python tests/helpers/chaos.py --recipe digits --kills 100 --config_file accelerate_configs/fsdp2.yaml
 
-Imports once and forks. Most kills are aimed at saving, renaming, pruning and loading; the victims are launchers, single
-ranks and writing processes. All is drawn from the printed seed.
+Imports once and forks. Most kills hit saving, renaming, pruning and loading; the targets are launchers, single
+ranks and writing processes. The printed seed decides all random choices.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def mark(phase: str, what: str) -> None:
 
 
 def traced(phase: str, function):
-    """The function, with its begin and end written down, and a little time for a kill at both."""
+    """Return the function with its begin and end recorded, and a short pause at both for a kill."""
 
     @wraps(function)
     def inner(*args, **kwargs):
@@ -51,7 +51,7 @@ def traced(phase: str, function):
 
 
 def trace_writing(phase: str) -> None:
-    """Writes down what a writer does, in this process."""
+    """Record what a checkpoint writer does, in this process."""
     from oneloop.checkpoint import store, writer
 
     writer.write_tensors = traced(phase, writer.write_tensors)
@@ -64,7 +64,7 @@ def trace_writing(phase: str) -> None:
 def rank_of(
     parent: int, rank: int, ranks: int, port: int, words: list[str], environment: dict[str, str], output: Path
 ) -> None:
-    """One trainer; never returns."""
+    """Train on one rank; never return."""
     from oneloop.basics.launcher import die_with
 
     die_with(parent)
@@ -100,7 +100,7 @@ def rank_of(
 
 
 def launcher(ranks: int, words: list[str], environment: dict[str, str], output: Path) -> None:
-    """Starts the ranks and ends them all with the first that fails, as torchrun does; never returns."""
+    """Start the ranks and end all when the first one fails, like torchrun; never return."""
     from worlds import _free_port
 
     port, parent = _free_port(), os.getpid()
@@ -132,7 +132,7 @@ def family(pid: int) -> set[int]:
 
 
 def gone(pids: set[int], within: float) -> bool:
-    """Whether all of them have ended in time."""
+    """Return whether all of them have ended within this many seconds."""
     import psutil
 
     limit = time.monotonic() + within
@@ -145,7 +145,7 @@ def gone(pids: set[int], within: float) -> bool:
 
 
 def open_phases(trace: Path, pids: set[int]) -> list[str]:
-    """The phases in which these processes were."""
+    """Return the phases in which these processes were."""
     inside: Counter[tuple[int, str]] = Counter()
     for line in trace.read_text().splitlines() if trace.exists() else ():
         pid, what, phase = line.split(maxsplit=2)
@@ -167,7 +167,7 @@ class Chaos:
         self.starts = 0
 
     def start(self, folder: Path, sync: str = "false") -> int:
-        """Forks one start of the run, which writes in the training process or in another one."""
+        """Fork one start of the run, which writes in the training process or in a separate one."""
         self.starts += 1
         os.environ[TRACE] = str(folder.parent / "trace")
         words = [self.recipe, "--run.dir", str(folder), "--track", "none", "--save.sync", sync, *self.words]
@@ -181,11 +181,11 @@ class Chaos:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, (folder.parent / "output.txt").read_text()
 
     def kill_one(self, folder: Path) -> bool | None:
-        """One start and one kill. True: killed; None: the run was done before its time came."""
+        """Start and kill once. Return True if killed, None if the run finished before the kill."""
         trace = folder.parent / "trace"
         trace.unlink(missing_ok=True)
         there = any((folder / "checkpoints").glob("step-*"))
-        phases = PHASES if there else PHASES[:-1]  # at first there is nothing to load
+        phases = PHASES if there else PHASES[:-1]  # the first start has nothing to load
         wanted = min(phases, key=lambda phase: self.hits[phase] + self.chance.random() * 3)
         if self.chance.random() < 0.15:
             wanted = "any"
@@ -200,7 +200,7 @@ class Chaos:
                 return None
             seen = trace.read_text().count(f"begin {wanted}\n") if trace.exists() else 0
             if time.monotonic() - began > 4:
-                break  # that phase does not come in this start (nothing to load, another way of writing)
+                break  # this start has no such phase (nothing to load, or a different way of writing)
             time.sleep(0.002)
         time.sleep(delay)
         if os.waitpid(pid, os.WNOHANG)[0]:
@@ -218,7 +218,7 @@ class Chaos:
             return None
         self.victims[kind] += 1
         self.hits.update(set(hit) or {"training"})
-        if kind == "writer":  # the run bears it: it is told, and goes on
+        if kind == "writer":  # the run reports it and continues
             os.waitpid(pid, 0)
             return True
         if kind != "launcher":
@@ -239,7 +239,7 @@ def _parent(pid: int) -> int:
 
 
 def outcome(folder: Path) -> tuple[bytes, list[tuple]]:
-    """The final weights and averages, and every logged figure that is a function of the recipe."""
+    """Return the final weights and EMA weights, and every logged metric that depends on the recipe only."""
     from worlds import timeless
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -248,7 +248,7 @@ def outcome(folder: Path) -> tuple[bytes, list[tuple]]:
 
 
 def chaos(recipe: str, config: str, ranks: int, kills: int, seed: int, words: list[str], say=print) -> Chaos:
-    """Kills that many times, over as many runs as it takes; every run must end as the one left alone.
+    """Kill ``kills`` times, over as many runs as needed; every run must end like the undisturbed one.
 
     Raises:
         AssertionError: a run did not resume, left an orphan, or differs.

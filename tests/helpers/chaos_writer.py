@@ -1,4 +1,4 @@
-"""The writing process, with what it does written down; started in place of oneloop.checkpoint.writer by chaos.py."""
+"""The writing process, with its actions recorded; chaos.py starts it in place of oneloop.checkpoint.writer."""
 
 from chaos import trace_writing
 from oneloop.checkpoint import writer

@@ -1,4 +1,4 @@
-"""Families of chat templates, their tokenizers and small models of them."""
+"""Families of chat templates, with tokenizers and small models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXTS = ["the answer is it, what is there?\n\n  x\n\n  the word", "ok \n and mor
 
 
 class Family(NamedTuple):
-    """Models whose chats look alike."""
+    """Models with similar chat templates."""
 
     special: tuple[str, ...]
     """the last one ends a text"""
@@ -74,7 +74,7 @@ FAMILIES = {
         "gemma3",
         r"<start_of_turn>model\n(.*?<end_of_turn>)",
         PREFIXES,
-        rejects=calls,  # it has no tools, and wants user and assistant in turn
+        rejects=calls,  # it has no tools, and requires user and assistant in turn
     ),
     "phi 3": Family(
         ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"),
@@ -90,7 +90,7 @@ FAMILIES = {
         None,
         "gptoss",
         "gptoss_training",
-        # TRL's marks begin with the turn's name, since a model writes it too between its thoughts and its answer.
+        # TRL's generation tags include the turn's name: a model also writes it between thoughts and answer.
         r"(<\|start\|>assistant.*?(?:<\|end\|>|<\|call\|>|<\|return\|>))",
         TRLS,
         rejects=call_with_both,
@@ -100,7 +100,7 @@ FAMILIES = {
         None,
         "glm4moe",
         "glm4moe_training",
-        r"<\|assistant\|>(.*?(?:<\|user\|>|<\|observation\|>))",  # these end its turns: they begin the next
+        r"<\|assistant\|>(.*?(?:<\|user\|>|<\|observation\|>))",  # a turn ends at the token that begins the next
         TRLS,
     ),
 }
@@ -114,7 +114,7 @@ def of_trl(name: str) -> str:
 
 
 def tokenizer_with(special: Sequence[str], template: str | None, *, begin: str | None = None, **how: Any) -> Any:
-    """A byte-level BPE with these special tokens; the last one ends a text."""
+    """Return a byte-level BPE with these special tokens; the last one is the end-of-text token."""
     made: Any = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -149,7 +149,7 @@ def written(folder: Path, rows: Sequence[Any], *, held: Sequence[Any] | None = N
 
 
 def a_model(folder: Path, tokenizer: Any, *, positions: int = 1024, seed: int = 0) -> Path:
-    """A small Llama with this tokenizer, as transformers saves them."""
+    """Save a small Llama with this tokenizer, like transformers."""
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),

@@ -1,4 +1,4 @@
-"""Runs of the faulty task, as they are started and as they end."""
+"""Start runs of the faulty task, and read how they ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A task in which something goes wrong: what, on which rank, where and when is said by its arguments."""
+"""A task in which something goes wrong; its arguments set the fault, the rank, the function and the moment."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tiny import Ragged, Sequences
 
 
 class Unspeakable(Exception):
-    """One that cannot be told."""
+    """An exception whose message cannot be formatted."""
 
     def __str__(self) -> str:
         raise ValueError("no words")
 
 
 def happens(fault: str) -> None:
-    """One thing that goes wrong."""
+    """Cause one fault."""
     name, _, value = fault.partition(":")
     if name == "raise":
         kinds = (ValueError, StopIteration, MemoryError, KeyboardInterrupt, asyncio.CancelledError, Unspeakable)
@@ -48,7 +48,7 @@ def happens(fault: str) -> None:
             pass
     if name == "sleep":
         time.sleep(float(value))
-    if name == "garbage":  # to the port of rank 0's supervisor, and then a hang
+    if name == "garbage":  # to the port of rank 0's supervisor, followed by a hang
         host, port, _ = os.environ[ADDRESS].split()
         for line in (b"[]", b'{"word": "\xc3\xa9"}', b"[" * 200_000, b'{"word": []}', b"\xff", b"x" * (1 << 21)):
             with socket.create_connection((host, int(port))) as stranger, suppress(OSError):
@@ -60,7 +60,7 @@ def happens(fault: str) -> None:
 
 
 class Samples(Sequences):
-    """Sequences, one of which goes wrong."""
+    """Sequences with one fault."""
 
     def __init__(self, *given: Any, task: Faulty, **more: Any) -> None:
         super().__init__(*given, **more)
@@ -76,7 +76,7 @@ class Samples(Sequences):
 
 
 class SlowMetric(torchmetrics.MeanMetric):
-    """A mean whose ``compute`` takes a while."""
+    """A mean whose ``compute`` is slow."""
 
     def __init__(self, pause: float) -> None:
         super().__init__()
@@ -88,20 +88,20 @@ class SlowMetric(torchmetrics.MeanMetric):
 
 
 class Faulty(Ragged):
-    """See :func:`happens`.
+    """A task with one fault, see :func:`happens`.
 
     Args:
-        fault: what goes wrong ("" : nothing).
-        where: ``init``, ``sample`` or ``loss``.
-        rank: on which process (-1: on all).
-        at: how many times it goes well before, counted from the first step on.
-        once: a file; where it is, nothing goes wrong, and it is made before something does.
-        pause: seconds of each loss.
+        fault: name of the fault ("": none).
+        where: the function with the fault: ``init``, ``sample`` or ``loss``.
+        rank: the process with the fault (-1: all).
+        at: number of good calls before it, from the first step on.
+        once: a file that is created before the fault; if it exists, there is no fault.
+        pause: seconds per loss.
         slow: the share of losses that take a hundred times as long.
-        eval_pause: seconds of each loss in evaluation.
+        eval_pause: seconds per loss in evaluation.
         epoch_pause: seconds of the first sample of every epoch after the first.
         compute_pause: seconds of the metric's ``compute``; 0: no metric.
-        unlike: what is otherwise on rank 1: ``shorter``, ``other``, ``wider``.
+        unlike: how rank 1 differs: ``shorter`` or ``other`` training data, ``wider`` model.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Faulty(Ragged):
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         if model.training:
-            slow = random.Random(int(batch["index"].sum())).random() < self.slow  # alike in every run
+            slow = random.Random(int(batch["index"].sum())).random() < self.slow  # the same in every run
             time.sleep(self.pause * (100 if slow else 1))
             self.come("loss")
         else:

@@ -1,4 +1,4 @@
-"""A hub on this machine: one data set and its commits, as far as ``datasets`` asks it; or models, which
+"""A local hub: one data set and its commits, with the requests that ``datasets`` makes; or models, which
 ``huggingface_hub`` writes and reads."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 
 class Hub:
-    """Serves parquet files of a data set by commit, until its end.
+    """Serve Parquet files of a data set by commit, until the block ends.
 
     >>> with Hub(folder, "someone/texts") as hub:
     ...     hub.commit({"train.parquet": rows})
@@ -51,7 +51,7 @@ class Hub:
         self.server.server_close()
 
     def variables(self, cache: Path) -> dict[str, str]:
-        """What a process needs to ask this hub and no other."""
+        """Return the environment variables that make a process use only this hub."""
         return {
             "HF_ENDPOINT": f"http://127.0.0.1:{self.server.server_port}",
             "HF_HOME": str(cache),
@@ -60,7 +60,7 @@ class Hub:
         }
 
     def commit(self, files: dict[str, list[dict[str, Any]]]) -> str:
-        """A new commit with these files; returns its name."""
+        """Add a commit with these files; return its name."""
         self.head = hashlib.sha1(json.dumps([self.head, sorted(files)]).encode()).hexdigest()
         (self.folder / self.head).mkdir(parents=True)
         for name, rows in files.items():
@@ -123,7 +123,7 @@ class Hub:
 
 
 class Models(Hub):
-    """Repositories of models that can be made, committed to and read, for who comes with the token ``secret``."""
+    """Model repositories that can be created, committed to and read with the token ``secret``."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "")
@@ -135,7 +135,7 @@ class Models(Hub):
         return super().variables(cache) | {"HF_TOKEN": "secret"}
 
     def files(self, name: str, revision: str = "main") -> dict[str, bytes]:
-        """What lies in a repository at a commit."""
+        """Return the files of a repository at a commit."""
         folder = self.folder / (self.heads[name] if revision == "main" else revision)
         return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 

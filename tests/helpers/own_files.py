@@ -1,4 +1,4 @@
-"""Files of people's own, as tests write them; and a task over rows that notes which it was given, and its memory."""
+"""User data files, as tests write them; and a task over rows that records the rows it got, and its memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORDS = ("alpha", "beta", "gamma")
 
 
 def rows(count: int, *, first: int = 0) -> list[dict[str, Any]]:
-    """Texts whose first word is their class, the number of it, and its letters as words with tags."""
+    """Return rows: a text that begins with its class, the label, the class number, and tokens with tags."""
     made = []
     for number in range(first, first + count):
         word = WORDS[number % 3]
@@ -41,7 +41,7 @@ def rows(count: int, *, first: int = 0) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, kind: str, made: list[dict[str, Any]], *, files: int = 3) -> Path:
-    """The rows as files of a kind, in a folder."""
+    """Write the rows as files of one kind, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(files):
         each = -(-len(made) // files)
@@ -65,7 +65,7 @@ def write(folder: Path, kind: str, made: list[dict[str, Any]], *, files: int = 3
 
 
 def images(folder: Path, kind: str, *, each: int = 30) -> Path:
-    """Pictures of three colours; each a file in its class's folder, or rows of parquet."""
+    """Write images of three colours, as files in one folder per class or as Parquet rows."""
     from PIL import Image
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def images(folder: Path, kind: str, *, each: int = 30) -> Path:
 
 
 def bulk(folder: Path, *, megabytes: float, files: int, group: int = 100, letters: int = 950) -> int:
-    """Parquet files of rows of about a kilobyte, numbered throughout; returns how many rows."""
+    """Write Parquet files of numbered rows of about a kilobyte; return the number of rows."""
     folder.mkdir(parents=True)
     draw, total, each = np.random.default_rng(0), 0, int(megabytes * 1e6 / (letters + 50) / files)
     for number in range(files):
@@ -103,11 +103,11 @@ def bulk(folder: Path, *, megabytes: float, files: int, group: int = 100, letter
     return total
 
 
-# --- a task that writes down what it was given ------------------------------------------------------------------------
+# --- a task that records its rows -------------------------------------------------------------------------------------
 
 
 def anonymous() -> float:
-    """Megabytes of this process's anonymous memory."""
+    """Return the megabytes of this process's anonymous memory."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) / 1024
@@ -115,11 +115,11 @@ def anonymous() -> float:
 
 
 class Numbered:
-    """Rows with a number, and a tiny model; ids go to ``$OWN_FOLDER/ids-RANK-TIME``, and memory to ``memory-PID``.
+    """Numbered rows and a tiny model; ids go to ``$OWN_FOLDER/ids-RANK-TIME``, and memory to ``memory-PID``.
 
     Args:
         data: parquet files with text and id.
-        window: megabytes.
+        window: megabytes of the shuffle window.
         kill_at: micro-batches after which the process kills itself (0: never).
     """
 
@@ -172,7 +172,7 @@ class Numbered:
 
 
 def steps_of(folder: Path, *, ranks: int, micro: int, batch: int) -> list[list[int]]:
-    """The ids of each step of the last start, as all ranks noted them; what was tried before the run is left out."""
+    """Return the ids of each step of the last start, from the records of all ranks, without the preflight check."""
     steps: list[list[int]] = []
     for rank in range(ranks):
         newest = max(folder.glob(f"ids-{rank}-*"), key=lambda path: float(path.name.split("-")[2]))
@@ -188,7 +188,7 @@ def steps_of(folder: Path, *, ranks: int, micro: int, batch: int) -> list[list[i
 
 
 def started(where: Path, words: list[str], data: Path) -> None:
-    """A run that was stopped after half of its steps."""
+    """Leave a run that was stopped after half of its steps."""
     run(train, [*words, "--task.data", str(data), "--run.dir", "run"], folder=where).ok()
     unfinished(where / "run")
 

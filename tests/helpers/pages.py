@@ -9,12 +9,12 @@ from worlds import ROOT
 
 
 def program(name: str, *wanted: str) -> tuple:
-    """Runs a program of the current folder; what some of its variables hold at the end."""
+    """Run a program of the current folder; return these variables at its end."""
     left = runpy.run_path(name, run_name="__main__")
     return tuple(left[one] for one in wanted)
 
 
 def blocks(page: str, kind: str) -> dict[str, str]:
-    """What stands on a page, by the name in its first line."""
+    """Return the code blocks of a page, by the name in their first line."""
     text = (ROOT / "docs" / page).read_text()
     return dict(re.findall(rf"```{kind}\n# (\S+\.\w+)\n(.*?)```", text, re.DOTALL))

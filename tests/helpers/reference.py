@@ -1,4 +1,4 @@
-"""The reference: one big batch per step, in plain PyTorch. Shares no code with oneloop."""
+"""The reference: one big batch per step, in plain PyTorch, without code of oneloop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 def sequence_loss(model: nn.Module, samples: list[Tensor]) -> tuple[Tensor, int]:
-    """Summed next-token loss of sequences one by one, and their number of targets."""
+    """Return the summed next-token loss of sequences, one by one, and their number of targets."""
     total, targets = torch.zeros((), dtype=next(model.parameters()).dtype), 0
     for sample in samples:
         total = total + F.cross_entropy(model(sample[None, :-1])[0], sample[1:], reduction="sum")
@@ -33,7 +33,7 @@ def plain_loop(
     rate: Callable[[int], float],
     clip: float,
 ) -> list[float]:
-    """Trains ``model`` on the samples of each step as one batch; returns the mean loss of each step."""
+    """Train ``model`` on the samples of each step as one batch; return the mean loss of each step."""
     losses = []
     for step, samples in enumerate(steps):
         for group in optimizer.param_groups:
@@ -48,7 +48,7 @@ def plain_loop(
 
 
 class PlainMuon(torch.optim.Optimizer):
-    """Muon on the given matrices, after Jordan 2024 and Liu et al. 2025, in the matrices' own precision."""
+    """Muon on the given matrices, after Jordan 2024 and Liu et al. 2025, in the matrices' precision."""
 
     def __init__(self, params: list[Tensor], lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})

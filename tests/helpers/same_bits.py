@@ -1,4 +1,4 @@
-"""Real runs with ``batch.grain``, and what of them has to be the same bits for every split: all but times."""
+"""Real runs with ``batch.grain``, and their results that must be bit-identical on every layout: all except times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMED = ("time", "train/samples_per_second", "speed/", "share/", "memory/", "dev
 
 
 def digest(folder: Path) -> dict[str, str]:
-    """sha256 by tensor of the newest checkpoint and of ``final/``, and of the log without times."""
+    """Return sha256 by tensor of the newest checkpoint and of ``final/``, and of the log without times."""
     found = {}
     newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
     for place in (newest, folder / "final"):
@@ -28,14 +28,14 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def lines(folder: Path) -> list[dict]:
-    """metrics.jsonl without times, and without what tells of stops and starts."""
+    """Return the lines of metrics.jsonl without times, stops and starts."""
     told = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     kept = [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in told]
     return [line for line in kept if line.get("event") not in ("resume", "save")]
 
 
 def _tensors(folder: Path) -> dict[str, str]:
-    """sha256 of each whole tensor, put together from the shards of a checkpoint."""
+    """Return sha256 of each full tensor, assembled from the shards of a checkpoint."""
     pieces: dict[str, list[tuple[tuple[int, ...], bytes]]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
@@ -47,7 +47,7 @@ def _tensors(folder: Path) -> dict[str, str]:
 
 
 def trained(place: Path, words: list[str], *, ranks: int, config: str, options=(), function=train, **more) -> dict:
-    """The digest of a run of these words on these processes."""
+    """Return the digest of a run with these command-line words on these processes."""
     place.mkdir(parents=True, exist_ok=True)
     more = {"timeout": 600.0} | more
     run(function, [*words, "--run.dir", str(place / "run")], ranks=ranks, config=config, options=options, **more).ok()
@@ -55,12 +55,12 @@ def trained(place: Path, words: list[str], *, ranks: int, config: str, options=(
 
 
 def different(one: dict, other: dict) -> list[str]:
-    """Names of what is not the same."""
+    """Return the names of the items that differ."""
     return [name for name in {**one, **other} if one.get(name) != other.get(name)]
 
 
 def mortal(words: list[str], step: int, delay: float) -> None:
-    """``train``, killed a moment after this step was logged."""
+    """Run ``train`` and kill it ``delay`` seconds after this step was logged."""
     import os
     import signal
     import threading
@@ -84,12 +84,12 @@ def mortal(words: list[str], step: int, delay: float) -> None:
 
 
 def history(folder: Path, words: list[str], deaths: list[tuple[int, str, int]], last: tuple[int, str], draw) -> int:
-    """A run that is killed at these steps, each on another world, and ends on the last; how often it was killed."""
+    """Kill a run at these steps, each on a new layout, and end it on the last one; return the number of kills."""
     folder.mkdir(parents=True, exist_ok=True)
     words, killed = [*words, "--run.dir", str(folder / "run")], 0
     for ranks, config, step in deaths:
         world = run(mortal, words, step, draw.uniform(0.0, 0.1), ranks=ranks, config=config, timeout=300.0)
-        assert set(world.codes) <= {-9, 0, 1}, world.output  # 1: another rank went first
+        assert set(world.codes) <= {-9, 0, 1}, world.output  # 1: another rank died first
         killed += -9 in world.codes
     ranks, config = last
     run(train, words, ranks=ranks, config=config, timeout=300.0).ok()

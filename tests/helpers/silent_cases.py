@@ -1,4 +1,4 @@
-"""What a user gets wrong, case by case: files, what is typed, and what has to be said. Run by test_nothing_silent.py,
+"""User mistakes, case by case: files, the command line, and the expected message. Run by test_nothing_silent.py,
 and by benchmarks/refusals.py against two checkouts."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Mine(Base):
 
 @dataclass(frozen=True)
 class Case:
-    """One mistake."""
+    """One user mistake."""
 
     says: tuple[str, ...]
     """what the message, or where the code is 0 the output, has to hold"""
@@ -339,7 +339,7 @@ ALL = {**CONTRACT, **START, **CODE, **DATA, **GOOD}
 
 
 def files(case: Case) -> dict[str, str | bytes]:
-    """What lies in the folder where it is typed."""
+    """Return the files of the working folder."""
     return {
         "mine.py": BASE + case.task + "\n",
         "chats.jsonl": '{"messages": [{"role": "user", "content": "hi"}]}\n' * 50,
@@ -352,12 +352,12 @@ def files(case: Case) -> dict[str, str | bytes]:
 
 
 def words(case: Case) -> list[str]:
-    """What is typed."""
+    """Return the command-line words."""
     given = ["--duration", "4", "--batch.size", "8", "--track", "none"]
     return [*case.recipe, *given, *([] if "--run.dir" in case.words else ["--run.dir", "run"]), *case.words]
 
 
-# --- what is given anew to a run that was killed ----------------------------------------------------------------------
+# --- changes to a run that was killed ---------------------------------------------------------------------------------
 
 WORDS = ["digits", "--task", "mine.Mine", "--duration", "12", "--batch.size", "8", "--track", "none"]
 WORDS += ["--save.every", "4", "--save.keep", "9", "--log.every", "1", "--eval.every", "6", "--run.dir", "run"]
@@ -370,7 +370,7 @@ def lay(folder: Path, members: str = "    pass", base: str = BASE) -> None:
 
 
 def unfinished(folder: Path, step: int = 8) -> None:
-    """A finished run becomes one that was killed after ``step``."""
+    """Turn a finished run into one that was killed after ``step``."""
     shutil.rmtree(folder / "final")
     (folder / "summary.json").unlink()
     for path in (folder / "checkpoints").glob("step-*"):

@@ -1,4 +1,4 @@
-"""Small models: a ViT and a BERT as transformers saves them, and blocks to recompute."""
+"""Small models: a ViT and a BERT saved like transformers, and blocks for activation checkpointing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from own_files import rows
 
 
 def vit(folder: Path, classes: int) -> Path:
-    """A small ViT as transformers saves it, of other classes."""
+    """Save a small ViT like transformers, with this number of classes."""
     torch.manual_seed(1)
     config = ViTConfig(
         hidden_size=16,
@@ -34,7 +34,7 @@ def vit(folder: Path, classes: int) -> Path:
 
 
 def bert(folder: Path, *, positions: int = 16) -> Path:
-    """A small language model with its tokenizer, as transformers saves them."""
+    """Save a small BERT with its tokenizer, like transformers."""
     made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -91,10 +91,10 @@ def fresh() -> Transformer:
 
 
 def gradients(model: nn.Module) -> tuple[list[torch.Tensor], int]:
-    """Gradients of one batch, and the bytes that autograd kept for them."""
+    """Return the gradients of one batch, and the bytes that autograd saved for them."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
-    alive = []  # so that no address is used twice
+    alive = []  # keeps tensors alive, so that no address is reused
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

@@ -1,4 +1,4 @@
-"""Real runs of a small task, split in any way, and what a plain PyTorch loop makes of the same samples."""
+"""Real runs of a small task on any parallel layout, and the result of a plain PyTorch loop on the same samples."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def trained(
     function=train,
     extra: tuple[str, ...] = (),
 ):
-    """Weights and losses of a real run, and the sample ids of each step."""
+    """Return weights and losses of a real run, and the sample ids of each step."""
     folder.mkdir()
     world = run(
         function,
@@ -84,7 +84,7 @@ def trained(
 
 
 def expected(ids: list[list[int]], *, dtype: torch.dtype, optimizer: str):
-    """Weights and losses of the plain loop on the same samples, from the same initial weights."""
+    """Return weights and losses of the plain loop on the same samples, from the same initial weights."""
     from oneloop.basics.seeds import key
 
     torch.manual_seed(key(0))
@@ -110,7 +110,7 @@ def expected(ids: list[list[int]], *, dtype: torch.dtype, optimizer: str):
 
 
 def both_optimizers(model, samples, ids, rates):
-    """Muon for the inner matrix, AdamW for embedding, head and vectors."""
+    """Use Muon for the inner matrix, and AdamW for embedding, head and vectors."""
     inner = [model.inner.weight]
     rest = [p for p in model.parameters() if p is not inner[0]]
     adamw = torch.optim.AdamW(
@@ -138,7 +138,7 @@ def both_optimizers(model, samples, ids, rates):
 
 
 def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """Relative L2 distance of two sets of weights."""
+    """Return the relative L2 distance of two sets of weights."""
     assert found.keys() == wanted.keys()
     apart = sum((found[name].double() - wanted[name].double()).square().sum() for name in wanted)
     return float((apart / sum(one.double().square().sum() for one in wanted.values())).sqrt())

@@ -1,4 +1,4 @@
-"""Small tasks for tests, with real data sets and models; every drawn sample is written down by its process."""
+"""Small tasks for tests, with real data sets and models; every process records the samples that it loads."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ WORDS = 13
 
 
 def drawn(folder: Path, rank: int, *, micro: int = 99) -> list[int]:
-    """Sample ids that a rank loaded for training, in order; those before them were for trying and for comparing."""
+    """Return the ids that a rank loaded for training, in order, without those of the preflight check and comparison."""
     from oneloop.job.preflight import SAMPLED
     from oneloop.run.compatibility import FIRST, SAMPLES
 
     before = 2 * min(SAMPLED, micro) + (SAMPLES + 2 if rank == 0 else 0)
-    before += 2 * FIRST if (folder / "drawn-1.txt").exists() else 0  # compared between ranks
+    before += 2 * FIRST if (folder / "drawn-1.txt").exists() else 0  # loaded for the comparison between ranks
     return [int(line) for line in (folder / f"drawn-{rank}.txt").read_text().split()][before:]
 
 
@@ -44,7 +44,7 @@ class Sequences:
 
 
 class Net(nn.Module):
-    """Predicts the next token from this one."""
+    """Predict the next token from the current one."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -65,11 +65,11 @@ class Ragged:
         samples: training sequences.
         held_out: validation sequences.
         width: of the model.
-        dropout: before the head.
+        dropout: probability of the dropout before the head.
         spoiled: index of the sequence whose loss is NaN in training (-1: none).
-        infinite: index of the one whose loss is infinite, with finite gradients (-1: none).
-        loud: index of the one whose loss counts ten thousandfold (-1: none).
-        weightless: index of the one that weighs nothing (-1: none).
+        infinite: index of the sequence whose loss is infinite, with finite gradients (-1: none).
+        loud: index of the sequence whose loss is multiplied by ten thousand (-1: none).
+        weightless: index of the sequence with weight 0 (-1: none).
     """
 
     unit = "tokens"
@@ -119,7 +119,7 @@ class Ragged:
 
 
 class Normed(Ragged):
-    """With BatchNorm, in a part that can be frozen."""
+    """With BatchNorm, in a module that can be frozen."""
 
     def model(self):
         net = super().model()

@@ -1,5 +1,5 @@
 # ruff: noqa: F401
-"""Imported once by the server that test processes are forked from; starts no thread."""
+"""Imported once by the server from which test processes are forked; must start no thread."""
 
 import os
 

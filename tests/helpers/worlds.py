@@ -1,6 +1,6 @@
-"""Real processes for tests: forked from a warm server, so that a world of two costs about two seconds.
+"""Real processes for tests, forked from a warm server, so that two processes start in about two seconds.
 
-A world runs a function in each of its processes with the environment that ``accelerate launch`` would give it.
+A world runs a function in each of its processes, with the environment variables of ``accelerate launch``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CONFIGS = ROOT / "accelerate_configs"
 
-# The server takes its path from here (Python 3.11 gives it no other).
+# The server takes its path from here (Python 3.11 has no other way).
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["warm"])
@@ -34,7 +34,7 @@ _context.set_forkserver_preload(["warm"])
 
 @dataclass
 class World:
-    """What a world left behind: exit codes, results and output of its processes, by rank."""
+    """Results of a world: exit codes, return values and output of its processes, by rank."""
 
     codes: list[int | None]
     results: list[Any]
@@ -46,7 +46,7 @@ class World:
 
 
 def environment(config: str, *options: str) -> dict[str, str]:
-    """The variables that ``accelerate launch --config_file accelerate_configs/<config>.yaml`` sets."""
+    """Return the variables that ``accelerate launch --config_file accelerate_configs/<config>.yaml`` sets."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
@@ -67,11 +67,11 @@ def run(
     folder: Path | None = None,
     watch: bool | None = None,
 ) -> World:
-    """Runs ``function(*args)`` in ``ranks`` processes and waits for them.
+    """Run ``function(*args)`` in ``ranks`` processes and wait for them.
 
     Args:
-        watch: each is watched by another, as on a command line; None: where :func:`train` is run, if the variable
-            ONELOOP_TESTS_WATCHED is set (which takes two minutes more of the whole suite).
+        watch: give each process a supervisor, as on a command line; None: for :func:`train`, if the variable
+            ONELOOP_TESTS_WATCHED is set (which adds two minutes to the whole suite).
     """
     watch = (function is train and "ONELOOP_TESTS_WATCHED" in os.environ) if watch is None else watch
     config = config or ("single" if ranks == 1 else "ddp")
@@ -125,10 +125,10 @@ def _child(
     watch: bool,
 ) -> None:
     os.environ.update(env)
-    multiprocessing.set_start_method("fork", force=True)  # of what it starts itself: not the server's way again
+    multiprocessing.set_start_method("fork", force=True)  # its child processes do not use the forkserver
     if folder:
         os.chdir(folder)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores SIGINT
     output = os.open(Path(scratch, f"{rank}.txt"), os.O_CREAT | os.O_WRONLY, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -154,13 +154,13 @@ def _child(
 
 
 def timeless(line: dict[str, Any]) -> dict[str, Any]:
-    """What of a line of metrics is a function of the recipe: no times, no memory."""
+    """Return a metrics line without times and memory: the values that depend on the recipe only."""
     timed = ("time", "train/samples_per_second", "speed/", "share/", "memory/")
     return {name: value for name, value in line.items() if not name.startswith(timed)}
 
 
 def train(argv: Sequence[str]) -> None:
-    """``python -m oneloop.train`` with these words."""
+    """Run ``python -m oneloop.train`` with these words."""
     from oneloop.launch import before_imports
     from oneloop.train import main
 
@@ -169,7 +169,7 @@ def train(argv: Sequence[str]) -> None:
 
 
 def _free_port() -> int:
-    """A free port below those that the system gives to whoever asks for any: none is taken before it is used."""
+    """Return a free port below the ephemeral range, so that no other program takes it before it is used."""
     while True:
         port = random.SystemRandom().randrange(12_000, 32_000)
         with socket.socket() as probe:
@@ -181,7 +181,7 @@ def _free_port() -> int:
 
 
 def here(words: list[str]) -> None:
-    """``python -m oneloop.train`` in the current folder."""
+    """Run ``python -m oneloop.train`` in the current folder."""
     import sys
 
     sys.path.insert(0, "")
@@ -199,7 +199,7 @@ def after(folder: Path, *words: str, config: str = "single", ranks: int = 1):
 
 
 def back_to(folder: Path, step: int) -> None:
-    """Makes a finished run one that was killed after ``step``."""
+    """Turn a finished run into one that was killed after ``step``."""
     from oneloop.checkpoint.store import Store
 
     shutil.rmtree(folder / "final")

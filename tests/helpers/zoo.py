@@ -1,4 +1,4 @@
-"""Small unusual models as tasks, each with what must become of it on every parallel layout.
+"""Small unusual models as tasks, each with its expected outcome on every parallel layout.
 
 ``python tests/helpers/zoo.py [NAMES]`` prints a table: model x layout x grain -> outcome (see zoo_outcomes.py).
 """
@@ -23,17 +23,17 @@ EQUAL: Expected = (("equal", ()),)
 
 
 def rejected(*words: str) -> Expected:
-    """The run ends with code 2 and a message with these words, without a traceback."""
+    """Expect exit code 2 and a message with these words, without a traceback."""
     return (("rejected", words),)
 
 
 def late(*words: str) -> Expected:
-    """The same, or the run ends with code 1: only a later step can show it."""
+    """As ``rejected``, or exit code 1: only a later step can show the fault."""
     return (("rejected", words), ("stopped", words))
 
 
 def reported(*words: str) -> Expected:
-    """The run may train other weights, and a line with these words says so."""
+    """Allow other weights, if a line with these words reports it."""
     return (("reported", words),)
 
 
@@ -63,11 +63,11 @@ def animal(
     grain: Expected | None = None,
     **special: Expected,
 ) -> Callable[[type], type]:
-    """Registers a task class.
+    """Register a task class.
 
     Args:
-        words: more words for the command line.
-        micro: samples of a micro-batch.
+        words: additional command-line words.
+        micro: samples per micro-batch.
         all: expected everywhere.
         plain: expected without ``batch.grain``.
         grain: expected with it.
@@ -86,7 +86,7 @@ def animal(
 
 
 class Samples:
-    """Samples with a bit of everything, the same on every machine."""
+    """Samples with several kinds of fields, the same on every machine."""
 
     def __init__(self, count: int, seed: int) -> None:
         drawn = torch.Generator().manual_seed(seed)
@@ -140,7 +140,7 @@ class Animal:
 
 
 class Layer(nn.Module):
-    """A block: two of them in a list are what FSDP2 gathers one by one."""
+    """A block; FSDP2 gathers each of the two blocks in a list separately."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Something, then a linear head."""
+    """Any module, then a linear head."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class NarrowNet(Net):
 
 @animal()
 class Narrow(Animal):
-    """Of four ranks of FSDP2, the last holds no row of any parameter."""
+    """Of four FSDP2 ranks, the last holds no row of any parameter."""
 
     net = NarrowNet
 
@@ -232,7 +232,7 @@ class Experts(Animal):
 
 @animal(ddp=late("find_unused_parameters"), ddp_grain=late("find_unused_parameters"))
 class ExpertsUnannounced(Experts):
-    """DDP needs a switch for it."""
+    """DDP needs a setting for it."""
 
 
 SKIPPED = late("FSDP2", "unit")
@@ -240,13 +240,13 @@ SKIPPED = late("FSDP2", "unit")
 
 @animal(*FIND, fsdp2=SKIPPED, fsdp2_grain=SKIPPED)
 class ExpertBlocks(Experts):
-    """Each expert is a unit of FSDP2, which a rank may skip."""
+    """Each expert is an FSDP2 unit, which a rank may skip."""
 
     net = staticmethod(lambda: ExpertsNet(Layer))
 
 
 class StackedExpertsNet(Net):
-    """All experts in one parameter, of which each sample selects a matrix: always used."""
+    """All experts in one parameter that is always used; each sample selects one matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class StackedExperts(Experts):
 
 
 class AdaptersNet(Net):
-    """Two adapters of the same sizes: micro-batches with a rare sample use the second for it."""
+    """Two adapters of the same sizes; micro-batches with a rare sample also use the second one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,14 +290,14 @@ class OneAdapterNet(AdaptersNet):
 
 @animal(*FIND, micro=1)
 class OneAdapter(Animal):
-    """A micro-batch is one sample, which uses one of the two: a rank has gradients of as many numbers as another."""
+    """A micro-batch is one sample, which uses one of two adapters, so all ranks have equally many gradients."""
 
     inputs = ("x", "route")
     net = OneAdapterNet
 
 
 class TowerNet(PlainNet):
-    """The second layer is skipped by a micro-batch without rare samples."""
+    """A micro-batch without rare samples skips the second layer."""
 
     def __init__(self, layer: Callable[[], nn.Module] = Layer) -> None:
         super().__init__()
@@ -318,14 +318,14 @@ class TowerBlock(Animal):
 
 @animal(*FIND)
 class TowerInside(TowerBlock):
-    """As above, inside FSDP2's one unit."""
+    """As above, inside FSDP2's only unit."""
 
     net = staticmethod(lambda: TowerNet(lambda: nn.Linear(8, 8)))
 
 
 @animal(*FIND, micro=2)
 class TowerForOneSample(TowerInside):
-    """Only the first sample of the run uses it: the preflight check does, and the last micro-batch does not."""
+    """Only the first sample of the run uses the layer: the preflight check does, and the last micro-batch does not."""
 
     FIRST = 38
 
@@ -335,16 +335,16 @@ class TowerForOneSample(TowerInside):
 
 @animal(*FIND, micro=2)
 class TowerInSmallBatches(TowerInside):
-    """In many micro-batches, and in some steps, no rank uses it; it may be used in an earlier one than the last."""
+    """In many micro-batches and some steps no rank uses the layer; a micro-batch before the last may use it."""
 
 
 @animal(*FIND, *ADAMW)
 class TowerByAdamW(TowerInside):
-    """In a step without rare samples its gradient is None, and AdamW leaves it as it is: not so with zeros."""
+    """Without rare samples the gradient is None and AdamW leaves the parameter unchanged; zeros would move it."""
 
 
 class RepeatedNet(PlainNet):
-    """The second layer is called once for each rare sample of the micro-batch, and once more."""
+    """The second layer is called once per rare sample of the micro-batch, and once more."""
 
     def forward(self, x: Tensor, rare: Tensor) -> Tensor:
         h = self.layers[1](self.layers[0](x))
@@ -356,7 +356,7 @@ class RepeatedNet(PlainNet):
 
 @animal(fsdp2=EQUAL + SKIPPED, fsdp2_grain=EQUAL + SKIPPED)
 class BlockCalledOften(TowerBlock):
-    """Ranks call a unit of FSDP2 a different number of times."""
+    """Ranks call an FSDP2 unit a different number of times."""
 
     net = RepeatedNet
 
@@ -428,7 +428,7 @@ class UsedEarly(Late):
 
 @animal(ddp=late("find_unused_parameters"), ddp_grain=late("find_unused_parameters"))
 class UsedEarlyUnannounced(UsedEarly):
-    """DDP would wait for its gradient."""
+    """DDP would wait for the gradient of the unused layer."""
 
 
 @animal(ddp=rejected("late", "find_unused_parameters"), ddp_grain=rejected("late", "find_unused_parameters"))
@@ -470,13 +470,13 @@ class TiedLayersNet(PlainNet):
 
 @animal(fsdp2=EQUAL + rejected("FSDP", "inner.weight"), fsdp2_grain=EQUAL + rejected("FSDP", "inner.weight"))
 class TiedLayers(Animal):
-    """One parameter in two units of FSDP2."""
+    """One parameter in two FSDP2 units."""
 
     net = TiedLayersNet
 
 
 class MatrixNet(Net):
-    """A head behind a matrix."""
+    """A head after a matrix."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight.size(1))
@@ -493,15 +493,15 @@ class Transposed(Animal):
 
 @animal(all=rejected("weight", "gaps"))
 class Strided(Animal):
-    """Every other column of a larger matrix, which torch's fused optimizers update wrongly on a CPU. It is in float64
-    already, since a conversion would make it dense."""
+    """Every other column of a larger matrix, which torch's fused optimizers update wrongly on a CPU. It is float64
+    from the start, since a conversion would make it dense."""
 
     net = staticmethod(lambda: MatrixNet(torch.randn(8, 8, dtype=torch.float64)[:, ::2]).double())
 
 
 @animal(all=rejected("weight"))
 class Expanded(Animal):
-    """A column that stands for four: in memory it is there once, and no optimizer can update it."""
+    """A column expanded to four: memory holds it once, and no optimizer can update it."""
 
     net = staticmethod(lambda: MatrixNet(torch.randn(8, 1).expand(8, 4)))
 
@@ -518,7 +518,7 @@ class ChannelsLast(Animal):
 
 @animal()
 class ChannelsLastData(Animal):
-    """A contiguous convolution on pictures in another layout."""
+    """A contiguous convolution on channels-last images."""
 
     inputs = ("picture",)
     net = staticmethod(lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)))
@@ -552,7 +552,7 @@ class EmptyNet(PlainNet):
 
 @animal(fsdp2=EQUAL + rejected("nothing"), fsdp2_grain=EQUAL + rejected("nothing"))
 class Empty(Animal):
-    """A parameter of 0 elements."""
+    """A parameter with 0 elements."""
 
     net = EmptyNet
 
@@ -568,7 +568,7 @@ class ComplexNet(Net):
 
 @animal(all=rejected("complex"))
 class Complex(Animal):
-    """No file of a run holds 128 bits; one of 64 is trained by tests/helpers/silent_cases.py."""
+    """Run files cannot hold complex128; tests/helpers/silent_cases.py trains complex64."""
 
     net = ComplexNet
 
@@ -654,14 +654,14 @@ HOOKED = rejected("layers.0.inner.weight", "hook")
 
 @animal(fsdp2=HOOKED, fsdp2_grain=HOOKED)
 class WeightHook(Animal):
-    """Half the gradient of one weight: linear, so that any micro-batch gives the same."""
+    """Halve the gradient of one weight: linear, so any micro-batch size gives the same sum."""
 
     net = staticmethod(lambda: _hooked(lambda gradient: gradient * 0.5))
 
 
 @animal(plain=HOOKED + reported("hook"), fsdp2=HOOKED, fsdp2_grain=HOOKED)
 class WeightHookClamp(Animal):
-    """Clamps the gradient of each micro-batch: another micro-batch gives another sum."""
+    """Clamp the gradient of each micro-batch: another micro-batch size gives another sum."""
 
     net = staticmethod(lambda: _hooked(lambda gradient: gradient.clamp(-0.02, 0.02)))
 
@@ -679,7 +679,7 @@ def _accumulated() -> nn.Module:
 
 @animal(all=HOOKED + reported("hook"), grain=EQUAL + HOOKED, fsdp2=HOOKED, fsdp2_grain=HOOKED)
 class PostAccumulateHook(Animal):
-    """Halves what has accumulated so far: depends on the number of micro-batches."""
+    """Halve the accumulated gradient: depends on the number of micro-batches."""
 
     net = staticmethod(_accumulated)
 
@@ -694,7 +694,7 @@ class ActivationHookNet(PlainNet):
 
 @animal()
 class ActivationHook(Animal):
-    """Clamps the gradient of each sample's activations."""
+    """Clamp the gradient of each sample's activations."""
 
     net = ActivationHookNet
 
@@ -719,7 +719,7 @@ def _with_backward_hooks() -> nn.Module:
 
 @animal()
 class ModuleBackwardHook(Animal):
-    """Clamps the gradient of each sample that leaves a module."""
+    """Clamp the gradient of each sample at the output of a module."""
 
     net = staticmethod(_with_backward_hooks)
 
@@ -772,7 +772,7 @@ EITHER = EQUAL + CHANGED_WEIGHT + reported("forward")
 
 @animal(all=EITHER, grain=CHANGED_WEIGHT, single_grain=EITHER, fsdp2=CHANGED_WEIGHT)
 class Normalised(Animal):
-    """Normalises a weight in place."""
+    """Normalise a weight in place."""
 
     net = NormalisedNet
 
@@ -784,7 +784,7 @@ class DataAssignedNet(ChangedWeightNet):
 
 @animal(all=EITHER, grain=EQUAL + CHANGED_WEIGHT, fsdp2=CHANGED_WEIGHT, fsdp2_grain=CHANGED_WEIGHT)
 class DataAssigned(Animal):
-    """Replaces a weight's ``.data``."""
+    """Replace a weight's ``.data``."""
 
     net = DataAssignedNet
 
@@ -796,13 +796,13 @@ class DataInPlaceNet(ChangedWeightNet):
 
 @animal(all=EITHER, grain=EQUAL + CHANGED_WEIGHT, fsdp2=CHANGED_WEIGHT, fsdp2_grain=CHANGED_WEIGHT)
 class DataInPlace(Animal):
-    """Changes a weight by ``.data``, which counts no version."""
+    """Change a weight through ``.data``, which does not change its version counter."""
 
     net = DataInPlaceNet
 
 
 class TeacherNet(PlainNet):
-    """A frozen average of a layer moves at each forward."""
+    """A frozen average of a layer that is updated at each forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -850,7 +850,7 @@ class RunningAverageNet(BufferNet):
 
 @animal(**BUFFERS)
 class RunningAverage(Animal):
-    """A running average of the inputs, which is used: changes at every forward."""
+    """A running average of the inputs that the forward uses: changes at every forward."""
 
     net = RunningAverageNet
 
@@ -904,7 +904,7 @@ class CountedNet(PlainNet):
 
 @animal(plain=rejected("forwards") + reported("forwards") + reported("buffer"), grain=rejected("forwards"))
 class Counted(Animal):
-    """A buffer that counts forwards, and is not read."""
+    """A buffer that counts forwards and is not read."""
 
     net = CountedNet
 
@@ -922,7 +922,7 @@ class OddBuffersNet(PlainNet):
 
 @animal()
 class OddBuffers(Animal):
-    """Buffers in float64, int64 and bool; one is not saved."""
+    """Buffers in float64, int64 and bool; one is non-persistent."""
 
     net = OddBuffersNet
 
@@ -982,7 +982,7 @@ class GlobalGeneratorNet(NoisyNet):
 
 @animal(plain=reported("random"))
 class GlobalGenerators(Animal):
-    """Draws from the global generators, which oneloop seeds."""
+    """Draw from the global generators, which oneloop seeds."""
 
     net = GlobalGeneratorNet
 
@@ -1008,14 +1008,14 @@ class MemoryNet(NoisyNet):
 
 @animal(**NOISE)
 class Counter(Animal):
-    """A counter in Python, in a model whose loss should be a sum over samples."""
+    """A Python counter, in a model whose loss should be a sum over samples."""
 
     net = CounterNet
 
 
 @animal(**NOISE)
 class Memory(Animal):
-    """Keeps a mean of what it has seen in an attribute."""
+    """Keep a mean of the inputs so far in an attribute."""
 
     net = MemoryNet
 
@@ -1045,7 +1045,7 @@ class DataWithNumpyGenerator(Plain):
 
 
 class OwnTrainingNet(PlainNet):
-    """Switches its own dropout off at every forward."""
+    """Switch its dropout off at every forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1117,14 +1117,14 @@ class FunctionNet(PlainNet):
 
 @animal()
 class LinearFunction(Animal):
-    """A custom autograd function: reverses the gradient."""
+    """A custom autograd function that reverses the gradient."""
 
     net = staticmethod(lambda: FunctionNet(Reverse.apply))
 
 
 @animal()
 class ClampFunction(Animal):
-    """A custom autograd function: clamps the gradient of each sample."""
+    """A custom autograd function that clamps the gradient of each sample."""
 
     net = staticmethod(lambda: FunctionNet(Clamp.apply))
 
@@ -1250,7 +1250,7 @@ SPECTRAL = rejected("0.parametrizations")
 
 @animal(plain=SPECTRAL + rejected("additive") + reported("0.parametrizations") + reported("buffer"), grain=SPECTRAL)
 class SpectralNorm(Animal):
-    """Moves its buffers by a power iteration at every forward in training."""
+    """Change buffers by a power iteration at every forward in training."""
 
     net = staticmethod(
         lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 3))
@@ -1323,7 +1323,7 @@ class Attention(Animal):
     net = AttentionNet
 
 
-# --- What a forward returns, and what a loss reads. -------------------------------------------------------------------
+# --- Outputs of forwards, and inputs of losses. -----------------------------------------------------------------------
 
 
 class NestedOutputNet(PlainNet):
@@ -1344,7 +1344,7 @@ class NestedOutput(Animal):
 
 
 class Box:
-    """Hides a tensor from torch."""
+    """Hide a tensor from torch."""
 
     def __init__(self, inside: Tensor) -> None:
         self.inside = inside
@@ -1369,7 +1369,7 @@ class BoxedNet(Net):
 
 @animal(fsdp2=UNSUPPORTED, fsdp2_grain=UNSUPPORTED)
 class BoxedOutputs(Animal):
-    """Blocks that take and return an object in which FSDP2 finds no tensor."""
+    """Blocks whose inputs and outputs are objects in which FSDP2 finds no tensor."""
 
     net = BoxedNet
 
@@ -1393,7 +1393,7 @@ class Siamese(Plain):
 
 @animal()
 class Ragged(Plain):
-    """A sample counts by its length."""
+    """The weight of a sample is its length."""
 
     unit = "tokens"
 
@@ -1407,7 +1407,7 @@ class Ragged(Plain):
 
 @animal("--eval.micro", "2", "--eval.every", "5")
 class ListMetrics(Plain):
-    """Metrics that keep lists; of the 17 held-out samples, a rank may get none."""
+    """Metrics that keep lists; with 17 validation samples, a rank may get none."""
 
     def eval_sets(self) -> dict[str, Any]:
         return {"validation": Samples(17, seed=2)}

@@ -1,4 +1,4 @@
-"""What becomes of a model of the zoo on a parallel layout: equal, different, rejected, or a crash."""
+"""The outcome of a zoo model on a parallel layout: equal, different, rejected, or a crash."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYOUTS = (*SPLITS, (1, "accumulated"))
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run."""
+    """Outcome of a run."""
 
     kind: str
     """trained, rejected (code 2, no traceback, no files), stopped or traceback (code 1), abort or hang"""
@@ -40,15 +40,15 @@ class Outcome:
 
     @property
     def message(self) -> str:
-        """What the output says of the error: from its last line on that names one."""
+        """Return the error message in the output: all lines from the last one that names an error."""
         lines = [line for line in self.output.splitlines() if line.strip() and not line.startswith("--- rank")]
-        lines = [line for line in lines if "but did not leave" not in line] or lines  # a consequence of the patience
+        lines = [line for line in lines if "but did not leave" not in line] or lines  # due to low patience
         errors = [n for n, line in enumerate(lines) if re.match(r"oneloop: |(\w+\.)*\w+Error: |terminate called", line)]
         return "\n".join(lines[errors[-1] :] if errors else lines[-1:])
 
 
 def outcome(name: str, ranks: int, config: str, *, grain: bool, folder: Path, **more: Any) -> Outcome:
-    """Trains a model of the zoo in a new world, with ``more`` for it."""
+    """Train a zoo model in a new world, with ``more`` options."""
     place = folder / f"{name}-{config}-{ranks}-{'grain' if grain else 'plain'}"
     place.mkdir(parents=True)
     (place / "recipe.yaml").write_text(f"task: zoo.{name}\n")
@@ -66,7 +66,7 @@ def outcome(name: str, ranks: int, config: str, *, grain: bool, folder: Path, **
         world = run(train, words, ranks=ranks, config=config, **more)
     except AssertionError as hung:
         return Outcome("hang", str(hung))
-    codes, output = set(world.codes), world.output.replace(str(folder), "").replace(name, "MODEL")  # names say much
+    codes, output = set(world.codes), world.output.replace(str(folder), "").replace(name, "MODEL")  # for shorter lines
     if codes == {0}:
         final = place / "run" / "final"
         weights = {key: value for file in final.glob("*.safetensors") for key, value in load_file(file).items()}
@@ -81,7 +81,7 @@ def outcome(name: str, ranks: int, config: str, *, grain: bool, folder: Path, **
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Relative L2 distance over all tensors."""
+    """Return the relative L2 distance over all tensors."""
     assert one.keys() == other.keys()
 
     def norm(tensors) -> float:
@@ -92,7 +92,7 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 
 def fits(verdict: str, found: Outcome, expected: Expected) -> bool:
-    """Whether this is one of the expected outcomes."""
+    """Return whether the outcome is one of the expected ones."""
     for kind, words in expected:
         text = (found.output if kind == "reported" else found.message).lower()
         said = all(any(one in text for one in word.lower().split("|")) for word in words)
@@ -104,33 +104,33 @@ def fits(verdict: str, found: Outcome, expected: Expected) -> bool:
 
 
 def expected(name: str, ranks: int, config: str, *, grain: bool) -> Expected:
-    """What must become of a model of the zoo on a layout."""
+    """Return the expected outcome of a zoo model on a layout."""
     return ZOO[name].expected["single" if ranks == 1 else config, grain]
 
 
 class Runs:
-    """The runs of one model, each made once.
+    """The runs of one model; each layout is run once.
 
     Args:
-        name: of the model.
-        folder: where they are written.
+        name: name of the model.
+        folder: where the runs are written.
     """
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self._folder, self._made = name, folder, dict[tuple[int, str, bool], Outcome]()
 
     def of(self, ranks: int, config: str, *, grain: bool) -> Outcome:
-        """The outcome on this layout."""
+        """Return the outcome on this layout."""
         key = ranks, config, grain
         if key not in self._made:
             self._made[key] = outcome(self.name, ranks, config, grain=grain, folder=self._folder)
         return self._made[key]
 
     def verdict(self, ranks: int, config: str, *, grain: bool, found: Outcome | None = None) -> str:
-        """Equal, "differs by ...", or the kind of the outcome.
+        """Return "equal", "differs by ...", or the kind of the outcome.
 
-        Without ``batch.grain``, "equal" is up to rounding, to the run on one process. With it, it is bit by bit, to
-        the run on one process with it; that run is compared with the one without it, up to rounding.
+        Without ``batch.grain``, "equal" means up to rounding, compared with the run on one process. With it, "equal" is
+        bit-identical to one process with ``batch.grain``; that run must equal the one without it up to rounding.
         """
         found = found or self.of(ranks, config, grain=grain)
         if found.weights is None:
@@ -138,18 +138,18 @@ class Runs:
         first = (ranks, config) == (1, "single")
         reference = self.of(1, "single", grain=grain and not first)
         if reference.weights is None and first:
-            return "equal"  # there is nothing to compare with
+            return "equal"  # the reference itself
         if reference.weights is None:
             return "trained, and one process did not"
         apart = distance(reference.weights, found.weights)
         if grain and not first:
             return "equal" if found.digest == reference.digest else f"differs by {apart:.2g}"
         if grain and ("equal", ()) not in ZOO[self.name].expected["single", False]:
-            return "equal"  # without the grain its weights depend on the micro-batch
+            return "equal"  # without the grain, the weights depend on the micro-batch
         return "equal" if apart <= CLOSE else f"differs by {apart:.2g}"
 
     def line(self, ranks: int, config: str, *, grain: bool) -> tuple[bool, str]:
-        """Whether the outcome is right, and a line that describes it."""
+        """Return whether the outcome is right, and a line that describes it."""
         found, verdict = self.of(ranks, config, grain=grain), self.verdict(ranks, config, grain=grain)
         right = fits(verdict, found, expected(self.name, ranks, config, grain=grain))
         told = "" if found.weights is not None else ": " + found.message[:300].replace("\n", " ")
@@ -158,7 +158,7 @@ class Runs:
 
 
 def table(name: str, folder: Path, layouts=LAYOUTS, grains=(False, True)) -> Iterator[tuple[bool, str]]:
-    """Whether each outcome of a model is right, and a line that describes it."""
+    """Yield for each layout whether the outcome is right, and a line that describes it."""
     runs = Runs(name, folder)
     for grain in grains:
         for ranks, config in layouts:
