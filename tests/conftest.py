@@ -110,7 +110,7 @@ test_seeded_samples.py::test_weights_are_those_of_seeding_always[numpy, from the
 test_as_they_are.py::test_complex_weights_train_are_kept_and_come_back[2-ddp]
 test_as_they_are.py::test_what_is_tried_changes_no_bit[digits-2-ddp]
 test_same_bits.py::test_worlds_that_cannot_be_exact_are_rejected[4-hsdp
-test_docs_programs.py::test_both_sides_lose_the_same[from-trainer.md]
+test_docs_programs.py::test_both_sides_lose_the_same[how-to/from-trainer.md]
 test_bad_input.py::test_all_ranks_end_together[words1
 test_bad_input.py::test_all_ranks_end_together[words2
 test_no_hidden_cost.py::test_ddp_sends_its_bucket_and_one_small_sum[adamw]

@@ -187,7 +187,7 @@ def test_figures_of_the_loss_are_logged_as_weighted_means(tmp_path, ranks, confi
 def test_recompute_is_not_counted_twice():
     from oneloop.machine.recompute import recompute
 
-    task = CausalLM(str(ROOT / "docs" / "own-data.md"), layers=2, width=32, heads=2, block=32)
+    task = CausalLM(str(ROOT / "docs" / "reference" / "data.md"), layers=2, width=32, heads=2, block=32)
     batch = task.collate([task.train_set()[i] for i in range(2)])
     counts = set()
     for kind in ("none", "full", "selective"):

@@ -10,7 +10,7 @@ import pytest
 
 from worlds import CONFIGS, ROOT, run, train
 
-TEXT = str(ROOT / "docs" / "own-data.md")
+TEXT = str(ROOT / "docs" / "reference" / "data.md")
 
 EMPTY = """
 from oneloop.tasks.image_classification import ImageClassification

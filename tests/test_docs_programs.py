@@ -13,7 +13,7 @@ from pages import blocks, program
 from small_models import bert
 from worlds import ROOT, run, train
 
-PARTS = blocks("parts.md", "python")
+PARTS = blocks("how-to/single-modules.md", "python")
 
 
 def on_two(folder: Path, name: str, *names: str):
@@ -52,7 +52,7 @@ def test_average_and_checkpoints_are_saved_and_resumed(tmp_path):
     first, second = on_two(tmp_path, "checkpoints.py", "averaged"), on_two(tmp_path, "checkpoints.py", "averaged")
     first.ok()
     (stopped,), _ = second.ok()
-    assert "resuming from plain-run/checkpoints" not in first.output and "step 40" in second.output
+    assert "resuming from" not in first.output and "step 40" in second.output
     whole = tmp_path / "whole"
     whole.mkdir()
     text = PARTS["checkpoints.py"].replace("stop = 20 if count.step == 0 else 40", "stop = 40")
@@ -107,9 +107,10 @@ def test_what_a_plain_script_needs_without_a_gpu(tmp_path):
     ("config", "ranks"), [("single", 1), ("ddp", 2), pytest.param("fsdp2", 2, marks=pytest.mark.slow)]
 )
 def test_two_losses_one_of_them_warmed_up(tmp_path, config, ranks):
-    ((name, text),) = blocks("own-task.md", "python").items()
+    ((name, text),) = blocks("tutorials/own-loss.md", "python").items()
     (tmp_path / name).write_text(text)
-    typed = next(line for line in (ROOT / "docs" / "own-task.md").read_text().splitlines() if f"{name}:" in line)
+    page = (ROOT / "docs" / "tutorials" / "own-loss.md").read_text()
+    typed = next(line for line in page.splitlines() if line.startswith("oneloop") and f"{name}:" in line)
     words = [*typed.split()[4:], "--run.dir", "run", "--track", "none", "--log.every", "1"]
     run(train, words, ranks=ranks, config=config, folder=tmp_path).ok()
     ended = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -123,9 +124,9 @@ def test_two_losses_one_of_them_warmed_up(tmp_path, config, ranks):
 
 
 MOVING = {
-    "from-pytorch.md": ("single", 1, ["--init.from", "start.safetensors"]),
-    "from-accelerate.md": ("ddp", 2, ["--init.from", "start.safetensors"]),
-    "from-trainer.md": ("single", 1, ["--task.model", "start"]),
+    "how-to/from-pytorch.md": ("single", 1, ["--init.from", "start.safetensors"]),
+    "how-to/from-accelerate.md": ("ddp", 2, ["--init.from", "start.safetensors"]),
+    "how-to/from-trainer.md": ("single", 1, ["--task.model", "start"]),
 }
 
 
@@ -144,7 +145,7 @@ def test_both_sides_lose_the_same(tmp_path, page):
     for kind in ("python", "yaml"):
         for name, text in blocks(page, kind).items():
             (tmp_path / name).write_text(text)
-    if page == "from-trainer.md":
+    if page == "how-to/from-trainer.md":
         reviews(tmp_path)
     (theirs,), *_ = run(program, "before.py", "losses", ranks=ranks, config=config, folder=tmp_path).ok()
     common = ["after.yaml", *words, "--log.every", "1", "--track", "none", "--run.dir", "check"]

@@ -23,7 +23,7 @@ from oneloop.tasks.causal_lm import CausalLM
 from tiny import Ragged, Sequences
 from worlds import ROOT, run, train
 
-TEXT = str(ROOT / "docs" / "own-data.md")
+TEXT = str(ROOT / "docs" / "reference" / "data.md")
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])

@@ -15,7 +15,7 @@ import yaml
 from oneloop.recipe.class_paths import resolve
 from oneloop.recipe.key_parser import parser
 from oneloop.recipe.key_rules import NEEDS
-from worlds import CONFIGS, run, train
+from worlds import CONFIGS, ROOT, run, train
 
 SHORT = ["--duration", "6", "--batch.size", "32", "--eval.every", "3", "--save.every", "3", "--track", "none"]
 BASE = ["digits", *SHORT, "--log.every", "1", "--ema.half_life", "64", "--machine.workers", "0"]
@@ -216,3 +216,11 @@ def test_settings_of_accelerate_are_rejected_or_said(tmp_path, options, says):
     how = {"variables": options} if isinstance(options, dict) else {"options": options}
     world = run(train, ["digits", *SHORT], ranks=2, config="fsdp2", folder=tmp_path, **how)
     assert world.codes == ([2, 2] if "=" not in says and says else [0, 0]) and says in world.output, world.output
+
+
+def test_the_page_of_all_keys_is_what_the_schema_says():
+    import runpy
+
+    page = runpy.run_path(str(ROOT / "docs" / "reference" / "make_keys.py"))
+    assert page["PAGE"].read_text() == page["page"](), "run python docs/reference/make_keys.py"
+    assert len(page["page"]().splitlines()) <= 200

@@ -1,4 +1,4 @@
-"""The recipes and programs of docs/own-data.md and docs/own-models.md run unchanged on files with their names."""
+"""The recipes and programs of docs/reference/data.md and docs/reference/models.md run unchanged."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pages import blocks
 from small_models import bert, vit
 from worlds import apply, here, run, train
 
-RECIPES = blocks("own-data.md", "yaml")
-MODELS = blocks("own-models.md", "yaml")
-PROGRAMS = blocks("own-models.md", "python")
+RECIPES = blocks("reference/data.md", "yaml")
+MODELS = blocks("reference/models.md", "yaml")
+PROGRAMS = blocks("reference/models.md", "python")
 SPLITS = {
     "reviews.yaml": ("ddp", 2),
     "scores.yaml": ("fsdp2", 2),

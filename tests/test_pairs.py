@@ -1,11 +1,9 @@
-"""Every pair of techniques on one process, DDP and FSDP2: techniques that do not change the result train the same
-weights, or the pair is rejected with a reason. ``python tests/test_pairs.py`` writes the table to the docs."""
+"""Every pair of techniques under one process, DDP and FSDP2: the same weights as without what only changes how they are
+computed. docs/explanation/techniques.md says so."""
 
 from __future__ import annotations
 
 import re
-import sys
-import tempfile
 from itertools import combinations
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from safetensors.torch import load_file
 
 from adapters import SPLITS, a_base, furthest, of_words
 
-PAGE = Path(__file__).parent.parent / "docs" / "pairs.md"
+PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "techniques.md"
 LEARNED = {
     "packing": ["--task.pack", "packed"],
     "LoRA": ["--task.lora.rank", "4"],
@@ -29,7 +27,6 @@ COMPUTED = {
 """these change nothing of the result"""
 TECHNIQUES = COMPUTED | LEARNED
 PAIRS = list(combinations(TECHNIQUES, 2))
-NAMES = {"single": "one process", "ddp": "DDP", "fsdp2": "FSDP2"}
 
 
 def words_of(techniques, base: Path) -> list[str]:
@@ -68,10 +65,6 @@ def outcome(folder: Path, pair, base: Path) -> list[str]:
     return said
 
 
-def row(pair, said: list[str]) -> str:
-    return f"| {pair[0]} and {pair[1]} | {' | '.join(said)} |"
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     return a_base(tmp_path_factory.mktemp("base") / "small")
@@ -80,26 +73,9 @@ def base(tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("pair", PAIRS, ids=[" ".join(pair) for pair in PAIRS])
-def test_the_page_tells_what_a_pair_does(base, tmp_path, pair):
-    assert row(pair, outcome(tmp_path, pair, base)) in PAGE.read_text()
+def test_a_pair_works_as_the_page_says(base, tmp_path, pair):
+    assert outcome(tmp_path, pair, base) == ["works"] * len(SPLITS)
 
 
-def test_the_page_has_every_pair():
-    text = PAGE.read_text()
-    assert [line.split(" | ")[0] for line in text.splitlines() if " and " in line and line.startswith("| ")] == [
-        f"| {one} and {other}" for one, other in PAIRS
-    ]
-
-
-def write() -> None:
-    """Write the current results into the page."""
-    with tempfile.TemporaryDirectory() as scratch:
-        base = a_base(Path(scratch) / "base")
-        rows = [row(pair, outcome(Path(scratch) / "-".join(pair), pair, base)) for pair in PAIRS]
-    head = f"| | {' | '.join(NAMES[config] for config, _ in SPLITS)} |\n|---|---|---|---|\n"
-    before = PAGE.read_text().partition("| | one process")[0]
-    PAGE.write_text(before + head + "\n".join(rows) + "\n")
-
-
-if __name__ == "__main__":
-    sys.exit(write())
+def test_the_page_counts_every_pair():
+    assert f"All {len(SPLITS) * len(PAIRS)} cells work" in PAGE.read_text()

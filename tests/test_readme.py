@@ -44,7 +44,7 @@ def test_the_call_of_the_readme(tmp_path):
     assert summary["exit_code"] == 0 and (tmp_path / "runs" / "called" / "report.html").exists()
 
 
-CALLS = blocks("from-python.md", "python")
+CALLS = blocks("how-to/from-python.md", "python")
 
 
 def test_the_programs_about_python(tmp_path):
@@ -110,7 +110,7 @@ def test_the_site_builds_strictly_and_has_every_page(tmp_path):
         name = page.relative_to(ROOT / "docs").with_suffix("")
         place = tmp_path / (name.parent if name.name == "index" else name) / "index.html"
         assert place.exists(), page
-    loop = html.unescape(re.sub("<[^>]+>", "", (tmp_path / "loop" / "index.html").read_text()))
+    loop = html.unescape(re.sub("<[^>]+>", "", (tmp_path / "explanation" / "loop" / "index.html").read_text()))
     source = (ROOT / "src/oneloop/train.py").read_text().split("# --8<-- [")
     assert source[1].startswith("start:loop]") and source[2].startswith("end:loop]")
     included = textwrap.dedent(source[1].partition("\n")[2].rpartition("\n")[0])

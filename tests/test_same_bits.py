@@ -357,7 +357,7 @@ def test_a_grain_takes_the_place_of_what_a_packaged_recipe_says():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_commands_of_the_page(tmp_path):
-    commands = (ROOT / "docs" / "same-bits.md").read_text().split("```\n")[1]
+    commands = (ROOT / "docs" / "explanation" / "bit-identical.md").read_text().split("```\n")[1]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", "-e", "-c", commands], cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True

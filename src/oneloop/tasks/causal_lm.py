@@ -30,7 +30,7 @@ class CausalLM(LanguageModel):
         window: megabytes of parquet rows in memory per process while tokenizing.
         block: tokens per sample.
         tokenizer: bytes, or bpe (byte-level, trained on the training texts).
-        vocab: vocabulary size of the bpe tokenizer.
+        vocab: vocabulary size of the bpe tokenizer from scratch.
         pack: concat (concatenate all texts and cut samples of block tokens; a text attends to earlier texts in its
             sample), packed (several texts per sample; none attends to another), or padded (one text per sample; the
             samples of a step have similar lengths). packed and padded split longer texts.

@@ -32,7 +32,7 @@ class ImageClassification(Task):
             module.Class, called with num_classes.
         pretrained: a .safetensors file, a folder with one, or true for the public weights of the model (a folder or
             hf: loads its weights unless this is false). If the classes differ, the last layer is re-initialized.
-        trust_remote_code: run Python code stored with the weights of a folder or hf: (only if you trust the author).
+        trust_remote_code: run Python code stored with the weights (only if you trust the author).
         width: channels of the first layer (cnn).
         augment: randomly shift and mirror the training images.
         mirror: randomly mirror the training images (null: as augment, but not for digits and letters).

@@ -43,7 +43,7 @@ class SFT(LanguageModel):
         chat_template: Jinja file to use instead of the tokenizer's chat template.
         day: date (YYYY-MM-DD) for chat templates that insert the current date.
         architecture: llama or gpt2, for a model from scratch.
-        vocab: vocabulary size of the tokenizer from scratch, a byte-level BPE.
+        vocab: vocabulary size of the bpe tokenizer from scratch.
         length: maximum tokens per sample.
         answer: maximum tokens of a generated answer (report, oneloop predict).
         overlong: cut longer samples, split them into several, or drop them.

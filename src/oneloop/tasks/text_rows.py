@@ -25,7 +25,7 @@ class TextRows(Task):
         window: megabytes of parquet rows in memory per process; samples are shuffled within them.
         model: bytes (a byte-level encoder from scratch), a folder saved by transformers, or hf:ID[@REVISION]. If the
             classes differ, the last layer is re-initialized.
-        pretrained: load the weights of the folder or hf: (false: use only its configuration).
+        pretrained: load the weights of model (false: use only its configuration).
         trust_remote_code: run Python code stored with the weights (only if you trust the author).
         layers: number of transformer blocks (bytes).
         heads: number of attention heads (bytes).
