@@ -116,7 +116,7 @@ def test_the_site_builds_strictly_and_has_every_page(tmp_path):
     included = textwrap.dedent(source[1].partition("\n")[2].rpartition("\n")[0])
     assert all(line in loop for line in included.splitlines())
     reference = (tmp_path / "reference" / "ema" / "index.html").read_text()
-    assert "half_life" in reference and "Give exactly one of the three kinds" in reference
+    assert "half_life" in reference and "Give exactly one of half_life, decay and power" in reference
     linked = {
         (page.parent / target).resolve()
         for page, text in PAGES.items()
