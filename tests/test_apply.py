@@ -124,9 +124,9 @@ def test_a_task_of_ones_own_says_its_outputs(tmp_path):
 
 BAD = {
     "no run": (["evaluate", "nowhere"], "nowhere holds no run (no recipe.yaml)"),
-    "no such weights": (["evaluate", "run", "--weights", "mean"], "holds no average"),
-    "no such checkpoint": (["evaluate", "run", "--checkpoint", "4"], "--checkpoint 4: there is none; steps: "),
-    "no such average": (["evaluate", "run", "--checkpoint", "6", "--weights", "mean"], "has no average 'mean'"),
+    "no such weights": (["evaluate", "run", "--weights", "mean"], "has no EMA"),
+    "no such checkpoint": (["evaluate", "run", "--checkpoint", "4"], "--checkpoint 4 not found; available steps: "),
+    "no such average": (["evaluate", "run", "--checkpoint", "6", "--weights", "mean"], "has no EMA 'mean'"),
     "no such data": (["evaluate", "run", "--data", "nothing"], "--data nothing: 'nothing' is not a file or folder"),
     "labels of others": (["evaluate", "run", "--data", "others"], "were never trained on"),
     "no file": (["predict", "run"], "needs a file to write to: --to"),

@@ -346,7 +346,7 @@ def test_splits_of_a_data_set_are_its_own(tmp_path, monkeypatch):
     assert {name: len(part) for name, part in parts.items()} == {"train": 60, "validation": 7}
     assert all(parts["validation"][n]["text"].startswith("validation") for n in range(7))
     chats = Source("data", {"text": "chat"}, parts=hub(str(tmp_path / "data"), ["chat"]))
-    with pytest.raises(ValueError, match="'chat' holds .*, and text is needed"):
+    with pytest.raises(ValueError, match="'chat' holds .*; expected text"):
         check_texts([chats], "text")
 
 
@@ -415,8 +415,20 @@ def test_a_thinned_curve_keeps_what_matters():
 # --- help texts -------------------------------------------------------------------------------------------------------
 
 
-def test_help_shows_docstrings_in_the_readmes_form(tmp_path):
-    code = (ROOT / "README.md").read_text().split("```python\n# sines.py")[1].split("```")[0]
+def test_help_shows_the_docstring_of_a_class(tmp_path):
+    code = """class Sines:
+        \"\"\"Sines.
+
+        Args:
+            samples: training points.
+            width: of the network.
+        \"\"\"
+
+        def __init__(self, samples: int = 1000, width: int = 64):
+            pass
+
+        model = train_set = eval_sets = collate = weight = loss = lambda *_: None
+    """
     (tmp_path / "my_task.py").write_text(code)
     ended = subprocess.run(
         [sys.executable, "-m", "oneloop.train", "digits", "--task", "my_task.Sines", "--help"],

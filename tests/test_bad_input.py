@@ -50,7 +50,7 @@ BAD = {
     "a key without a value": (["digits", "--batch.size"], ["batch.size needs a value"]),
     "an unknown metric": (["digits", "--eval.best", "eval/acc"], ["eval.best", "eval/accuracy"]),
     "a warm-up longer than the run": (["digits", "--duration", "5", "--schedule.warmup", "6"], ["schedule.warmup"]),
-    "a duration of none": (["digits", "--duration", "0"], ["duration 0", "the shortest is 1"]),
+    "a duration of none": (["digits", "--duration", "0"], ["duration 0", "the minimum is 1"]),
     "tokens of images": (["digits", "--duration", "5M tokens"], ["duration", "tokens", "samples"]),
     "an unknown optimizer": (["digits", "--optimizer.name", "adamv"], ["optimizer.name", "did you mean 'adamw'"]),
     "an option of another optimizer": (["digits", "--optimizer.momentum", "0.9"], ["optimizer.momentum"]),
@@ -63,7 +63,7 @@ BAD = {
         ["ema.half_life", "ema.decay", "one of them"],
     ),
     "an average wider than any": (["digits", "--ema.power", "[0.4]"], ["ema.power 0.4", "below 0.289"]),
-    "the same average twice": (["digits", "--ema.half_life", "[2ep,2ep]"], ["two averages are the same"]),
+    "the same average twice": (["digits", "--ema.half_life", "[2ep,2ep]"], ["duplicate EMAs in"]),
     "the metric of an average that is not kept": (
         ["digits", "--eval.best", "ema/eval/accuracy"],
         ["eval.best", "eval/accuracy"],

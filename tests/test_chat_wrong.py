@@ -132,7 +132,8 @@ BAD = {
     "no chat template": Bad(with_template(None), ("the tokenizer has no chat template", "--task.chat_template FILE")),
     "a template file that is not there": Bad(with_file(None), ("task.chat_template", "mine.jinja", "cannot be read")),
     "a template file that is no Jinja": Bad(
-        with_file("{% for m in messages %}{{ m.content"), ("task.chat_template", "mine.jinja", "is no Jinja template")
+        with_file("{% for m in messages %}{{ m.content"),
+        ("task.chat_template", "mine.jinja", "is not a Jinja template"),
     ),
     "a template that raises": Bad(
         with_file(PLAIN + "{{ raise_exception('only for birds') }}"),
@@ -160,7 +161,10 @@ BAD = {
     ),
     "a role that is none": Bad(
         chat({"role": "human", "content": "?"}, {"role": "assistant", "content": "x"}),
-        ("train.jsonl, row 1: message 0 is by 'human'", "none of system, developer, user, assistant, tool; rename it"),
+        (
+            "train.jsonl, row 1: message 0 has role 'human'",
+            "expected one of system, developer, user, assistant, tool; rename it",
+        ),
     ),
     "messages that are texts": Bad(
         rows(*[{"messages": ["hi", "yo"]}] * 3), ("train.jsonl, row 0: message 0 must have role and content, got 'hi'",)
@@ -219,7 +223,8 @@ BAD = {
         with_model(mamba), ("task.pack packed", "state", "use task.pack padded")
     ),
     "attention of its own with packed documents": Bad(
-        with_model(gpt_neo), ("task.pack packed", "its attention is its own", "use task.pack padded")
+        with_model(gpt_neo),
+        ("task.pack packed", "does not use transformers' attention interface", "use task.pack padded"),
     ),
     "experts": Bad(
         with_model(mixtral),
@@ -292,7 +297,7 @@ def test_what_a_template_leaves_out_is_not_an_answer(tmp_path):
 MORE = {
     "calls that are texts": (chat(USER, {"role": "assistant", "content": "x", "tool_calls": ["look"]}), "tool_calls"),
     "a template that fails otherwise": (with_file(PLAIN + "{{ 1 // (messages | length - 2) }}"), "the chat template"),
-    "a message that is only said": (rows(*[{"messages": "hello"}] * 3), "there is 'hello'"),
+    "a message that is only said": (rows(*[{"messages": "hello"}] * 3), "got 'hello'"),
     "a number as a content": (chat(USER, {"role": "assistant", "content": {"text": "x"}}), "content"),
     "a message without a content": (
         rows(*[{"messages": [{"from": "human"}, {"from": "gpt", "value": "x"}]}] * 3),
@@ -315,7 +320,7 @@ def test_what_a_template_does_not_write_is_told(name, key):
 
     call = [{"type": "function", "function": {"name": "look", "arguments": {"n": 1}}}]
     answer = {"role": "assistant", "content": "", key: call if key == "tool_calls" else "thoughts"}
-    with pytest.raises(ValueError, match="writes nothing of what the assistant says"):
+    with pytest.raises(ValueError, match="does not write the assistant's answer"):
         Chat(tokenizer_of(name)).encode([USER, answer])
 
 

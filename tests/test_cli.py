@@ -75,7 +75,7 @@ def test_export_gives_what_transformers_loads(gpt, capsys):
     capsys.readouterr()
     for words, says in (
         (["--checkpoint", "5"], "steps: 4, 8, 12"),
-        (["--checkpoint", "x"], "there is none"),
+        (["--checkpoint", "x"], "not found"),
         (["--weights", "ema"], "no average 'ema'; it has none"),
         (["--too"], "unrecognized arguments: --too"),
     ):

@@ -105,7 +105,7 @@ def _one_interpreter() -> None:
     with pytest.raises(Diverged, match="step 4: the (loss|gradient) is not finite"):
         fit(Points, task={"nan_after": 10}, batch={"size": 8}, duration=20, run={"dir": "nan"}, **QUIET)
     assert json.loads(Path("nan/summary.json").read_text())["exit_code"] == 3
-    with pytest.raises(BadInput, match="did you mean 'batch.size'"):
+    with pytest.raises(BadInput, match="did you mean batch="):
         fit("digits", batch={"siz": 3})
     with pytest.raises(BadInput, match="batch.size must be a whole number"):
         fit("digits", batch={"size": "many"}, run={"dir": "bad"})
@@ -281,7 +281,7 @@ def _in_a_thread() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [summary["step"] for summary in found] == [2] and "another fit is under way" in rejected[0]
+    assert [summary["step"] for summary in found] == [2] and "another call of oneloop is under way" in rejected[0]
     for wrong in ({"name": "other.py:T"}, "other.py:T"):
         with pytest.raises(BadInput, match="two tasks given"):
             fit(Points, task=wrong)

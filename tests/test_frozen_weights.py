@@ -88,7 +88,7 @@ def test_what_is_damaged_is_made_anew_or_rejected(tmp_path, config, ranks):
     shutil.rmtree(here / "base")
     world = trained(tmp_path, *words, config=config, ranks=ranks)
     world.ok()
-    assert "run/base was damaged" in world.output and "is written again from the model as built" in world.output
+    assert "run/base was damaged" in world.output and "rewriting it from the initial model" in world.output
     again = load_file(here / "final" / "model.safetensors")
     assert all(torch.equal(last[name], again[name]) for name in last)
     assert (here / "base" / "frozen.safetensors").read_bytes() == base
@@ -146,7 +146,7 @@ def test_another_type_needs_mixed_precision(tmp_path):
     world = trained(tmp_path, "--machine.base_dtype", "bfloat16")
     assert world.codes == [2] and "set --mixed_precision bf16" in world.output
     world = trained(tmp_path, "--machine.base_dtype", "bfloat16", rules={"head": {"lr_factor": 2}})
-    assert world.codes == [2] and "and no parameter is frozen" in world.output
+    assert world.codes == [2] and "and none is frozen" in world.output
 
 
 def test_parts_of_other_weights_are_left_out(tmp_path):
@@ -159,7 +159,7 @@ def test_parts_of_other_weights_are_left_out(tmp_path):
     assert "init.leave_out: 2 tensors keep the task's initial values" in world.output
     last = load_file(tmp_path / "run" / "final" / "model.safetensors")
     assert all(torch.equal(last[name], other[name]) for name in FROZEN)
-    for given, says in (('["heads"]', "'heads' takes no parameter of the model"), ("[]", "is of another model")):
+    for given, says in (('["heads"]', "'heads' matches no parameter of the model"), ("[]", "is of another model")):
         world = trained(tmp_path, *words, given, "--run.dir", "none")
         assert world.codes == [2] and says in world.output
     world = trained(tmp_path, "--init.leave_out", '["head"]', "--run.dir", "none")

@@ -102,7 +102,7 @@ def test_damaged_books_are_told_and_the_run_goes_on(tmp_path, whole, name, kind)
     file.write_bytes(DAMAGE[kind](file.read_bytes()))
     world = run(train, [*WORDS[:1], *WORDS[3:], "--task.width", "8"], folder=tmp_path)
     world.ok()
-    assert f"run/{name} is" in world.output, world.output
+    assert f"run/{name} " in world.output, world.output
     for end in ("model.safetensors",):
         assert (tmp_path / "run" / "final" / end).read_bytes() == (whole / "run" / "final" / end).read_bytes()
     assert b"\0" not in (tmp_path / "run" / "metrics.jsonl").read_bytes()
@@ -129,7 +129,7 @@ def test_a_damaged_end_is_written_again(tmp_path, whole):
             assert main(["verify", str(folder / "run")]) == 1
         world = run(train, [*WORDS[:1], *WORDS[3:], "--task.width", "8"], folder=folder)
         world.ok()
-        assert "damaged" in world.output and "written again" in world.output
+        assert "damaged" in world.output and "rewriting it" in world.output
         assert main(["verify", str(folder / "run")]) == 0
         weights = "final/model.safetensors"
         assert (folder / "run" / weights).read_bytes() == (whole / "run" / weights).read_bytes()
@@ -357,7 +357,7 @@ def test_what_is_the_users_own_is_never_overwritten(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.yaml").write_text("# by hand\nseed: 1\n")
     rejected = run(here, WORDS, folder=tmp_path)
-    assert rejected.codes == [2] and "no run of oneloop" in rejected.output
+    assert rejected.codes == [2] and "do not belong to a oneloop run" in rejected.output
     assert (tmp_path / "run" / "recipe.yaml").read_text() == "# by hand\nseed: 1\n"
 
 

@@ -213,17 +213,17 @@ def test_shares_of_classes_are_trained_on(tmp_path, config, ranks):
 
 
 BAD = {
-    "a share below 0": ({"label": [1.2, -0.2, 0.0]}, {}, r"row 5: \[1.2, -0.2, 0.0\] in 'label' are no shares"),
-    "too few shares": ({"label": [0.5, 0.5]}, {}, "are no shares of 3 classes"),
+    "a share below 0": ({"label": [1.2, -0.2, 0.0]}, {}, r"row 5: \[1.2, -0.2, 0.0\] in 'label' are not shares"),
+    "too few shares": ({"label": [0.5, 0.5]}, {}, "are not shares of 3 classes"),
     "shares above 1": ({"label": [0.5, 0.5, 0.5]}, {}, "which are 0 or more and sum to 1"),
     "balanced shares": ({}, {"class_weights": "balanced"}, "balanced needs one label for each sample"),
     "two weights": ({}, {"class_weights": [1.0, 2.0]}, "3 weights > 0, for 0, 1, 2"),
     "a weight of 0": ({}, {"class_weights": [1.0, 2.0, 0.0]}, "weights > 0, for"),
-    "as many as there are": ({}, {"top_k": 3}, "task.top_k 3 is asked for, and there are 3 classes"),
-    "a crop above 1": ({}, {"crop": 1.5}, "task.crop 1.5 must be between  0 and 1"),
-    "a negative mixup": ({}, {"mixup": -0.1}, "task.mixup -0.1 must be between  0 and 100"),
-    "a magnitude": ({}, {"randaugment": 31}, "task.randaugment 31 must be between  0 and 30"),
-    "smoothing": ({}, {"smoothing": 1.0}, "task.smoothing 1.0 must be between  0 and 1"),
+    "as many as there are": ({}, {"top_k": 3}, "task.top_k 3 must be below the number of classes, 3"),
+    "a crop above 1": ({}, {"crop": 1.5}, "task.crop 1.5 must be between 0 and 1"),
+    "a negative mixup": ({}, {"mixup": -0.1}, "task.mixup -0.1 must be between 0 and 100"),
+    "a magnitude": ({}, {"randaugment": 31}, "task.randaugment 31 must be between 0 and 30"),
+    "smoothing": ({}, {"smoothing": 1.0}, "task.smoothing 1.0 must be between 0 and 1"),
 }
 
 

@@ -120,12 +120,12 @@ BAD = {
     "an unknown name": (["resnet19"], "'resnet19' is unknown; use cnn, a folder"),
     "pickled weights": (
         ["mobilenet_v3_small", "PICKLE"],
-        "weights.pth is no .safetensors file; pickled weights are never",
+        "weights.pth is not a .safetensors file; oneloop never loads pickled weights",
     ),
     "public weights of torchvision": (["mobilenet_v3_small", True], "are pickles, which are never loaded"),
     "weights of another model": (["timm:test_resnet", "OTHER"], "the weights do not fit this model \\(missing: "),
     "no weights": (["timm:test_resnet", "NOWHERE"], "no .*model.safetensors"),
-    "a class of the standard library": (["json.JSONDecoder"], "is of Python's standard library"),
+    "a class of the standard library": (["json.JSONDecoder"], "is in Python's standard library"),
     "a class that is no model": (["own_files.bulk"], "cannot be built with num_classes=3"),
 }
 
@@ -218,5 +218,5 @@ def test_weights_for_the_small_network_and_odd_statistics_are_rejected(tmp_path)
     images(tmp_path / "data", "folders", each=8)
     with pytest.raises(ValueError, match="must both have 3 channels, or both 1"):
         ImageClassification(str(tmp_path / "data"), mean=[0.5], held_out=0.2)
-    with pytest.raises(ValueError, match="no folder that transformers saved: there is no ./nothere/config.json"):
+    with pytest.raises(ValueError, match="is not a folder saved by transformers: ./nothere/config.json is missing"):
         image_model("./nothere", list("abc"))

@@ -248,7 +248,7 @@ def an_adapter(folder: Path, base: Path, **how) -> Path:
 WRONG = [
     (["--task.lora.rank", "0"], "task.lora.rank 0 must be at least 1 (common: 16; null: train all parameters)"),
     (["--task.lora.alpha", "8"], "task.lora.alpha requires task.lora.rank (common: 16)"),
-    (["--task.lora.quantize", "nf4"], "task.lora.quantize is given without task.lora.rank"),
+    (["--task.lora.quantize", "nf4"], "task.lora.quantize requires task.lora.rank"),
     (["--task.lora.rank", "4", "--task.lora.dropout", "1"], "task.lora.dropout 1.0 must be at least 0 and below 1"),
     (
         ["--task.lora.rank", "4", "--task.lora.targets", '["q_proj", "query"]'],

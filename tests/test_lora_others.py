@@ -106,7 +106,7 @@ def test_a_model_that_is_changed_underfoot(base, tmp_path):
     task = the_task(own, rank=4)
     task.model()
     (own / "model.safetensors").write_bytes((own / "model.safetensors").read_bytes())
-    with pytest.raises(ValueError, match="was changed while this run stood on it; put back what it was"):
+    with pytest.raises(ValueError, match="changed since this run started; restore the original files"):
         task.origin.unchanged()
     with pytest.raises(ValueError, match="was changed while this run stood on it"):
         _ = task.origin.content

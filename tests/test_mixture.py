@@ -75,7 +75,7 @@ def test_sets_with_an_order_of_their_own_keep_it():
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
-        ((-0.1, 1, 1), "the weights of a mixture are -0.1, 1, 1; numbers above 0 are needed"),
+        ((-0.1, 1, 1), "the weights of a mixture are -0.1, 1, 1; expected numbers above 0"),
         ((0, 0, 0), "the weights of a mixture are 0, 0, 0"),
         ((float("nan"), 1, 1), "the weights of a mixture are nan, 1, 1"),
         ((0.123456789, 1, 1), "round them to four digits"),
@@ -87,7 +87,7 @@ def test_weights_that_say_nothing_are_rejected(weights, says):
 
 
 def test_an_empty_set_is_rejected():
-    with pytest.raises(ValueError, match="the set 'b'of a mixture is empty; remove it"):
+    with pytest.raises(ValueError, match="the set 'b' of a mixture is empty; remove it"):
         Mixture({"a": range(3), "b": range(0)}, [1, 1])
 
 

@@ -105,7 +105,7 @@ BAD = {
         ["--task.text", "body"],
     ),
     "a nested column": (
-        lambda folder: write(folder, "parquet", rows(30)) and ["'tags' holds lists of string, and one label"],
+        lambda folder: write(folder, "parquet", rows(30)) and ["'tags' holds lists of string; expected one label"],
         ["--task.label", "tags"],
     ),
     "numbers as classes": (
@@ -113,15 +113,15 @@ BAD = {
         ["--task.label", "number"],
     ),
     "numbers as text": (
-        lambda folder: write(folder, "parquet", rows(30)) and ["'number' holds values of float64, and text is needed"],
+        lambda folder: write(folder, "parquet", rows(30)) and ["'number' holds values of float64; expected text"],
         ["--task.text", "number"],
     ),
     "too much held out": (
-        lambda folder: write(folder, "parquet", rows(30)) and ["task.held_out 0.7 must be between  0 and 0.5"],
+        lambda folder: write(folder, "parquet", rows(30)) and ["task.held_out 0.7 must be between 0 and 0.5"],
         ["--task.held_out", "0.7"],
     ),
     "no window": (
-        lambda folder: write(folder, "parquet", rows(30)) and ["task.window 0 is no memory"],
+        lambda folder: write(folder, "parquet", rows(30)) and ["task.window 0 must be a positive number"],
         ["--task.window", "0"],
     ),
     "a row without a label": (without_label, []),
@@ -211,14 +211,14 @@ MIXED = {
         [{"data": "A", "weight": 0}, {"data": "B", "weight": 0}],
         "the weights of a mixture are 0.0, 0.0",
     ),
-    "no number": ([{"data": "A", "weight": "much"}, {"data": "B"}], "the weight 'much' of 'A'is not a number"),
-    "no place": ([{"weight": 1}], "names no place"),
+    "no number": ([{"data": "A", "weight": "much"}, {"data": "B"}], "the weight 'much' of 'A' is not a number"),
+    "no place": ([{"weight": 1}], "has no data"),
     "a strange key": (
         [{"data": "A", "wight": 1}],
         "'wight': unknown entry; known: data, label, name, second, text, weight",
     ),
     "no source": ([], "task.data is an empty list"),
-    "twice the same": ([{"data": "A"}, {"data": "A"}], "names two places 'A'"),
+    "twice the same": ([{"data": "A"}, {"data": "A"}], "has two entries named 'A'"),
     "an empty set": ([{"data": "A"}, {"data": "E"}], "'E': the whole set is empty"),
 }
 

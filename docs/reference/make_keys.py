@@ -11,9 +11,9 @@ OPTIMIZERS = ("adamw", "sgd", "muon", "adafactor")
 SCHEDULES = ("cosine", "linear", "wsd", "constant", "plateau")
 HEAD = """# All keys
 
-This page lists every key of a recipe with its type, default and meaning. A DURATION is a number of steps (`500`), `20ep`,
-`1M samples`, `2B tokens`, or a share of the run (`10%`). In YAML, a key is written in its group: `batch: {size: 128}`. On
-the command line it is `--batch.size 128`, in Python `batch={"size": 128}`. `--help` lists the keys of your own task too.
+This page lists every key of a recipe with its type, default and meaning. A DURATION is a number of steps (`500`),
+`20ep`, `1M samples`, `2B tokens`, or a share of the run (`10%`). In YAML, a key is written in its group:
+`batch: {size: 128}`. On the command line it is `--batch.size 128`, in Python `batch={"size": 128}`.
 """
 ROW = tuple[str, str, str, str]
 CHOICES = {"task": TASKS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}

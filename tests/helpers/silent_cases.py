@@ -82,7 +82,8 @@ CONTRACT = {
         "    def loss(self, model, batch):\n        return batch['z'].sum(), {}",
     ),
     "a loss that takes something else": Case(
-        ("Mine.loss is called with (model, batch)",), "    def loss(self, batch):\n        return batch['x'].sum(), {}"
+        ("Mine.loss must accept the arguments (model, batch)",),
+        "    def loss(self, batch):\n        return batch['x'].sum(), {}",
     ),
     "a loss over the batch in training": Case(
         ("in training for samples whose losses are", "additive = False"),
@@ -101,9 +102,11 @@ CONTRACT = {
         ("weight returned 1 for a sample and 1 for the same sample twice",),
         "    def weight(self, batch):\n        return torch.tensor(1.0)",
     ),
-    "a sample_weight that weight denies": Case(("sample_weight says 2",), "    sample_weight = 2.0"),
-    "a sample_weight of nothing": Case(("sample_weight is 0",), "    sample_weight = 0"),
-    "a unit that is none": Case(("unit is 'words'",), "    unit = 'words'"),
+    "a sample_weight that weight denies": Case(("sample_weight is 2",), "    sample_weight = 2.0"),
+    "a sample_weight of nothing": Case(
+        ("sample_weight must be a positive number or None, got 0",), "    sample_weight = 0"
+    ),
+    "a unit that is none": Case(("got 'words'",), "    unit = 'words'"),
     "a batch in a tuple": Case(
         ("collate returned a tuple of 2",),
         "    def collate(self, samples):\n        return tuple(torch.stack(one) for one in zip(*samples))",
@@ -140,7 +143,7 @@ CONTRACT = {
         "        pass",
     ),
     "a state that does not come back": Case(
-        ("load_state_dict did not put back",),
+        ("load_state_dict did not restore",),
         "    n = 0\n    def state_dict(self):\n        self.n += 1\n        return {'n': self.n}\n"
         "    def load_state_dict(self, state):\n        pass",
     ),
@@ -167,7 +170,7 @@ GOOD = {
         code=0,
     ),
     "a loss that draws from a generator of its own": Case(
-        ("the same samples with the same seeds give another loss", "a resume"),
+        ("the same samples and seeds give a different loss", "a resume"),
         "    own = torch.Generator().manual_seed(0)\n"
         + LOSS
         + "        return (each * torch.rand(each.shape, generator=self.own)).sum(), {}",
@@ -227,7 +230,7 @@ GOOD = {
         config="fsdp2",
     ),
     "unused parameters that DDP looks for": Case(
-        ("took no part in the loss at the start",),
+        ("parameters without a gradient in the preflight check",),
         "    def model(self):\n        model = super().model()\n        model.more = nn.Linear(3, 3)\n"
         "        model.forward = lambda x: nn.Sequential(*list(model)[:3])(x)\n        return model",
         words=("--machine.find_unused_parameters", "true"),
@@ -325,13 +328,13 @@ CODE = {
 
 DATA = {
     "a column of chats": Case(
-        ("chats.jsonl: 'messages' holds JSON objects", "text is needed"),
+        ("chats.jsonl: 'messages' holds JSON objects", "expected text"),
         recipe=("gpt", "--task.data", "chats.jsonl", "--task.column", "messages"),
     ),
     "csv without the column": Case(
         ("no column 'text'", "id, body", "task.column"), recipe=("gpt", "--task.data", "rows.csv")
     ),
-    "what is no text": Case(("odd.txt is no text",), recipe=("gpt", "--task.data", "odd.txt")),
+    "what is no text": Case(("odd.txt is not UTF-8 text",), recipe=("gpt", "--task.data", "odd.txt")),
     "a file beside named parts": Case(("parts", "other.txt beside them"), recipe=("gpt", "--task.data", "parts")),
 }
 

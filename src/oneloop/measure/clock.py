@@ -97,9 +97,9 @@ class Clock:
         return metrics
 
     def overall(self) -> dict[str, float]:
-        """Return the shares of the time over all reads so far."""
-        whole = sum(self._total.values()) or 1.0
-        return {f"share/{phase}": self._total.get(phase, 0.0) / whole for phase in PHASES}
+        """Return the shares of the time over all reads so far, and its ``seconds``."""
+        seconds = sum(self._total.values())
+        return {f"share/{p}": self._total.get(p, 0.0) / (seconds or 1.0) for p in PHASES} | {"seconds": seconds}
 
     def _of_device(self, seconds: float) -> dict[str, float]:
         """Divide the host's seconds for the device phases in proportion to the device's own times."""

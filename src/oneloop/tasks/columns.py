@@ -38,7 +38,7 @@ def check_texts(sources: Sequence[Source], key: str) -> None:
     """Raise ValueError if the column of this task key is not text, or a value is missing."""
     for source, _, rows, column in columns_of(sources, key):
         if not is_text(rows.types[column]):
-            raise wrong_type(source, key, rows.types[column], "text is needed")
+            raise wrong_type(source, key, rows.types[column], "text")
         values_of(rows, column, distinct=False)
 
 
@@ -46,7 +46,7 @@ def check_words(sources: Sequence[Source], key: str) -> None:
     """Raise ValueError if the column of this task key does not hold non-empty lists of texts."""
     for source, _, rows, column in columns_of(sources, key):
         if not is_text(element_type(rows.types[column])):
-            raise wrong_type(source, key, rows.types[column], "lists of texts are needed")
+            raise wrong_type(source, key, rows.types[column], "lists of texts")
         values_of(rows, column, distinct=False)
 
 
@@ -75,7 +75,7 @@ def check_numbers(sources: Sequence[Source], key: str) -> None:
         kind = rows.types[column]
         plain = element_type(kind) is None and str(getattr(kind, "dtype", "")).startswith(("float", "int", "uint"))
         if not plain and not is_text(kind):
-            raise wrong_type(source, key, kind, "a number is needed")
+            raise wrong_type(source, key, kind, "a number")
         values_of(rows, column, distinct=False, numbers=True)
 
 

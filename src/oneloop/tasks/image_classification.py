@@ -282,4 +282,4 @@ class Files(Mapped):
 def _check_images(sources: Sequence[Source]) -> None:
     for source, _, rows, column in columns_of(sources, "image"):
         if not is_image(rows.types[column]):
-            raise wrong_type(source, "image", rows.types[column], "images are needed (files, or their bytes)")
+            raise wrong_type(source, "image", rows.types[column], "images (files, or their bytes)")

@@ -27,7 +27,7 @@ def classes_of(sources: Sequence[Source], key: str, *, lists: bool = False) -> t
             source.notes.append(f"{source.where}: no row of the test split has a label, so it is not evaluated")
             continue
         if not _is_label(kind):
-            wanted = f"{'a list of labels' if lists else 'one label'} for each row is needed (text or a whole number)"
+            wanted = f"{'a list of labels' if lists else 'one label'} for each row (text or a whole number)"
             raise wrong_type(source, key, rows.types[column], wanted)
         if getattr(kinds.setdefault(source.name, kind), "names", None) != getattr(kind, "names", None):
             difference = f"numbers its classes {kind} in {split}, and {kinds[source.name]} before"
@@ -61,7 +61,7 @@ def shares_of(sources: Sequence[Source]) -> list[str]:
     classes = 0
     for source, _, rows, column in columns_of(sources, "label"):
         if not str(getattr(element_type(rows.types[column]), "dtype", "")).startswith("float"):
-            raise wrong_type(source, "label", rows.types[column], "expected class probabilities, as in the other data")
+            raise wrong_type(source, "label", rows.types[column], "class probabilities, as in the other data")
         before = 0
         for array in rows.values(column):
             for number, shares in enumerate(array.to_pylist()):
@@ -92,7 +92,7 @@ def numbers_of(source: Source, key: str, classes: Sequence[str], *, lists: bool 
     for _, _, rows, column in columns_of([source], key):
         kind = element_type(rows.types[column]) if lists else rows.types[column]
         if not _is_label(kind):
-            raise wrong_type(source, key, rows.types[column], "one label for each is needed (text or a whole number)")
+            raise wrong_type(source, key, rows.types[column], "one label for each row (text or a whole number)")
         if unknown := sorted({_name(kind, value) for value in values_of(rows, column)} - set(classes)):
             raise ValueError(f"{source.where}: labels {unknown[:5]} were never trained on; remove their rows")
     return _number_of(kind, {name: index for index, name in enumerate(classes)})
