@@ -52,7 +52,7 @@ def test_another_type_of_weights_is_rejected_and_changed_source_is_told(tmp_path
         assert wide.codes == [2] and "Traceback" not in wide.output and "float64" in wide.output
     (tmp_path / "mine.py").write_text(BASE + "    # a bug is mended here\n    pass\n")
     edited = run(here, WORDS, folder=tmp_path)
-    assert edited.codes == [0] and "the source of the task has changed since" in edited.output
+    assert edited.codes == [0] and "the source of the task has changed (" in edited.output
     assert "resuming from run/checkpoints/step-00000008" in edited.output
 
 

@@ -73,7 +73,7 @@ def another_of_the_same_size(folder: Path) -> str:
 
 def another_name(folder: Path) -> str:
     (folder / "part-0.parquet").rename(folder / "part-9.parquet")
-    return "part-0.parquet is called part-9.parquet now"
+    return "part-0.parquet was renamed to part-9.parquet"
 
 
 @pytest.mark.parametrize("change", [a_file_more, a_file_less, another_of_the_same_size, another_name])

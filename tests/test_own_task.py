@@ -91,11 +91,11 @@ def test_where_its_file_has_gone(written, capsys):
 
 NAMED = {
     "missing.py:MyTask": "missing.py does not exist",
-    "spirals.py": "name the file and what is meant in it: spirals.py:Name",
-    "spirals.py:": "name the file and what is meant in it: spirals.py:Name",
+    "spirals.py": "write the file and the name in it: spirals.py:Name",
+    "spirals.py:": "write the file and the name in it: spirals.py:Name",
     "spirals.py:MyTusk": "'spirals.py' has no 'MyTusk'; it has Spirals, MyTask",
     "spirals.py:Spirals": "is a class that lacks model",
-    "spirals.txt:MyTask": "name the file and what is meant in it",
+    "spirals.txt:MyTask": "write the file and the name in it",
     "json.py:MyTask": "the module 'json' is of Python itself; give json.py another name",
     "yaml.py:MyTask": "give yaml.py another name",
     "broken.py:MyTask": "importing 'broken.py' failed: SyntaxError",
@@ -161,7 +161,7 @@ NEW = {
     ("json.py",): "cannot be a module of yours",
     ("my-task.py",): "cannot be a module of yours",
     ("torch.py",): "cannot be a module of yours",
-    ("spirals.py",): "spirals.py is there already",
+    ("spirals.py",): "spirals.py already exists",
     ("spirals.py/x.py",): "cannot be written",
 }
 
@@ -186,7 +186,7 @@ def test_the_config_files_are_written_out(tmp_path, monkeypatch, capsys):
     assert {"single", "ddp", "fsdp2"} <= set(config_files())
     (tmp_path / "ddp").write_text("")  # the user's file has priority
     assert config_file("ddp") == "ddp" and config_file("unknown") == "unknown"
-    assert cli.main(["new", "--configs"]) == 2 and "is there already" in capsys.readouterr().err
+    assert cli.main(["new", "--configs"]) == 2 and "already exists" in capsys.readouterr().err
     assert cli.main(["launch", "--config_file", "dpd", "digits"]) == 2
     assert "known: ddp, fsdp2" in capsys.readouterr().err
 

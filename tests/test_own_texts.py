@@ -258,7 +258,7 @@ def test_texts_that_do_not_fit_are_told(tmp_path):
     own = str(bert(tmp_path / "bert"))
     with pytest.raises(ValueError, match="task.length 17 is more than the 16 positions"):
         reader(own, {"length": 17}).model(["a", "b"])
-    with pytest.raises(ValueError, match="task.length 2 leaves no room beside the special tokens"):
+    with pytest.raises(ValueError, match="task.length 2 has no room for text next to the special tokens"):
         reader(own, {"length": 2}).encode("alpha 1", "beta 2")
     words = reader(own, {"length": 12})
     assert len(words.encode_words(["alpha", "beta"])[1]) == 2

@@ -54,10 +54,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "attention of its own": (
         "BloomConfig",
         {"vocab_size": 90, "hidden_size": 32, "n_layer": 2, "n_head": 4},
-        "attention is its own",
+        "does not use transformers' attention interface",
     ),
-    "sinks": ("GptOssConfig", {**SIZES, "num_local_experts": 2, "router_aux_loss_coef": 0.0}, "attention is its own"),
-    "capped": ("Gemma2Config", SIZES, "attention is its own|caps its logits"),
+    "sinks": (
+        "GptOssConfig",
+        {**SIZES, "num_local_experts": 2, "router_aux_loss_coef": 0.0},
+        "does not use transformers' attention interface",
+    ),
+    "capped": ("Gemma2Config", SIZES, "does not use transformers' attention interface|caps its logits"),
 }
 
 

@@ -63,10 +63,10 @@ def test_the_trace_holds_the_steps_that_were_asked_for(folder, ranks, config):
 def test_a_span_that_is_none_is_rejected(folder):
     assert span("3", "k") == (3, 3) and span("10-15", "k") == (10, 15)
     for bad in ("0", "5-3", "a", "1-", "-2"):
-        with pytest.raises(ValueError, match="no span of steps"):
+        with pytest.raises(ValueError, match="is not a range of steps"):
             span(bad, "watch.profile")
     world = run(train, [*WORDS, "--watch.profile", "9-3"], folder=folder)
-    assert world.codes == [2] and "watch.profile '9-3' is no span of steps" in world.output
+    assert world.codes == [2] and "watch.profile '9-3' is is not a range of steps" in world.output
 
 
 def test_the_union_of_spans():

@@ -290,7 +290,7 @@ START = {
     "a name too long": Case(("run.dir", "too long"), words=("--run.dir", "x" * 300)),
     "a checkpoint that is not there": Case(("no such checkpoint",), words=("--run.resume", "nowhere")),
     "the best weights of no evaluation": Case(
-        ("save.final best", "no validation set"),
+        ("save.final best", "requires a validation set"),
         "    def eval_sets(self):\n        return {}",
         ("--save.final", "best"),
     ),
@@ -310,14 +310,15 @@ START["what one rank alone finds, under DDP"] = Case(("KeyError: 'only here'",),
 
 CODE = {
     "a program for a task": Case(
-        ("task.name 'subprocess.Popen' is of Python's standard library",),
+        ("task.name 'subprocess.Popen' is in Python's standard library",),
         recipe=("digits", "--task", "subprocess.Popen", "--task.args", "[touch,ran]"),
     ),
     "a builtin for a task": Case(("standard library",), recipe=("digits", "--task", "builtins.exec")),
     "a function for a task": Case(("is a function, not a class",), recipe=("digits", "--task", "torch.save")),
     "a class that is no task": Case(("is a class that lacks",), recipe=("digits", "--task", "torch.nn.Linear")),
     "a class that is no optimizer": Case(
-        ("optimizer.name 'torch.nn.Linear'", "no torch.optim.Optimizer"), words=("--optimizer.name", "torch.nn.Linear")
+        ("optimizer.name 'torch.nn.Linear'", "not a torch.optim.Optimizer"),
+        words=("--optimizer.name", "torch.nn.Linear"),
     ),
     "a program for an optimizer": Case(("standard library",), words=("--optimizer.name", "os.system")),
     "a schedule of one argument": Case(
@@ -335,7 +336,9 @@ DATA = {
         ("no column 'text'", "id, body", "task.column"), recipe=("gpt", "--task.data", "rows.csv")
     ),
     "what is no text": Case(("odd.txt is not UTF-8 text",), recipe=("gpt", "--task.data", "odd.txt")),
-    "a file beside named parts": Case(("parts", "other.txt beside them"), recipe=("gpt", "--task.data", "parts")),
+    "a file beside named parts": Case(
+        ("parts", "other.txt belongs to no split"), recipe=("gpt", "--task.data", "parts")
+    ),
 }
 
 ALL = {**CONTRACT, **START, **CODE, **DATA, **GOOD}
@@ -395,7 +398,7 @@ CHANGES = {
         [],
         "the train set has as many samples, but some of 16",
     ),
-    "no validation set": ("    def eval_sets(self):\n        return {}", [], "the validation set is missing"),
+    "requires a validation set": ("    def eval_sets(self):\n        return {}", [], "the validation set is missing"),
     "another activation": (
         "    def model(self):\n        return nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1))",
         [],

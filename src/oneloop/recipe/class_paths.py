@@ -55,7 +55,7 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
     except Exception as error:
         raise BadInput(f"{group}.name {name!r}: importing {path!r} failed: {type(error).__name__}: {error}") from error
     if wrong := "" if name in known else _FITS[group](chosen):
-        raise BadInput(f"{group}.name {name!r} {wrong}; {_WANTED[group]} is needed")
+        raise BadInput(f"{group}.name {name!r} {wrong}; expected {_WANTED[group]}")
     return chosen  # type: ignore[no-any-return]
 
 
@@ -88,7 +88,7 @@ def _split(group: str, name: str) -> tuple[str, str]:
         own = "or give the path of your own (my_file.py:Name or module.Name)"
         raise BadInput(f"{group}.name {name!r} is unknown; use {', '.join(known)}, {own}{suggestion(name, known)}")
     if module.partition(".")[0] in sys.stdlib_module_names:
-        raise BadInput(f"{group}.name {name!r} is in Python's standard library, which has no {_WANTED[group]}")
+        raise BadInput(f"{group}.name {name!r} is in Python's standard library; expected {_WANTED[group]}")
     return module, attribute
 
 
@@ -260,7 +260,7 @@ _FITS: dict[str, Callable[[Any], str]] = {"task": _task_like, "optimizer": _opti
 """checks before a resolved object is called, since a name can lead to any function of any package"""
 _WANTED = {
     "task": "a class with the members of oneloop.tasks.protocol.Task",
-    "optimizer": "a torch.optim.Optimizer, or a function (params, *, lr, …) that makes one,",
+    "optimizer": "a torch.optim.Optimizer, or a function (params, *, lr, …) that returns one",
     "schedule": "a function (step, total) -> factor",
 }
 
