@@ -135,8 +135,8 @@ def main() -> None:
             kind = "bf16" if half else "float32"
             one, two = several(1, half, scratch), several(2, half, scratch)
             apart = next((step for step, (a, b) in enumerate(zip(one, two, strict=True)) if a != b), None)
-            said = f"the same bits over {STEPS} steps" if apart is None else f"they part at step {apart + 1}"
-            table.append(f"1 x {LEAVES} leaves against 2 x {LEAVES // 2}, {kind}: {said}")
+            output = f"the same bits over {STEPS} steps" if apart is None else f"they part at step {apart + 1}"
+            table.append(f"1 x {LEAVES} leaves against 2 x {LEAVES // 2}, {kind}: {output}")
             for name, (grain, words) in RECIPES.items() if "--leaves" not in sys.argv else ():
                 places = [scratch / f"{name}-{kind}-{number}" for number in range(2)]
                 costs: dict[str, list[tuple[float, float]]] = {"batch.micro": [], "batch.grain": []}

@@ -60,8 +60,8 @@ def test_a_thread_that_stays_holds_nobody(folder, told):
         if told:
             time.sleep(1)
             process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=30)[1]
-    assert process.returncode == 0 and "has ended but did not leave" in said
+        message = process.communicate(timeout=30)[1]
+    assert process.returncode == 0 and "has ended but did not leave" in message
     assert summary(folder)["exit_reason"] == "done" and not psutil.wait_procs(family, 5)[1]
 
 
@@ -75,8 +75,8 @@ def test_a_signal_to_the_trainer_alone_in_its_imports(folder):
     with started(folder) as process:
         until(lambda: psutil.Process(process.pid).children())
         psutil.Process(process.pid).children()[0].send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=30)[1]
-    assert process.returncode == 75 and "stopped by SIGTERM before the run had begun" in said, said
+        message = process.communicate(timeout=30)[1]
+    assert process.returncode == 75 and "stopped by SIGTERM before the run had begun" in message, message
     assert not (folder / "run").exists()
 
 
@@ -87,8 +87,8 @@ def test_nobody_reads(folder):
         os.close(writing)
         os.read(reading, 1)
         os.close(reading)
-        said = process.communicate(timeout=60)[1]
-    assert process.returncode == 0, said
+        message = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, message
     assert summary(folder)["exit_reason"] == "done"
 
 
@@ -103,11 +103,11 @@ def test_variables_that_others_have_left(folder):
     """A rank without a world size, and an exit-code file whose folder is gone."""
     left = {"RANK": "1", "ONELOOP_EXIT_FILE": str(folder / "gone" / "exit_code")}
     with started(folder, "--duration", "many", variables=left) as process:
-        said = process.communicate(timeout=30)[1]
-    assert process.returncode == 2 and "duration" in said and "Traceback" not in said, said
+        message = process.communicate(timeout=30)[1]
+    assert process.returncode == 2 and "duration" in message and "Traceback" not in message, message
     with started(folder, "--duration", "20", variables=left) as process:
-        said = process.communicate(timeout=60)[1]
-    assert process.returncode == 0 and summary(folder)["exit_reason"] == "done", said
+        message = process.communicate(timeout=60)[1]
+    assert process.returncode == 0 and summary(folder)["exit_reason"] == "done", message
 
 
 @pytest.mark.slow

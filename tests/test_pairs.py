@@ -48,28 +48,28 @@ def weights(folder: Path) -> dict:
 
 def outcome(folder: Path, pair, base: Path) -> list[str]:
     """Return for each layout "works", or why it is rejected."""
-    said = []
+    outcomes = []
     plain = [name for name in pair if name in LEARNED]
     (folder / "plain").mkdir(parents=True)
     of_words(folder / "plain", *words_of(plain, base)).ok()
-    wanted = weights(folder / "plain")
+    expected = weights(folder / "plain")
     for config, ranks in SPLITS:
         (folder / config).mkdir()
         world = of_words(folder / config, *words_of(pair, base), config=config, ranks=ranks, timeout=250)
         if set(world.codes) == {2}:
             [why] = set(re.findall(r"^oneloop(?:\.train)?: (.*)", world.output, re.M))
-            said.append(f"rejected: {why.replace(str(base), 'BASE')}")
+            outcomes.append(f"rejected: {why.replace(str(base), 'BASE')}")
             continue
         world.ok()
-        worst = furthest(weights(folder / config), wanted)
+        worst = furthest(weights(folder / config), expected)
         print(f"{' + '.join(pair)}, {config}: {worst:.1e}")
         assert worst < 1e-5, (pair, config, worst)
-        said.append("works")
-    return said
+        outcomes.append("works")
+    return outcomes
 
 
-def row(pair, said: list[str]) -> str:
-    return f"| {pair[0]} and {pair[1]} | {' | '.join(said)} |"
+def row(pair, outcomes: list[str]) -> str:
+    return f"| {pair[0]} and {pair[1]} | {' | '.join(outcomes)} |"
 
 
 @pytest.fixture(scope="module")

@@ -76,12 +76,12 @@ def test_the_union_of_spans():
 def test_json_is_json_and_quiet_is_quiet(folder):
     world = run(train, [*WORDS, "--watch.json"], folder=folder)
     world.ok()
-    said = [json.loads(line) for line in world.output.splitlines() if not line.startswith("---")]
+    records = [json.loads(line) for line in world.output.splitlines() if not line.startswith("---")]
     logged = [json.loads(line) for line in (folder / "a" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["train/loss"] for line in said if "train/loss" in line][:4] == [
+    assert [line["train/loss"] for line in records if "train/loss" in line][:4] == [
         line["train/loss"] for line in logged if "train/loss" in line
     ]
-    assert said[-1]["exit_reason"] == "done" and said[-1]["folder"] == "a"
+    assert records[-1]["exit_reason"] == "done" and records[-1]["folder"] == "a"
     world = run(train, [*WORDS[:-1], "b", "--watch.quiet"], folder=folder)
     world.ok()
     assert [line for line in world.output.splitlines() if not line.startswith("---")] == ["done; results in b"]

@@ -195,8 +195,8 @@ def test_a_break_is_found_by_the_hash(tmp_path, broken, ranks, config, capsys):
         trained(tmp_path / place, words, ranks=world[0], config=world[1], function=function)
     places = [str(tmp_path / place / "run") for place in ("right", "wrong")]
     assert main(["verify", "--same", *places]) == 1
-    said = capsys.readouterr().out
-    assert "they part at step " in said and ": model." in said
+    message = capsys.readouterr().out
+    assert "they part at step " in message and ": model." in message
     assert main(["verify", "--same", places[0], places[0]]) == 0
     assert "bit-identical at 40 log lines, step 1 to 40" in capsys.readouterr().out
 
@@ -281,8 +281,8 @@ def test_other_versions_are_told():
     about = {"device": "cpu", "versions": {"torch": "2.11.0", "numpy": "2.0"}, "machine.matmul": "highest"}
     same = {"data": {}, "model": "", "trained": "", "precision": "", "rates": [], "recipe": {"task": {"data": ""}}}
     now = about | {"versions": {"torch": "2.12.0", "numpy": "2.0"}}
-    told = differences({**same, "computed": about}, {**same, "computed": now})
-    assert told == ["the bits are promised (batch.grain), and versions: torch 2.11.0 -> 2.12.0"]
+    report = differences({**same, "computed": about}, {**same, "computed": now})
+    assert report == ["the bits are promised (batch.grain), and versions: torch 2.11.0 -> 2.12.0"]
     assert differences({**same, "computed": about}, {**same, "computed": about}) == []
 
 
@@ -308,10 +308,10 @@ class Noisy(Ragged):
         return torchmetrics.MetricCollection({**kinds, "mae": torchmetrics.MeanAbsoluteError()})
 
     def update(self, metrics, batch, outputs):
-        said, wanted = outputs["said"], batch["target"].float().mean(1)
-        metrics["r"].update(said, wanted)
-        metrics["mean"].update(said)
-        metrics["mae"].update(said, wanted)
+        predicted, target = outputs["said"], batch["target"].float().mean(1)
+        metrics["r"].update(predicted, target)
+        metrics["mean"].update(predicted)
+        metrics["mae"].update(predicted, target)
 """
 
 

@@ -34,12 +34,12 @@ def alone(tmp_path_factory) -> Path:
 
 
 def test_the_start_shows_what_is_trained(alone):
-    said = (alone / "output").read_text()
-    assert "documents packed into" in said and "none sees another" in said
-    assert "known from the template's generation marks" in said
-    [line] = [line for line in said.splitlines() if "a sample, with the trained text in «»" in line]
+    output = (alone / "output").read_text()
+    assert "documents packed into" in output and "none sees another" in output
+    assert "known from the template's generation marks" in output
+    [line] = [line for line in output.splitlines() if "a sample, with the trained text in «»" in line]
     first = [one["content"] for one in SyntheticChats("train").conversations[0] if one["role"] == "assistant"]
-    assert [piece.partition("»")[0] for piece in line.split("«")[2:]] == [f"{said}<|im_end|>" for said in first]
+    assert [piece.partition("»")[0] for piece in line.split("«")[2:]] == [f"{answer}<|im_end|>" for answer in first]
 
 
 def test_answers_are_kept_as_training_goes_on(alone):
@@ -102,8 +102,8 @@ def test_a_mixture_of_conversations_and_prompts(tmp_path):
 def questions(folder: Path) -> list[dict]:
     """Return questions: with an answer, without one, with a prompt that is too long, and with earlier turns."""
     long = [{"role": "user", "content": "so " * 200 + "What comes after monday?"}]
-    told = [{"role": "user", "content": "What is 3 plus 4?"}, {"role": "assistant", "content": "seven"}]
-    made = [told, told[:1], long, [*told, {"role": "user", "content": "And 1 plus 1?"}], told]
+    chat = [{"role": "user", "content": "What is 3 plus 4?"}, {"role": "assistant", "content": "seven"}]
+    made = [chat, chat[:1], long, [*chat, {"role": "user", "content": "And 1 plus 1?"}], chat]
     rows = [{"messages": one} for one in made]
     (folder / "asked.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return rows
@@ -119,16 +119,16 @@ def test_every_question_is_answered(alone, tmp_path, config):
         words = ["predict", str(alone / "run"), "--data", "asked.jsonl", "--to", f"{kind}.jsonl"]
         run(apply, words, ranks=ranks, config=kind, folder=tmp_path).ok()
         made.append([json.loads(line) for line in (tmp_path / f"{kind}.jsonl").read_text().splitlines()])
-    said, other = made
-    assert [one["row"] for one in said] == list(range(5)) == [one["row"] for one in other]
-    assert [one["answer"] for one in said] == [one["answer"] for one in other]
-    assert [one["loss"] is None for one in said] == [False, True, True, True, False] and said[0]["tokens"] > 1
-    assert said[0]["answer"] == said[1]["answer"] == said[4]["answer"]
+    answers, other = made
+    assert [one["row"] for one in answers] == list(range(5)) == [one["row"] for one in other]
+    assert [one["answer"] for one in answers] == [one["answer"] for one in other]
+    assert [one["loss"] is None for one in answers] == [False, True, True, True, False] and answers[0]["tokens"] > 1
+    assert answers[0]["answer"] == answers[1]["answer"] == answers[4]["answer"]
 
     final = alone / "run" / "final"
     model = transformers.AutoModelForCausalLM.from_pretrained(final).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(final)
-    for one, row in list(zip(said, rows, strict=True))[1:4]:
+    for one, row in list(zip(answers, rows, strict=True))[1:4]:
         given = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_tensors="pt")
         tokens = given["input_ids"][:, -64:]  # half of the positions are reserved for the answer
         whole = model.generate(tokens, max_new_tokens=64, do_sample=False, pad_token_id=1)
@@ -203,8 +203,8 @@ def test_the_ends_of_answers_are_those_of_whole_texts(tmp_path):
     data = lines(tmp_path / "a.jsonl", [{"prompt": f"{one}?", "completion": "yes " * 60} for one in range(20)])
     task = SFT(data, model=model, length=16)  # cuts off all ends
     assert task._ends == [task.tokenizer.eos_token_id]
-    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<|im_start|>" + "yes " * 60}]
-    data = lines(tmp_path / "b.jsonl", [{"messages": [{**said[0], "content": f"{n}?"}, said[1]]} for n in range(20)])
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<|im_start|>" + "yes " * 60}]
+    data = lines(tmp_path / "b.jsonl", [{"messages": [{**chat[0], "content": f"{n}?"}, chat[1]]} for n in range(20)])
     task = SFT(data, model=model, length=32)
     assert set(task._ends) == {task.tokenizer.eos_token_id, task.tokenizer.convert_tokens_to_ids("<|im_end|>")}
 
@@ -221,10 +221,10 @@ def test_questions_that_do_not_fit_keep_their_end_and_have_no_figures(tmp_path):
     world = run(apply, ["predict", "run", "--data", "asked.jsonl", "--to", "said.jsonl"], folder=tmp_path)
     world.ok()
     assert "2 of 3 rows are longer than 32 tokens" in world.output
-    said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
-    assert said[0]["prompt"] == "what is 1?" and said[1]["prompt"].endswith("so what is 2? ")
-    assert [one["loss"] is None for one in said] == [True, True, False] == [one["target"] is None for one in said]
-    assert said[2]["target"].strip() == "yes"
+    answers = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    assert answers[0]["prompt"] == "what is 1?" and answers[1]["prompt"].endswith("so what is 2? ")
+    assert [one["loss"] is None for one in answers] == [True, True, False] == [one["target"] is None for one in answers]
+    assert answers[2]["target"].strip() == "yes"
     lines(tmp_path / "empty.jsonl", [{"prompt": "what?"}, {"prompt": ""}])
     world = run(apply, ["predict", "run", "--data", "empty.jsonl", "--to", "none.jsonl"], folder=tmp_path)
     assert world.codes == [2] and "empty.jsonl, row 1: the prompt is empty" in world.output
