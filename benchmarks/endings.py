@@ -108,7 +108,7 @@ def finished(launcher: str, config: str, folder: Path, *words: str) -> str:
     return subprocess.run(typed, cwd=folder, capture_output=True, timeout=200, check=False, text=True).stderr
 
 
-def measured(ending: Ending, launcher: str, config: str, folder: Path, wanted: str) -> str:
+def measured(ending: Ending, launcher: str, config: str, folder: Path, expected: str) -> str:
     """Return one row of the table."""
     ranks = 1 if config == "single" else 2
     words = [*ending.words, *(["--task.rank", str(ranks - 1)] if ending.words else [])]
@@ -136,12 +136,12 @@ def measured(ending: Ending, launcher: str, config: str, folder: Path, wanted: s
     code = (
         next((line for line in summary.read_text().splitlines() if "exit_code" in line), "") if summary.exists() else ""
     )
-    said = [line for line in output.read_text().splitlines() if line.startswith("oneloop: ") or "results in" in line]
+    reports = [line for line in output.read_text().splitlines() if line.startswith("oneloop: ") or "results in" in line]
     then = finished(launcher, config, folder, *words)
-    same = "yes" if weights(folder) == wanted else "NO"
+    same = "yes" if weights(folder) == expected else "NO"
     if same == "NO":
-        print(f"{weights(folder)} instead of {wanted}\n{then}", file=sys.stderr)
-    last = (said or ["-"])[-1].removeprefix("oneloop: ")[:90]
+        print(f"{weights(folder)} instead of {expected}\n{then}", file=sys.stderr)
+    last = (reports or ["-"])[-1].removeprefix("oneloop: ")[:90]
     written = code.partition(":")[2].strip(" ,") or "-"
     return f"{seconds:5.1f}  {process.returncode!s:>4}  {written:>7}  {len(left):>4}  {same:>4}  {last}"
 
@@ -174,7 +174,7 @@ def main() -> None:
                 undisturbed.mkdir()
                 (undisturbed / "f.yaml").write_text(RECIPE)
                 finished(launcher, config, undisturbed)
-                wanted = weights(undisturbed)
+                expected = weights(undisturbed)
                 shutil.rmtree(undisturbed)
                 for ending in ENDINGS:
                     if config == "single" and ending.signal == signal.SIGSTOP:
@@ -185,7 +185,7 @@ def main() -> None:
                         folder = Path(scratch) / "disturbed"
                         folder.mkdir()
                         (folder / "f.yaml").write_text(RECIPE)
-                        row = measured(ending, launcher, config, folder, wanted)
+                        row = measured(ending, launcher, config, folder, expected)
                         print(f"{ending.name:28}  {config:6}  {launcher:10} {row}", flush=True)
                         shutil.rmtree(folder)
 

@@ -124,10 +124,10 @@ def attention_of_different_lengths(folder: Path) -> str:
     made = _of_different_lengths(query, key, value, cuts, None, None).transpose(1, 2)
     document = torch.bucketize(torch.arange(512, device=DEVICE), cuts, right=True).view(2, 1, 256)
     mask = (document[..., None] == document[..., None, :]) & torch.ones(256, 256, device=DEVICE).tril().bool()
-    wanted = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), attn_mask=mask)
-    gradients = [torch.autograd.grad(each.float().square().sum(), (query, key, value)) for each in (made, wanted)]
+    expected = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), attn_mask=mask)
+    gradients = [torch.autograd.grad(each.float().square().sum(), (query, key, value)) for each in (made, expected)]
     apart = max(float((a.float() - b.float()).abs().max()) for a, b in zip(*gradients, strict=True))
-    near = float((made.float() - wanted).abs().max())
+    near = float((made.float() - expected).abs().max())
     assert near < 0.03 and apart < 0.2, (near, apart)
     return f"values within {near:.1e}, gradients within {apart:.1e} of SDPA in float32"
 
@@ -142,8 +142,8 @@ def chunked_loss(folder: Path) -> str:
     target = torch.randint(0, 500, (200,), device=DEVICE)
     whole = F.cross_entropy(hidden @ weight.T, target, reduction="sum")
     parts = chunked_cross_entropy(hidden, weight, target, entries=4_000).total
-    wanted, made = (torch.autograd.grad(each, (hidden, weight)) for each in (whole, parts))
-    apart = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(wanted, made, strict=True))
+    expected, made = (torch.autograd.grad(each, (hidden, weight)) for each in (whole, parts))
+    apart = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(expected, made, strict=True))
     assert apart < 1e-5, apart
     return f"gradients within {apart:.1e} of the whole logits"
 
@@ -201,14 +201,14 @@ def fused_adamw(folder: Path) -> str:
 def ema_weights(folder: Path) -> str:
     torch.manual_seed(0)
     model = nn.Linear(64, 64).to(DEVICE)
-    ema, wanted = EMA(model, decay=0.9), model.weight.detach().double()
+    ema, expected = EMA(model, decay=0.9), model.weight.detach().double()
     for _ in range(30):
         with torch.no_grad():
             model.weight.add_(torch.randn(64, 64).to(DEVICE))
         ema.update(1)
-        wanted = 0.9 * wanted + 0.1 * model.weight.detach().double()
+        expected = 0.9 * expected + 0.1 * model.weight.detach().double()
     with ema.swapped():
-        apart = float((model.weight.detach().double() - wanted).abs().max())
+        apart = float((model.weight.detach().double() - expected).abs().max())
     assert apart < 1e-5, apart
     return f"within {apart:.1e} of the rule in float64"
 
@@ -249,7 +249,7 @@ def on_one_device(rank: int, port: int, sharded: bool, out: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).to(DEVICE)
     x = torch.randn(8, 16).to(DEVICE)
-    wanted = torch.autograd.grad(model(x).square().mean(), model[0].weight)[0]
+    expected = torch.autograd.grad(model(x).square().mean(), model[0].weight)[0]
     try:
         if sharded:
             from torch.distributed.fsdp import fully_shard
@@ -260,11 +260,11 @@ def on_one_device(rank: int, port: int, sharded: bool, out: str) -> None:
         made(x.chunk(2)[rank]).square().mean().backward()
         gradient = model[0].weight.grad
         gradient = gradient.full_tensor() if sharded else gradient
-        said = f"{float((gradient - wanted).abs().max()):.1e}"
+        result = f"{float((gradient - expected).abs().max()):.1e}"
     except RuntimeError as error:
-        said = f"gloo: {str(error).splitlines()[0]}"
+        result = f"gloo: {str(error).splitlines()[0]}"
     if rank == 0:
-        Path(out).write_text(said)
+        Path(out).write_text(result)
     dist.destroy_process_group()
 
 
@@ -274,11 +274,11 @@ def two_processes(folder: Path, *, sharded: bool) -> str:
         port = probe.getsockname()[1]
     out = folder / "said"
     torch.multiprocessing.start_processes(on_one_device, (port, sharded, str(out)), nprocs=2, start_method="spawn")
-    said = out.read_text()
-    if said.startswith("gloo"):
-        raise Skipped(said) if sharded else AssertionError(said)
-    assert float(said) < 1e-6, said
-    return f"gradients within {said} of the whole batch"
+    result = out.read_text()
+    if result.startswith("gloo"):
+        raise Skipped(result) if sharded else AssertionError(result)
+    assert float(result) < 1e-6, result
+    return f"gradients within {result} of the whole batch"
 
 
 @check

@@ -121,8 +121,8 @@ def distances(given: argparse.Namespace, dtype: torch.dtype) -> None:
         mine = torch.autograd.grad(loss, (hidden, weight))
         relative = abs(float(loss.detach().double() - true.detach()) / float(true.detach()))
         off = [
-            float((found.double() - wanted).abs().max() / wanted.abs().max())
-            for found, wanted in zip(mine, slopes, strict=True)
+            float((found.double() - expected).abs().max() / expected.abs().max())
+            for found, expected in zip(mine, slopes, strict=True)
         ]
         kept = str(loss.dtype).removeprefix("torch.")
         print(f"{name:16} loss {relative:.1e} ({kept})   gradient of hidden {off[0]:.1e}, of weight {off[1]:.1e}")

@@ -134,13 +134,13 @@ def main() -> None:
         timed(folder, about, Path(name) / "cache")
         print("\npeak of anonymous memory above the imports")
         for window in (4, 16, 64, 256):
-            said = subprocess.run(
+            output = subprocess.run(
                 [sys.executable, __file__, "--memory", str(folder), str(window)],
                 capture_output=True,
                 text=True,
                 check=True,
             )
-            print(f"window {window:4} MB: {float(said.stdout):6.0f} MB")
+            print(f"window {window:4} MB: {float(output.stdout):6.0f} MB")
     return None
 
 

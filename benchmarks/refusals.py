@@ -56,8 +56,8 @@ def became(worlds: Any, function: Any, words: list[str], options: dict[str, Any]
         code, output = "none in 60 s", str(hung)
     lines = [line for line in output.splitlines() if line.strip() and not line.startswith("--- rank")]
     marks = ("oneloop: ", "accepted: ")
-    told = [line for line in lines if line.startswith(marks) or " is damaged" in line or " is not what " in line]
-    last = told[0] if told else lines[-1] if lines else ""
+    errors = [line for line in lines if line.startswith(marks) or " is damaged" in line or " is not what " in line]
+    last = errors[0] if errors else lines[-1] if lines else ""
     written = {path for path in folder.rglob("*") if "__pycache__" not in path.parts} - before
     top = sorted({path.relative_to(folder).parts[0] for path in written})
     final = " with final/" if (folder / "run" / "final").exists() else ""

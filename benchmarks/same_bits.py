@@ -72,7 +72,7 @@ def numel(shape: list) -> int:
     return math.prod(shape) if shape else 0
 
 
-def figures(folder: Path) -> tuple[float, float]:
+def metrics(folder: Path) -> tuple[float, float]:
     """Return the milliseconds of a step, and the peak MiB of a process."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     logged = [line for line in lines if "train/samples_per_second" in line][1:]
@@ -106,7 +106,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             every = ["--duration", str(steps), "--log.every", "10", "--run.dir", f"{scratch}/run"]
             done = run(function, [*words, *COMMON, *every], *more, ranks=ranks, config=config, timeout=900.0).ok()
-            return figures(Path(scratch, "run")) if function is train else done[0]
+            return metrics(Path(scratch, "run")) if function is train else done[0]
 
     for recipe, (grain, words) in RECIPES.items():
         if not recipe.startswith(args.only or ""):

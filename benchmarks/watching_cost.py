@@ -101,9 +101,9 @@ def measure(turns: int, rows: int, folder: Path) -> None:
             logged.append(before + seconds(write))
 
     def write() -> None:
-        figures = meter.read()
-        tracking.log({"step": done, "samples": 160 * done, "time": 1.0, "train/lr": 1e-4, **figures})
-        display.metrics(done, figures)
+        values = meter.read()
+        tracking.log({"step": done, "samples": 160 * done, "time": 1.0, "train/lr": 1e-4, **values})
+        display.metrics(done, values)
         advice(meter.clock.overall)
 
     kinds = {"bare": bare, "watched": watched, "control": bare}

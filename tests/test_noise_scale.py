@@ -86,9 +86,9 @@ def measured(accumulate: int, ragged: bool, each_batch: bool, scaled: bool, step
 def test_the_known_value(ranks, config, accumulate, ragged, each_batch, scaled):
     world = run(measured, accumulate, ragged, each_batch, scaled, 1200, ranks=ranks, config=config)
     # tr(S) / |G|^2 = 10 units of loss; a sample has 3 units on average.
-    wanted = WIDTH / DISTANCE**2 / 3
+    expected = WIDTH / DISTANCE**2 / 3
     for found in world.ok():
-        assert abs(found / wanted - 1) < 0.1
+        assert abs(found / expected - 1) < 0.1
 
 
 def test_a_run_logs_it_says_it_and_keeps_it(tmp_path):
@@ -111,11 +111,11 @@ def test_a_run_logs_it_says_it_and_keeps_it(tmp_path):
     world.ok()
     lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
     assert any("train/noise_scale" in line for line in lines)
-    said = json.loads((tmp_path / "a" / "summary.json").read_text())["noise_scale"]
-    assert said in world.output and said.startswith("noise scale: critical batch about ")
+    message = json.loads((tmp_path / "a" / "summary.json").read_text())["noise_scale"]
+    assert message in world.output and message.startswith("noise scale: critical batch about ")
     run(train, [*words, "--run.dir", "b", "--batch.micro", "64"], folder=tmp_path).ok()
-    said = json.loads((tmp_path / "b" / "summary.json").read_text())["noise_scale"]
-    assert said == "noise scale n/a: a step has only one micro-batch; set batch.micro to half of it"
+    message = json.loads((tmp_path / "b" / "summary.json").read_text())["noise_scale"]
+    assert message == "noise scale n/a: a step has only one micro-batch; set batch.micro to half of it"
 
 
 class Weightless(Ragged):

@@ -25,11 +25,11 @@ def test_it_is_told_and_nothing_is_written(tmp_path, name):
     world = run(here, words(case), ranks=case.ranks, config=case.config, folder=tmp_path)
     alone = "FSDP2" in name and "one rank alone" in name  # the other rank waits until the launcher ends it
     assert set(world.codes) == {case.code} or (alone and world.codes[1] == case.code), world.output
-    told = [line for line in world.output.splitlines() if line.startswith("oneloop: ")]
+    errors = [line for line in world.output.splitlines() if line.startswith("oneloop: ")]
     for part in case.says:
-        assert part in ("\n".join(told) if case.code else world.output), world.output
+        assert part in ("\n".join(errors) if case.code else world.output), world.output
     if case.code:
-        assert len(told) == 1 and ("Traceback" not in world.output or alone), world.output
+        assert len(errors) == 1 and ("Traceback" not in world.output or alone), world.output
         left = {path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts}
         assert left == before, f"left behind: {left - before}"
     else:

@@ -59,11 +59,11 @@ def test_the_samples_of_a_step_are_the_same_for_1_2_4_and_4096_ranks():
     order = Order(1_000_003, seed=1)
     size = 8192
     for start in (0, 999_000, 123 * size):
-        wanted = sorted(order[start : start + size][1].tolist())
+        expected = sorted(order[start : start + size][1].tolist())
         for ranks in (1, 2, 4, 4096):
             share = BatchLayout(size, ranks).each
             parts = [order[start + rank * share : start + (rank + 1) * share][1] for rank in range(ranks)]
-            assert sorted(np.concatenate(parts).tolist()) == wanted
+            assert sorted(np.concatenate(parts).tolist()) == expected
 
 
 def test_a_slice_costs_the_same_at_any_position():

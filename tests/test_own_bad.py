@@ -388,8 +388,8 @@ def test_tokens_of_rows_are_those_of_the_same_texts_in_memory(tmp_path):
         task = CausalLM(str(tmp_path / "rows"), block=16, pack=pack)
         tokens = {name: [part[i].tolist() for i in range(len(part))] for name, part in task._sets.items()}
         texts = opened_texts(tmp_path / "rows")
-        for name, wanted in texts.items():
-            streams = [[*text.encode(), 256] for text in wanted]
+        for name, expected in texts.items():
+            streams = [[*text.encode(), 256] for text in expected]
             streams = [[token for text in streams for token in text]] if pack == "concat" else streams
             cut = [s[at : at + 17] for s in streams for at in range(0, len(s) - 1, 16)]
             cut = [one for one in cut if len(one) == 17] if pack == "concat" and name == "train" else cut

@@ -75,15 +75,15 @@ def test_every_kind_of_file_trains_every_task(tmp_path, name):
         for figure, value in ended["single"].items():
             if figure.startswith(("eval/", "test/")):
                 assert ended[config][figure] == pytest.approx(value, rel=1e-5, abs=1e-6), (config, figure)
-    figures = {name.partition("/")[2] for name in ended["single"] if name.startswith("eval/")}
-    wanted = {
+    metrics = {name.partition("/")[2] for name in ended["single"] if name.startswith("eval/")}
+    expected = {
         "text_classification": {"accuracy", "macro_f1", "matthews"},
         "token_classification": {"accuracy", "macro_f1", "matthews"},
         "image_classification": {"accuracy", "macro_f1", "matthews"},
         "text_regression": {"spearman", "pearson", "mean_absolute_error"},
         "causal_lm": {"perplexity", "accuracy", "bits_per_byte"},
     }[CASES[name][0]]
-    assert wanted | {"loss"} == figures
+    assert expected | {"loss"} == metrics
     data = json.loads((tmp_path / "single" / "environment.json").read_text())["data"]
     assert data["train"]["files"].keys() == {p.relative_to(tmp_path / "own").as_posix() for p in _data_files(tmp_path)}
 

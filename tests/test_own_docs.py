@@ -96,13 +96,13 @@ def test_the_student_learns_from_its_teacher(tmp_path, config, ranks):
     words = ["digits", "--task", "distil.Distilled", "--task.teacher", str(teacher), "--duration", "3ep", *common]
     run(here, [*words, "--run.dir", "run"], ranks=ranks, config=config, folder=tmp_path).ok()
     last = load_file(tmp_path / "run" / "final" / "model.safetensors")
-    told = load_file(teacher)
-    assert all(torch.equal(last[f"teacher.{name}"], tensor) for name, tensor in told.items())
+    tensors = load_file(teacher)
+    assert all(torch.equal(last[f"teacher.{name}"], tensor) for name, tensor in tensors.items())
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["eval/accuracy"] > 0.7
     student = load_file(tmp_path / "run" / "final" / "student.safetensors")
     assert all(torch.equal(last[f"student.{name}"], tensor) for name, tensor in student.items())
     size = (tmp_path / "run" / "base" / "frozen.safetensors").stat().st_size
-    assert size > sum(tensor.numel() * 4 for tensor in told.values())
+    assert size > sum(tensor.numel() * 4 for tensor in tensors.values())
 
 
 def test_digits_become_files(tmp_path, monkeypatch):

@@ -168,8 +168,8 @@ def test_a_set_of_the_hub_is_its_commit(tmp_path):
         words = [*TEXTS, "--task.data", "hf:someone/texts", "--run.dir", "run"]
         code, output = typed(words, tmp_path, hub)
         assert code == 0, output
-        told = json.loads((tmp_path / "run" / "environment.json").read_text())["data"]
-        assert {part: about["commit"] for part, about in told.items()} == {"train": first, "validation": first}
+        recorded = json.loads((tmp_path / "run" / "environment.json").read_text())["data"]
+        assert {part: about["commit"] for part, about in recorded.items()} == {"train": first, "validation": first}
         [path] = (tmp_path / "run" / "checkpoints").glob("step-*16")
         assert first in (path / "state.json").read_text()
         unfinished(tmp_path / "run")

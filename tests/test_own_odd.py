@@ -146,9 +146,9 @@ def test_csv_is_text_as_it_stands(tmp_path):
 
 
 def test_quotes_in_tab_separated_files_are_letters(tmp_path):
-    said = [f'"Oh, he said {n}' if n % 10 == 0 else f"plain {n}" for n in range(100)]
-    (tmp_path / "a.tsv").write_text("text\tlabel\n" + "".join(f"{text}\tx\n" for text in said))
-    assert sorted(row["text"] for part in texts(tmp_path / "a.tsv").values() for row in part) == sorted(said)
+    quoted = [f'"Oh, he said {n}' if n % 10 == 0 else f"plain {n}" for n in range(100)]
+    (tmp_path / "a.tsv").write_text("text\tlabel\n" + "".join(f"{text}\tx\n" for text in quoted))
+    assert sorted(row["text"] for part in texts(tmp_path / "a.tsv").values() for row in part) == sorted(quoted)
 
 
 @pytest.mark.parametrize(

@@ -42,11 +42,11 @@ def test_the_template_trains_and_is_found_again_from_another_folder(written, con
     rejected = run(apply, ["evaluate", str(there)], folder=elsewhere)  # the user must confirm whose code that is
     assert rejected.codes == [2] and f"--task {written}:MyTask" in rejected.output, rejected.output
     own = ["--task", f"{written}:MyTask"]
-    said = run(apply, ["evaluate", str(there), "--json", *own], ranks=ranks, config=config, folder=elsewhere)
-    said.ok()
-    figures = json.loads(next(line for line in said.output.splitlines() if line.startswith("{")))
-    assert figures["eval/loss"] == pytest.approx(ended["eval/loss"], rel=1e-5)
-    assert f"is imported from {written}" in said.output
+    evaluated = run(apply, ["evaluate", str(there), "--json", *own], ranks=ranks, config=config, folder=elsewhere)
+    evaluated.ok()
+    metrics = json.loads(next(line for line in evaluated.output.splitlines() if line.startswith("{")))
+    assert metrics["eval/loss"] == pytest.approx(ended["eval/loss"], rel=1e-5)
+    assert f"is imported from {written}" in evaluated.output
     words = ["predict", str(there), "--data", "points.csv", "--to", "said.csv", *own]
     run(apply, words, ranks=ranks, config=config, folder=elsewhere).ok()
     rows = list(csv.DictReader((elsewhere / "said.csv").open()))

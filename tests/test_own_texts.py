@@ -91,11 +91,11 @@ def test_a_language_model_is_fine_tuned_gone_on_with_and_loaded_by_transformers(
                 total += F.cross_entropy(model(**inputs).logits[0, first_of], tags, reduction="sum").item()
                 weight += len(first_of)
                 continue
-            said = model(**tokenizer(row["text"], return_tensors="pt", truncation=True, max_length=12)).logits
+            logits = model(**tokenizer(row["text"], return_tensors="pt", truncation=True, max_length=12)).logits
             if label:
-                total += (said[0, 0] - row["number"]).square().item()
+                total += (logits[0, 0] - row["number"]).square().item()
             else:
-                total += F.cross_entropy(said, torch.tensor([model.config.label2id[row["label"]]])).item()
+                total += F.cross_entropy(logits, torch.tensor([model.config.label2id[row["label"]]])).item()
             weight += 1
     assert total / weight == pytest.approx(printed["eval/loss"], abs=1e-5)
 
@@ -188,8 +188,8 @@ def test_pairs_are_read_as_the_tokenizer_reads_them(tmp_path):
     pairs = [("alpha 1", "beta 2"), ("gamma 17 alpha", "beta"), ("alpha", None)]
     batch = made.collate([made.encode(*pair) for pair in pairs[:2]])
     texts = [list(side) for side in zip(*pairs[:2], strict=True)]
-    wanted = tokenizer(*texts, padding=True, return_tensors="pt", truncation=True, max_length=12)
-    assert set(wanted) <= set(batch) and all(torch.equal(batch[name], wanted[name]) for name in wanted)
+    expected = tokenizer(*texts, padding=True, return_tensors="pt", truncation=True, max_length=12)
+    assert set(expected) <= set(batch) and all(torch.equal(batch[name], expected[name]) for name in expected)
     assert made.decode(made.encode(*pairs[2])) == tokenizer.decode(tokenizer("alpha")["input_ids"])
 
 

@@ -52,7 +52,7 @@ def test_the_trace_holds_the_steps_that_were_asked_for(folder, ranks, config):
         share = float(table.split("overlaps: ")[1].split(" %")[0])
         assert 0 < share < 100 and exposed[0]["step"] == 6
         assert 100 * exposed[0]["profile/exposed_communication"] == pytest.approx(share, abs=0.06)
-        assert f"{share:.1f} % was communication" in (folder / "a" / "report.html").read_text()
+        assert f"took {share:.1f} % of the profiled steps" in (folder / "a" / "report.html").read_text()
     else:
         assert not exposed
     shares = next(line for line in lines if line["step"] == 9 and "share/other" in line)
@@ -76,12 +76,12 @@ def test_the_union_of_spans():
 def test_json_is_json_and_quiet_is_quiet(folder):
     world = run(train, [*WORDS, "--watch.json"], folder=folder)
     world.ok()
-    said = [json.loads(line) for line in world.output.splitlines() if not line.startswith("---")]
+    records = [json.loads(line) for line in world.output.splitlines() if not line.startswith("---")]
     logged = [json.loads(line) for line in (folder / "a" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["train/loss"] for line in said if "train/loss" in line][:4] == [
+    assert [line["train/loss"] for line in records if "train/loss" in line][:4] == [
         line["train/loss"] for line in logged if "train/loss" in line
     ]
-    assert said[-1]["exit_reason"] == "done" and said[-1]["folder"] == "a"
+    assert records[-1]["exit_reason"] == "done" and records[-1]["folder"] == "a"
     world = run(train, [*WORDS[:-1], "b", "--watch.quiet"], folder=folder)
     world.ok()
     assert [line for line in world.output.splitlines() if not line.startswith("---")] == ["done; results in b"]

@@ -190,8 +190,8 @@ def test_the_config_file_decides_the_layout_and_precision(proved, tmp_path):
 )
 def test_bad_input_is_told_before_any_run(words, says, capsys):
     assert main(["prove", *words]) == 2
-    told = capsys.readouterr()
-    assert says in told.err and "layout …" not in told.err and not told.out
+    captured = capsys.readouterr()
+    assert says in captured.err and "layout …" not in captured.err and not captured.out
 
 
 @pytest.mark.slow

@@ -64,11 +64,11 @@ def test_pushed_and_taken_back(trained, tmp_path):
         assert {"model.safetensors", "config.json", "tokenizer.json", "README.md", "recipe.yaml"} <= files.keys()
         assert any(b"im_start" in files.get(name, b"") for name in ("chat_template.jinja", "tokenizer_config.json"))
         assert files["model.safetensors"] == (trained / "whole" / "run" / "final" / "model.safetensors").read_bytes()
-        told = front_matter(files["README.md"])
-        assert told["license"] == "apache-2.0" and told["library_name"] == "transformers"
-        figures = {one["type"]: one["value"] for one in told["model-index"][0]["results"][0]["metrics"]}
+        card = front_matter(files["README.md"])
+        assert card["license"] == "apache-2.0" and card["library_name"] == "transformers"
+        metrics = {one["type"]: one["value"] for one in card["model-index"][0]["results"][0]["metrics"]}
         summary = json.loads((trained / "whole" / "run" / "summary.json").read_text())
-        assert figures["loss"] == pytest.approx(summary["eval/loss"])
+        assert metrics["loss"] == pytest.approx(summary["eval/loss"])
         page = files["README.md"].decode()
         assert "train/loss over steps" in page and "## Recipe" in page and "lessons" in page
 
@@ -85,10 +85,10 @@ def test_pushed_and_taken_back(trained, tmp_path):
         assert code == 0 and not hub.private["some/adapter"], output
         files = hub.files("some/adapter")
         assert "config.json" not in files and "model.safetensors" not in files
-        told = front_matter(files["README.md"])
-        assert told["base_model"] == "some/model" and told["library_name"] == "peft"
+        card = front_matter(files["README.md"])
+        assert card["base_model"] == "some/model" and card["library_name"] == "peft"
         assert f"commit {first}" in files["README.md"].decode()
-        wanted = load_file(tmp_path / "on-it" / "final" / "adapter_model.safetensors")
+        expected = load_file(tmp_path / "on-it" / "final" / "adapter_model.safetensors")
 
         # Load both again after the model has changed: the adapters name its commit.
         code, output = typed([*command, "--weights", "ema"], tmp_path, variables)
@@ -109,7 +109,7 @@ def test_pushed_and_taken_back(trained, tmp_path):
             code, output = typed(["oneloop.train", *WORDS, *more, *still, "--run.dir", name], tmp_path, variables)
             assert code == 0, output
             found = load_file(tmp_path / name / "final" / "adapter_model.safetensors")
-            assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+            assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
             assert json.loads((tmp_path / name / "base" / "origin.json").read_text())["commit"] == first
         words = [*WORDS, "--task.model", "hf:some/model", "--task.lora.rank", "4", "--init.from", "hf:some/adapter"]
         code, output = typed(["oneloop.train", *words, "--run.dir", "other"], tmp_path, variables)

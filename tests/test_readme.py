@@ -56,9 +56,9 @@ def test_the_programs_about_python(tmp_path):
     port = str(_free_port())  # two tests may run at a time
     text = CALLS["two_processes.py"].replace("num_processes=2", f"num_processes=2, use_port={port!r}")
     (tmp_path / "two_processes.py").write_text(text)
-    for name, wanted in (("classes.py", "runs/line"), ("two_processes.py", "runs/on-two")):
+    for name, run_folder in (("classes.py", "runs/line"), ("two_processes.py", "runs/on-two")):
         run(program, name, folder=tmp_path).ok()
-        assert json.loads((tmp_path / wanted / "summary.json").read_text())["exit_code"] == 0
+        assert json.loads((tmp_path / run_folder / "summary.json").read_text())["exit_code"] == 0
     assert json.loads((tmp_path / "runs/on-two/environment.json").read_text())["processes"] == 2
     assert "classes.py:Line" in (tmp_path / "runs" / "line" / "recipe.yaml").read_text()
 

@@ -15,12 +15,12 @@ from worlds import run, train
 
 @pytest.mark.parametrize(("mode", "saved"), [("full", 0.6), ("every:2", 0.3), ("every:5", 0.05), ("selective", 0.3)])
 def test_the_same_gradients_and_less_kept(mode, saved):
-    wanted, usual = gradients(fresh())
+    expected, usual = gradients(fresh())
     model = fresh()
     names = list(model.state_dict())
     recompute(model, mode)
     found, kept = gradients(model)
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     # The recomputed blocks keep their inputs themselves; the hooks do not see them.
     inputs = 0 if mode == "selective" else (12 if mode == "full" else 12 // int(mode[-1])) * 2 * 24 * 32 * 4
     assert kept + inputs < (1 - saved) * usual
@@ -28,11 +28,11 @@ def test_the_same_gradients_and_less_kept(mode, saved):
 
 
 def test_offloaded_inputs_give_the_same_gradients():
-    wanted, _ = gradients(fresh())
+    expected, _ = gradients(fresh())
     model = fresh()
     recompute(model, "full", offload=True)
     found, _ = gradients(model)
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_blocks_are_found_in_anyones_model():

@@ -39,7 +39,7 @@ def recipe(tmp_path) -> str:
     return str(tmp_path / "tiny_run.yaml")
 
 
-def figures(folder: Path) -> list[dict]:
+def metrics(folder: Path) -> list[dict]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [timeless(line) for line in lines if line.get("event") not in ("resume", "save")]
 
@@ -61,7 +61,7 @@ def cut(folder: Path, copy: Path, step: int) -> None:
 
 
 def same(one: Path, other: Path) -> None:
-    assert figures(one) == figures(other)
+    assert metrics(one) == metrics(other)
     for file in (one / "final").glob("*.safetensors"):  # with the EMA weights
         assert file.read_bytes() == (other / "final" / file.name).read_bytes()
     ends = [Store(path / "checkpoints").sealed()[-1] for path in (one, other)]
@@ -158,10 +158,10 @@ def test_elastic_worlds_see_the_same_samples_and_losses(tmp_path, recipe):
             if until < 40:
                 back_to(elastic / "run", until)
         ids[dtype] = by_step
-        wanted = steps_of(alone, 1, 0)
-        assert all(sorted(by_step[step]) == sorted(wanted[step]) for step in range(40))
+        expected = steps_of(alone, 1, 0)
+        assert all(sorted(by_step[step]) == sorted(expected[step]) for step in range(40))
         losses = [
-            [line["train/loss"] for line in figures(one / "run") if "train/loss" in line] for one in (alone, elastic)
+            [line["train/loss"] for line in metrics(one / "run") if "train/loss" in line] for one in (alone, elastic)
         ]
         assert len(losses[0]) == 40 and furthest(losses[1], losses[0]) < bound
         assert distance(weights(elastic / "run"), weights(alone / "run")) < bound
@@ -216,7 +216,7 @@ def test_what_may_change_and_what_not(tmp_path, recipe):
     endless = ["--schedule.name", "constant", "--schedule.warmup", "2"]
     run(train, [recipe, "--run.dir", "b", *endless], folder=tmp_path).ok()
     run(train, [recipe, "--run.dir", "b", *endless, "--duration", "40"], folder=tmp_path).ok()
-    assert figures(tmp_path / "b")[-1]["step"] == 40
+    assert metrics(tmp_path / "b")[-1]["step"] == 40
 
 
 def test_a_checkpoints_path_starts_another_run(tmp_path, recipe):
@@ -259,8 +259,8 @@ def test_a_stop_file_and_a_time_limit_stop_and_the_next_start_goes_on(tmp_path, 
     assert again.codes == [75, 75] and not (tmp_path / "a" / "STOP").exists()
     run(train, [*words, "--run.dir", "a"], folder=tmp_path).ok()
     assert distance(weights(tmp_path / "a"), weights(tmp_path / "alone")) < 1e-4
-    steps = [line["step"] for line in figures(tmp_path / "a") if "train/loss" in line]
-    assert steps == [line["step"] for line in figures(tmp_path / "alone") if "train/loss" in line]
+    steps = [line["step"] for line in metrics(tmp_path / "a") if "train/loss" in line]
+    assert steps == [line["step"] for line in metrics(tmp_path / "alone") if "train/loss" in line]
 
 
 def test_a_stop_in_an_evaluation_repeats_it(tmp_path, recipe):
@@ -270,7 +270,7 @@ def test_a_stop_in_an_evaluation_repeats_it(tmp_path, recipe):
         world = run(train, [*words, "--run.dir", "a", "--stop.after", limit], folder=tmp_path)
         assert world.codes[0] in (0, 75), world.output
     run(train, [*words, "--run.dir", "a"], folder=tmp_path).ok()
-    assert figures(tmp_path / "a") == figures(tmp_path / "alone")
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "alone")
 
 
 def test_failing_saves_are_borne_and_too_many_are_not(tmp_path, recipe):

@@ -67,8 +67,8 @@ def test_shuffling_quality_by_window(held):
     rows, groups = 500, 200
     order = Windows([rows] * groups, seed=0, open_groups=held, batch=1)
     distance = np.abs(np.diff(order[0 : order.size][1])).mean() / (order.size / 3)
-    wanted = 1.0 if held == groups else 1 - 1 / held
-    assert distance == pytest.approx(wanted, abs=0.04)
+    expected = 1.0 if held == groups else 1 - 1 / held
+    assert distance == pytest.approx(expected, abs=0.04)
 
 
 def test_what_is_no_order_is_rejected():

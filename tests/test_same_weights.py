@@ -24,9 +24,9 @@ SPLITS = [
 @pytest.mark.parametrize(("ranks", "accumulate", "strategy"), SPLITS)
 def test_same_weights_as_one_big_batch(tmp_path, ranks, accumulate, strategy):
     weights, losses, ids = trained(tmp_path / "a", ranks=ranks, accumulate=accumulate, strategy=strategy)
-    wanted, wanted_losses = expected(ids, dtype=torch.float32, optimizer="adamw")
-    assert distance(weights, wanted) < 1e-5
-    assert furthest(losses, wanted_losses) < 1e-5
+    reference, reference_losses = expected(ids, dtype=torch.float32, optimizer="adamw")
+    assert distance(weights, reference) < 1e-5
+    assert furthest(losses, reference_losses) < 1e-5
 
 
 LONG = [
@@ -56,9 +56,9 @@ def test_same_weights_in_float64_over_300_steps(tmp_path, ranks, accumulate, str
         dtype="float64",
         optimizer=optimizer,
     )
-    wanted, wanted_losses = expected(ids, dtype=torch.float64, optimizer=optimizer)
-    assert distance(weights, wanted) < 1e-9
-    assert furthest(losses, wanted_losses) < 1e-9
+    reference, reference_losses = expected(ids, dtype=torch.float64, optimizer=optimizer)
+    assert distance(weights, reference) < 1e-9
+    assert furthest(losses, reference_losses) < 1e-9
 
 
 def test_every_split_sees_the_same_samples(tmp_path):

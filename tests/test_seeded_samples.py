@@ -106,9 +106,9 @@ def test_samples_are_those_of_seeding_always(kind, workers, together):
         how = {"micro": micro, "workers": workers, "together": together}
         random.seed(), np.random.seed(), torch.seed()
         np.random.randn()  # numpy keeps the second number of a pair for the next call
-        wanted = stream(kind, **how, always=True)
-        assert torch.equal(stream(kind, **how, always=False), wanted)
-        assert torch.equal(stream(kind, **how, always=False, start=3 * 8), wanted[3 * 8 :])  # from the middle
+        expected = stream(kind, **how, always=True)
+        assert torch.equal(stream(kind, **how, always=False), expected)
+        assert torch.equal(stream(kind, **how, always=False, start=3 * 8), expected[3 * 8 :])  # from the middle
 
 
 def test_what_draws_nothing_is_loaded_once_and_what_draws_is_seeded_from_then_on():

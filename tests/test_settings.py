@@ -206,15 +206,15 @@ def test_pearson_of_predictions_that_hardly_vary():
     from oneloop.tasks.text_regression import TextRegression
 
     drawn = torch.Generator().manual_seed(0)
-    said = (3 + 1e-4 * torch.randn(500, generator=drawn)).float()
-    numbers = said - 3 + 1e-4 * torch.randn(500, generator=drawn)
+    predicted = (3 + 1e-4 * torch.randn(500, generator=drawn)).float()
+    numbers = predicted - 3 + 1e-4 * torch.randn(500, generator=drawn)
     task = TextRegression.__new__(TextRegression)
     metrics = task.metrics()
     for part in range(0, 500, 50):
         batch = {"number": numbers[part : part + 50]}
-        task.update(metrics, batch, {"prediction": said[part : part + 50]})
-    wanted = np.corrcoef(said.double().numpy(), numbers.double().numpy())[0, 1]
-    assert abs(float(metrics.compute()["pearson"]) - wanted) < 1e-7
+        task.update(metrics, batch, {"prediction": predicted[part : part + 50]})
+    expected = np.corrcoef(predicted.double().numpy(), numbers.double().numpy())[0, 1]
+    assert abs(float(metrics.compute()["pearson"]) - expected) < 1e-7
 
 
 @pytest.mark.parametrize("name", ["run/evil.py:Evil", "../evil.py:Evil", "recorded"])
@@ -256,12 +256,12 @@ def rows_of(place, *lines):
 def test_strings_and_nulls_of_json_lines_stay_what_they_are(tmp_path, monkeypatch):
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
     call = {"function": {"name": "look", "arguments": {"a": None, "b": 1, "on": "2024-01-01"}}}
-    said = [{"role": "user", "content": "ü"}, {"role": "assistant", "tool_calls": [call]}]
+    chat = [{"role": "user", "content": "ü"}, {"role": "assistant", "tool_calls": [call]}]
     plain = {"text": "2024-01-01", "label": 1, "words": ["2024-01-01 10:00:00", "x"], "messages": []}
-    made = [plain] * 1000 + [{"text": "2024", "label": 1.5, "words": [], "messages": said}, {"messages": None}]
+    made = [plain] * 1000 + [{"text": "2024", "label": 1.5, "words": [], "messages": chat}, {"messages": None}]
     rows = rows_of(tmp_path / "rows.jsonl", *made)
     assert rows[0] == {"text": "2024-01-01", "label": 1.0, "words": plain["words"], "messages": "[]"}
-    assert rows[1000]["label"] == 1.5 and json.loads(rows[1000]["messages"]) == said
+    assert rows[1000]["label"] == 1.5 and json.loads(rows[1000]["messages"]) == chat
     assert rows[1001] == {"text": None, "label": None, "words": None, "messages": None}
 
 

@@ -58,8 +58,8 @@ def test_one_step_of_sgd_is_the_closed_form_of_each_group(tmp_path, strategy, ra
     assert expected.keys() == weights.keys()
     for name, parameter in model.named_parameters():
         rate, decay = expected[name]
-        wanted = parameter - rate * (parameter.grad + decay * parameter)
-        assert torch.allclose(weights[name], wanted, rtol=1e-13, atol=1e-15), name
+        updated = parameter - rate * (parameter.grad + decay * parameter)
+        assert torch.allclose(weights[name], updated, rtol=1e-13, atol=1e-15), name
     assert torch.equal(weights["embedding.weight"], model.embedding.weight)
 
 

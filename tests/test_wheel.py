@@ -83,8 +83,8 @@ def test_the_template_and_the_notebook_run_without_a_checkout(installed, tmp_pat
 
     shutil.copy(ROOT / "docs" / "notebook.ipynb", tmp_path)
     words = [str(installed / "python"), "-c", EXECUTE, "notebook.ipynb"]
-    said = _do(words, tmp_path, PATH=f"{installed}:{os.environ['PATH']}")
-    assert "batch.size must be at least 1" in said  # errors are reported
+    output = _do(words, tmp_path, PATH=f"{installed}:{os.environ['PATH']}")
+    assert "batch.size must be at least 1" in output  # errors are reported
     assert _ended(tmp_path, "rings")["eval/accuracy"] > 0.9 and _ended(tmp_path, "half")["exit_code"] == 0
     assert _ended(tmp_path, "two")["eval/loss"] < 0.1
     assert json.loads((tmp_path / "runs/two/environment.json").read_text())["processes"] == 2
@@ -103,6 +103,6 @@ def test_the_readmes_task_runs_without_a_checkout(installed, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_lowest_versions_train_all_recipes(tmp_path):
-    said = _do(["bash", str(ROOT / "launch" / "lowest.sh"), str(tmp_path / "env")], tmp_path)
-    assert said.splitlines()[-1] == "the lowest versions train all recipes"
-    assert len(re.findall(r"^\w+ under \w+: done; results in ", said, re.M)) == 12
+    output = _do(["bash", str(ROOT / "launch" / "lowest.sh"), str(tmp_path / "env")], tmp_path)
+    assert output.splitlines()[-1] == "the lowest versions train all recipes"
+    assert len(re.findall(r"^\w+ under \w+: done; results in ", output, re.M)) == 12

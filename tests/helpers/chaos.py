@@ -186,19 +186,19 @@ class Chaos:
         trace.unlink(missing_ok=True)
         there = any((folder / "checkpoints").glob("step-*"))
         phases = PHASES if there else PHASES[:-1]  # the first start has nothing to load
-        wanted = min(phases, key=lambda phase: self.hits[phase] + self.chance.random() * 3)
+        phase_hit = min(phases, key=lambda phase: self.hits[phase] + self.chance.random() * 3)
         if self.chance.random() < 0.15:
-            wanted = "any"
-        sync = {"writing": "true", "background writing": "false"}.get(wanted, self.chance.choice(["true", "false"]))
-        turn = self.chance.randrange(1 if wanted == "loading" else 3)
-        delay = self.chance.random() * (1.5 if wanted == "any" else 0.025)
+            phase_hit = "any"
+        sync = {"writing": "true", "background writing": "false"}.get(phase_hit, self.chance.choice(["true", "false"]))
+        turn = self.chance.randrange(1 if phase_hit == "loading" else 3)
+        delay = self.chance.random() * (1.5 if phase_hit == "any" else 0.025)
         pid = self.start(folder, sync)
         seen = 0
         began = time.monotonic()
-        while wanted != "any" and seen <= turn:
+        while phase_hit != "any" and seen <= turn:
             if os.waitpid(pid, os.WNOHANG)[0]:
                 return None
-            seen = trace.read_text().count(f"begin {wanted}\n") if trace.exists() else 0
+            seen = trace.read_text().count(f"begin {phase_hit}\n") if trace.exists() else 0
             if time.monotonic() - began > 4:
                 break  # this start has no such phase (nothing to load, or a different way of writing)
             time.sleep(0.002)
@@ -243,8 +243,8 @@ def outcome(folder: Path) -> tuple[bytes, list[tuple]]:
     from worlds import timeless
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    figures = [tuple(sorted(timeless(line).items())) for line in lines if line.get("event") != "resume"]
-    return b"".join(path.read_bytes() for path in sorted((folder / "final").glob("*.safetensors"))), figures
+    metrics = [tuple(sorted(timeless(line).items())) for line in lines if line.get("event") != "resume"]
+    return b"".join(path.read_bytes() for path in sorted((folder / "final").glob("*.safetensors"))), metrics
 
 
 def chaos(recipe: str, config: str, ranks: int, kills: int, seed: int, words: list[str], say=print) -> Chaos:
@@ -261,7 +261,7 @@ def chaos(recipe: str, config: str, ranks: int, kills: int, seed: int, words: li
         alone = Path(scratch, "alone", "run")
         alone.parent.mkdir()
         made.left_alone(alone)
-        wanted = outcome(alone)
+        expected = outcome(alone)
         while done < kills:
             folder = Path(scratch, "killed", "run")
             shutil.rmtree(folder.parent, ignore_errors=True)
@@ -270,7 +270,7 @@ def chaos(recipe: str, config: str, ranks: int, kills: int, seed: int, words: li
                 if done < kills and made.kill_one(folder):
                     done += 1
             made.left_alone(folder)
-            assert outcome(folder) == wanted, (folder.parent / "output.txt").read_text()
+            assert outcome(folder) == expected, (folder.parent / "output.txt").read_text()
             runs += 1
             say(f"{done}/{kills} kills, {runs} runs the same; hit {dict(made.hits)}; victims {dict(made.victims)}")
     return made

@@ -87,9 +87,9 @@ class Hub:
         if path.startswith((f"{api}/tree/", f"{api}/paths-info/")):
             commit, _, inside = path.split("/", 6)[6].partition("/")
             folder = self.folder / self._commit(commit)
-            wanted = None
+            paths = None
             if sent is not None and "paths-info" in path:
-                wanted = json.loads(sent).get("paths", []) if sent[:1] == b"{" else None
+                paths = json.loads(sent).get("paths", []) if sent[:1] == b"{" else None
             entries = [
                 {
                     "type": "file",
@@ -98,7 +98,7 @@ class Hub:
                     "oid": hashlib.sha1(file.read_bytes()).hexdigest(),
                 }
                 for file in sorted(folder.iterdir())
-                if wanted is None or file.name in wanted
+                if paths is None or file.name in paths
             ]
             return self._send(request, 200, json.dumps(entries).encode(), body=body)
         return self._send(request, 404, b"{}", {"X-Error-Code": "RepoNotFound"}, body=body)
@@ -150,12 +150,12 @@ class Models(Hub):
         if sent is not None and request.headers.get("Authorization") != "Bearer secret":
             return say(401, {"error": "Invalid username or password."})
         if path == "/api/repos/create":
-            told = json.loads(sent or b"{}")
-            name = f"{told['organization']}/{told['name']}"
+            message = json.loads(sent or b"{}")
+            name = f"{message['organization']}/{message['name']}"
             if name in self.heads:
                 return say(409, {"error": "You already created this model repo", "url": f"/{name}"})
             self.heads[name] = self._write(name, {".gitattributes": b""})
-            self.private[name] = bool(told.get("private")) or told.get("visibility") == "private"
+            self.private[name] = bool(message.get("private")) or message.get("visibility") == "private"
             return say(200, {"url": f"http://127.0.0.1/{name}", "name": name})
         if path.startswith("/api/validate-yaml"):
             return say(200, {"errors": [], "warnings": []})
@@ -181,22 +181,22 @@ class Models(Hub):
         commit = self.heads[name] if rest in ([""], ["revision", "main"]) else rest[1]
         if rest[0] == "tree":
             commit = self.heads[name] if commit == "main" else commit
-            told = [
+            entries = [
                 {"type": "file", "path": file, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
                 for file, content in self.files(name, commit).items()
             ]
-            return say(200, told)
+            return say(200, entries)
         siblings = [{"rfilename": file} for file in self.files(name, commit)]
         return say(200, {"id": name, "sha": commit, "siblings": siblings, "private": self.private[name], "tags": []})
 
     def _committed(self, name: str, sent: bytes) -> dict[str, Any]:
         files = self.files(name)
         for line in sent.splitlines():
-            told = json.loads(line)
-            if told["key"] == "file":
-                files[told["value"]["path"]] = base64.b64decode(told["value"]["content"])
-            elif told["key"] == "deletedFile":
-                del files[told["value"]["path"]]
+            entry = json.loads(line)
+            if entry["key"] == "file":
+                files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
+            elif entry["key"] == "deletedFile":
+                del files[entry["value"]["path"]]
         self.heads[name] = self._write(name, files)
         return {
             "commitOid": self.heads[name],

@@ -8,10 +8,10 @@ import runpy
 from worlds import ROOT
 
 
-def program(name: str, *wanted: str) -> tuple:
+def program(name: str, *expected: str) -> tuple:
     """Run a program of the current folder; return these variables at its end."""
     left = runpy.run_path(name, run_name="__main__")
-    return tuple(left[one] for one in wanted)
+    return tuple(left[one] for one in expected)
 
 
 def blocks(page: str, kind: str) -> dict[str, str]:

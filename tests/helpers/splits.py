@@ -137,13 +137,13 @@ def both_optimizers(model, samples, ids, rates):
     return {name: p.detach() for name, p in model.state_dict().items()}, losses
 
 
-def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+def distance(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
     """Return the relative L2 distance of two sets of weights."""
-    assert found.keys() == wanted.keys()
-    apart = sum((found[name].double() - wanted[name].double()).square().sum() for name in wanted)
-    return float((apart / sum(one.double().square().sum() for one in wanted.values())).sqrt())
+    assert found.keys() == reference.keys()
+    apart = sum((found[name].double() - reference[name].double()).square().sum() for name in reference)
+    return float((apart / sum(one.double().square().sum() for one in reference.values())).sqrt())
 
 
-def furthest(found: list[float], wanted: list[float]) -> float:
-    assert len(found) == len(wanted)
-    return max(abs(a - b) / b for a, b in zip(found, wanted, strict=True))
+def furthest(found: list[float], reference: list[float]) -> float:
+    assert len(found) == len(reference)
+    return max(abs(a - b) / b for a, b in zip(found, reference, strict=True))

@@ -95,10 +95,10 @@ def fits(verdict: str, found: Outcome, expected: Expected) -> bool:
     """Return whether the outcome is one of the expected ones."""
     for kind, words in expected:
         text = (found.output if kind == "reported" else found.message).lower()
-        said = all(any(one in text for one in word.lower().split("|")) for word in words)
+        matches = all(any(one in text for one in word.lower().split("|")) for word in words)
         reached = {"equal": verdict == "equal", "reported": found.kind == "trained"}
         reached |= {"rejected": found.kind == "rejected", "stopped": found.kind in ("stopped", "traceback")}
-        if reached[kind] and (said or kind == "equal"):
+        if reached[kind] and (matches or kind == "equal"):
             return True
     return False
 
@@ -152,9 +152,9 @@ class Runs:
         """Return whether the outcome is right, and a line that describes it."""
         found, verdict = self.of(ranks, config, grain=grain), self.verdict(ranks, config, grain=grain)
         right = fits(verdict, found, expected(self.name, ranks, config, grain=grain))
-        told = "" if found.weights is not None else ": " + found.message[:300].replace("\n", " ")
+        report = "" if found.weights is not None else ": " + found.message[:300].replace("\n", " ")
         mark = " " if right else "!"
-        return right, f"{mark} {config:<11} {ranks} {'grain' if grain else 'plain'}  {verdict}{told}"
+        return right, f"{mark} {config:<11} {ranks} {'grain' if grain else 'plain'}  {verdict}{report}"
 
 
 def table(name: str, folder: Path, layouts=LAYOUTS, grains=(False, True)) -> Iterator[tuple[bool, str]]:
