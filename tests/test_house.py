@@ -138,21 +138,12 @@ def test_nothing_grows_without_bounds():
                 assert length(node) <= 60, f"{file}: {node.name}"
 
 
-CEILINGS = {  # maximum lines of a package; only lowered, or raised by the budget of an issue that names it
-    **{
-        "after": 279,
-        "plan": 704,
-        "launch": 845,
-        "supervise": 982,
-        "basics": 983,
-        "job": 1056,
-        "measure": 1130,
-        "optim": 1222,
-        "machine": 1268,
-    },
-    **{"recipe": 1287, "": 1383, "checkpoint": 1773, "run": 1853, "show": 2126, "data": 2479, "tasks": 5451},
+CEILINGS = {  # lines of a package; a ceiling only falls, or rises by the budget of an issue that names it
+    **{"after": 279, "plan": 704, "launch": 894, "supervise": 981, "basics": 976, "job": 1056, "measure": 1139},
+    **{"optim": 1219, "machine": 1259, "recipe": 1483, "": 1506, "checkpoint": 1788, "run": 1855, "show": 2130},
+    **{"data": 2483, "tasks": 5458},
 }
-CODE, FILES = 17_428, 182  # lines of code in all packages (no blank, comment or docstring), and files
+CODE, FILES = 17_763, 184  # lines of code in all packages (no blank, comment or docstring), and files
 
 
 def code(source: str) -> int:

@@ -20,8 +20,7 @@ class Objective(Protocol):
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the SUM of the losses over what ``weight`` counts (0-dim), and detached outputs.
 
-        In training, 0-dim outputs are logged as train/NAME: their mean over the micro-batches, weighted by
-        ``weight``.
+        In training, 0-dim outputs are logged as train/NAME: their mean over the micro-batches, weighted by ``weight``.
         """
 
 
