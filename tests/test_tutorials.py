@@ -1,0 +1,90 @@
+"""The programs and commands of the tutorials, in their order; long runs are shortened."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pages import blocks
+from worlds import ROOT, apply, run, train
+
+QUIET = ["--track", "none"]
+
+
+def lay_out(page: str, folder: Path) -> str:
+    """Write the programs and recipes of a tutorial into a folder; return its text."""
+    for kind in ("python", "yaml"):
+        for name, text in blocks(f"tutorials/{page}", kind).items():
+            (folder / name).write_text(text)
+    return (ROOT / "docs" / "tutorials" / page).read_text()
+
+
+def program(folder: Path, name: str) -> None:
+    subprocess.run([sys.executable, name], cwd=folder, check=True)
+
+
+def command(text: str, start: str) -> list[str]:
+    """The words after ``oneloop launch --config_file single`` of a command in a tutorial."""
+    (line,) = (line for line in text.splitlines() if line.startswith(f"oneloop launch --config_file single {start}"))
+    return line.split()[4:]
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_a_csv_file_and_a_folder_of_images(tmp_path):
+    text = lay_out("own-data.md", tmp_path)
+    program(tmp_path, "make_messages.py")
+    run(train, [*command(text, "messages.yaml"), "--duration", "1ep", *QUIET], folder=tmp_path).ok()
+    assert summary(tmp_path / "runs" / "messages")["test/accuracy"] > 0.95
+    run(apply, ["predict", "runs/messages", "--data", "new.csv", "--to", "predictions.csv"], folder=tmp_path).ok()
+    rows = list(csv.DictReader((tmp_path / "predictions.csv").open()))
+    assert len(rows) == 6 and rows[0]["prediction"] == "shipping"
+    lines = (tmp_path / "messages.csv").read_text().splitlines()
+    lines[3] = lines[3].rpartition(",")[0] + ","
+    (tmp_path / "messages.csv").write_text("\n".join(lines) + "\n")
+    broken = run(train, ["messages.yaml", "--run.dir", "runs/broken"], folder=tmp_path)
+    assert broken.codes == [2] and not (tmp_path / "runs" / "broken").exists()
+    (message,) = (line for line in text.splitlines() if line.startswith("oneloop: messages.csv"))
+    assert message in broken.output
+    program(tmp_path, "make_shapes.py")
+    run(train, [*command(text, "shapes.yaml"), "--duration", "5", *QUIET], folder=tmp_path).ok()
+    run(apply, ["predict", "runs/shapes", "--data", "new_shapes", "--to", "shapes.csv"], folder=tmp_path).ok()
+    assert len(list(csv.DictReader((tmp_path / "shapes.csv").open()))) == 6
+
+
+def test_an_own_model(tmp_path):
+    text = lay_out("own-model.md", tmp_path)
+    run(train, [*command(text, "cells.py:Cells --duration"), *QUIET], folder=tmp_path).ok()
+    assert summary(tmp_path / "runs" / "cells")["eval/accuracy"] > 0.95
+    program(tmp_path, "new_cells.py")
+    run(apply, ["predict", "runs/cells", "--data", "new_cells.csv", "--to", "predictions.csv"], folder=tmp_path).ok()
+    assert all(float(row["benign"]) < 0.01 for row in csv.DictReader((tmp_path / "predictions.csv").open()))
+
+
+def test_a_contrastive_loss(tmp_path):
+    text = lay_out("own-loss.md", tmp_path)
+    world = run(train, [*command(text, "contrast.py"), *QUIET], folder=tmp_path)
+    world.ok()
+    (line,) = (line for line in text.splitlines() if line.startswith("the task declares additive = False"))
+    assert line in world.output and summary(tmp_path / "runs" / "contrast")["eval/found"] > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_chats_with_lora(tmp_path):
+    text = lay_out("chats-lora.md", tmp_path)
+    run(train, [*command(text, "sft --duration 400"), *QUIET], folder=tmp_path, timeout=300).ok()
+    program(tmp_path, "make_chats.py")
+    run(train, [*command(text, "sft --task.data"), *QUIET], folder=tmp_path, timeout=200).ok()
+    assert summary(tmp_path / "runs" / "chats")["eval/accuracy"] > 0.6
+    words = ["predict", "runs/chats", "--data", "questions.jsonl", "--to", "answers.jsonl"]
+    run(apply, words, folder=tmp_path).ok()
+    answers = [json.loads(line)["answer"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert len(answers) == 5 and all(" plus " in answer or answer.startswith("Not ") for answer in answers)
