@@ -39,7 +39,7 @@ def test_train_evaluate_predict_export_and_report_in_one_script(tmp_path):
     ((summary, metrics, rows, line, same),) = run(program, "script.py", *wanted, folder=tmp_path).ok()
     assert metrics["eval/accuracy"] == summary["eval/accuracy"] and same
     assert rows == [json.loads(text) for text in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert len(rows) == 269 and {"row", "prediction", "confidence"} <= rows[0].keys()
+    assert len(rows) == 270 and {"row", "prediction", "confidence"} <= rows[0].keys()
     assert (tmp_path / "out" / "model.safetensors").is_file() and line == "final of run is in out"
     assert "<html" in (tmp_path / "page.html").read_text()
     typed = subprocess.run(
