@@ -172,8 +172,8 @@ BAD = {
     "no such columns": Bad(
         rows(*[{"text": "hi", "label": 1}] * 3),
         (
-            "it has text, label; messages or prompt and completion are needed",
-            "there is no 'messages' and no 'prompt'; name other columns with task.messages",
+            "it has text, label; oneloop needs messages or prompt and completion",
+            "cannot find 'messages' and 'prompt'; name other columns with task.messages",
         ),
     ),
     "a message without a role": Bad(

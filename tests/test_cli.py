@@ -76,7 +76,7 @@ def test_export_gives_what_transformers_loads(gpt, capsys):
     for words, says in (
         (["--checkpoint", "5"], "steps: 4, 8, 12"),
         (["--checkpoint", "x"], "not found"),
-        (["--weights", "ema"], "no average 'ema'; it has none"),
+        (["--weights", "ema"], "no EMA 'ema'; it has none"),
         (["--too"], "unrecognized arguments: --too"),
     ):
         assert main(["export", str(gpt), "--to", str(to), *words]) == 2

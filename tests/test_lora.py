@@ -267,7 +267,7 @@ WRONG = [
     (["--init.from", "ADAPTER"], "contains adapters, but the model has none; set it as task.model"),
     (["--task.lora.rank", "8", "--init.from", "ADAPTER"], "is of another model (other shape: "),
     (["--task.lora.rank", "4", "--init.from", "OTHER"], "its adapters are for "),
-    (["--task.lora.rank", "4", "--init.from", "ADAPTER"], "are scaled otherwise (lora_alpha 8, and not 32)"),
+    (["--task.lora.rank", "4", "--init.from", "ADAPTER"], "have another scale (lora_alpha 8, expected 32)"),
     (["--task.lora.rank", "4", "--machine.quant_storage", "bfloat16"], "nothing is in 4 bits; see task.lora.quantize"),
     (["--task.model", "ADAPTER", "--task.lora.rank", "4"], "holds adapters, which continue training as they are"),
     (["--task.model", "DORA"], "unsupported adapter settings (use_dora True)"),
@@ -311,10 +311,10 @@ def test_a_base_that_has_changed_since_is_rejected(tmp_path):
     unfinished(tmp_path / "run", 2)
     a_base(base, seed=1)
     world = of_words(tmp_path, *words)
-    assert world.codes == [2] and "step-00000002 stands on " in world.output, world.output
+    assert world.codes == [2] and "step-00000002 needs the base model " in world.output, world.output
     assert "set task.model to the model that it was trained with" in world.output
     world = after(tmp_path, "evaluate", "run", "--checkpoint", "newest")
-    assert world.codes == [2] and "put that back where task.model names it" in world.output
+    assert world.codes == [2] and "restore that base model" in world.output
     a_base(base)
     shutil.move(base, tmp_path / "elsewhere")  # the same model in another folder
     there = [word.replace(str(base), str(tmp_path / "elsewhere")) for word in words]

@@ -146,10 +146,10 @@ def test_adapters_that_are_scaled_otherwise_since(base, trained, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": 64}))
     for checkpoint in ("newest", "final"):
         world = after(tmp_path, "evaluate", "run", "--checkpoint", checkpoint)
-        assert world.codes == [2] and "stands on lora_alpha 8, and not 64" in world.output, world.output
+        assert world.codes == [2] and "lora_alpha 8, expected 64" in world.output, world.output
     unfinished(tmp_path / "run", 2)
     world = run(train, words, folder=tmp_path)
-    assert world.codes == [2] and "stands on lora_alpha 8, and not 64" in world.output, world.output
+    assert world.codes == [2] and "lora_alpha 8, expected 64" in world.output, world.output
 
 
 def test_adapters_and_a_merged_model_do_not_share_a_folder(trained, tmp_path, capsys):

@@ -61,7 +61,7 @@ def test_a_thread_that_stays_holds_nobody(folder, told):
             time.sleep(1)
             process.send_signal(signal.SIGTERM)
         said = process.communicate(timeout=30)[1]
-    assert process.returncode == 0 and "has ended but did not leave" in said
+    assert process.returncode == 0 and "has finished but does not exit" in said
     assert summary(folder)["exit_reason"] == "done" and not psutil.wait_procs(family, 5)[1]
 
 

@@ -275,7 +275,7 @@ def test_a_stop_in_an_evaluation_repeats_it(tmp_path, recipe):
 
 def test_failing_saves_are_borne_and_too_many_are_not(tmp_path, recipe):
     world = run(_on_a_small_disk, [recipe, "--run.dir", "a", "--save.max_failures", "2"], 100, folder=tmp_path)
-    assert world.codes == [1] and world.output.count("A SAVE HAS FAILED") == 2
+    assert world.codes == [1] and world.output.count("SAVE FAILED") == 2
     assert "saves in a row have failed" in json.loads((tmp_path / "a" / "summary.json").read_text())["exit_reason"]
     sealed = Store(tmp_path / "a" / "checkpoints").sealed()
     assert sealed and all(problems(path) == [] for path in sealed)  # earlier checkpoints stayed intact

@@ -272,7 +272,7 @@ def test_objects_are_neither_texts_nor_labels(tmp_path, monkeypatch, text, label
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
     made = [{"text": f"{n}", "label": "ab"[n % 2]} for n in range(40)] + [{"text": text, "label": label}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-    with pytest.raises(ValueError, match="'(text|label)' holds JSON objects, and"):
+    with pytest.raises(ValueError, match="'(text|label)' holds JSON objects; expected"):
         TextClassification(str(tmp_path / "rows.jsonl"), held_out=0.2)
 
 

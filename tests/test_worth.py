@@ -144,7 +144,7 @@ def test_bad_input_is_told(capsys, typed, says):
 def test_a_recipe_that_does_not_train_is_told():
     from oneloop.plan.worth import measured as worth
 
-    with pytest.raises(BadInput, match="does not train as it stands"):
+    with pytest.raises(BadInput, match="does not train"):
         worth(["digits", "--task", "test_worth.Unbuilt"], rounds=1)
 
 

@@ -84,13 +84,13 @@ class BaseModel:
         """Return how this base model differs from the recorded one ``there``; empty if it does not."""
         if any(there.get(key) != value for key, value in self.content.items()):
             one, other = (short(about) for about in (there, self.description))
-            return f"{one}, and not {other}"
+            return f"{one}, expected {other}"
         return self.other_settings(there.get("settings", {}))
 
     def other_settings(self, there: Mapping[str, Any]) -> str:
         """Return the settings that differ; empty if none does."""
         apart = ((key, there.get(key, value), value) for key, value in self.settings.items())
-        return "; ".join(f"{key} {other}, and not {value}" for key, other, value in apart if other != value)
+        return "; ".join(f"{key} {other}, expected {value}" for key, other, value in apart if other != value)
 
     def of_another(self, about: Mapping[str, Any], there: Mapping[str, Any] | None) -> str:
         """Return the other base model that adapters were trained on, empty if it is this one; ``about`` is their
@@ -99,7 +99,7 @@ class BaseModel:
             return self.difference({**there, "settings": {}})
         named = str(about.get("base_model_name_or_path") or "")
         here = Path(self.place.removeprefix(HUB).partition("@")[0]).name
-        return f"{named}, and not {self.place}" if named and Path(named).name != here else ""
+        return f"{named}, expected {self.place}" if named and Path(named).name != here else ""
 
 
 def short(about: Mapping[str, Any]) -> str:
