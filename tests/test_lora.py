@@ -314,7 +314,7 @@ def test_a_base_that_has_changed_since_is_rejected(tmp_path):
     assert world.codes == [2] and "step-00000002 needs the base model " in world.output, world.output
     assert "set task.model to the model that it was trained with" in world.output
     world = after(tmp_path, "evaluate", "run", "--checkpoint", "newest")
-    assert world.codes == [2] and "restore that base model" in world.output
+    assert world.codes == [2] and "restore it at the path in task.model" in world.output
     a_base(base)
     shutil.move(base, tmp_path / "elsewhere")  # the same model in another folder
     there = [word.replace(str(base), str(tmp_path / "elsewhere")) for word in words]

@@ -108,7 +108,7 @@ def test_a_model_that_is_changed_underfoot(base, tmp_path):
     (own / "model.safetensors").write_bytes((own / "model.safetensors").read_bytes())
     with pytest.raises(ValueError, match="changed since this run started; restore the original files"):
         task.origin.unchanged()
-    with pytest.raises(ValueError, match="was changed while this run stood on it"):
+    with pytest.raises(ValueError, match="changed since this run started"):
         _ = task.origin.content
     task = the_task(own, rank=4)
     task.model()
@@ -123,7 +123,7 @@ def test_a_model_that_is_changed_underfoot(base, tmp_path):
     (tmp_path / "config.json").rename(own / "config.json")
     task.origin.unchanged()
     (own / "model.safetensors").write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-    with pytest.raises(ValueError, match="was changed while this run stood on it"):
+    with pytest.raises(ValueError, match="changed since this run started"):
         task.origin.unchanged()
 
 
@@ -133,7 +133,7 @@ def test_adapters_on_a_model_that_has_changed(tmp_path):
     final = tmp_path / "run" / "final"
     the_task(final).model()
     a_base(own, seed=1)
-    with pytest.raises(ValueError, match="its adapters were trained on .*; put that back"):
+    with pytest.raises(ValueError, match="its adapters were trained on .*; restore that base model"):
         the_task(final).model()
 
 
