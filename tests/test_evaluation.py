@@ -153,7 +153,7 @@ def test_a_metric_of_several_values_has_their_names_or_is_rejected(tmp_path, ran
     rejected = run(partial(classwise, named=False), words, ranks=ranks, config=config, folder=tmp_path)
     assert rejected.codes == [2] * ranks and not (tmp_path / "a").exists()
     assert (
-        "the metric 'recall' computes 10 values without names; wrap it in torchmetrics' ClasswiseWrapper"
+        "the metric 'recall' returns 10 values without names; wrap it in torchmetrics' ClasswiseWrapper"
         in rejected.output
     )
     run(partial(classwise, named=True), words, ranks=ranks, config=config, folder=tmp_path).ok()

@@ -36,7 +36,7 @@ def alone(tmp_path_factory) -> Path:
 def test_the_start_shows_what_is_trained(alone):
     said = (alone / "output").read_text()
     assert "documents packed into" in said and "none attends to another" in said
-    assert "known from the template's generation marks" in said
+    assert "the template's {% generation %} tags mark the assistant's tokens" in said
     [line] = [line for line in said.splitlines() if "a sample, with the trained text in «»" in line]
     first = [one["content"] for one in SyntheticChats("train").conversations[0] if one["role"] == "assistant"]
     assert [piece.partition("»")[0] for piece in line.split("«")[2:]] == [f"{said}<|im_end|>" for said in first]

@@ -48,7 +48,11 @@ def call_with_both(messages: Messages) -> bool:
     return any("tool_calls" in one and one["content"] and "reasoning_content" in one for one in messages)
 
 
-PREFIXES, MARKS, TRLS = "known by prefixes", "known from the template's generation marks", "TRL's is used"
+PREFIXES, MARKS, TRLS = (
+    "found by comparing prefixes",
+    "the template's {% generation %} tags mark the assistant's tokens",
+    "TRL's is used",
+)
 
 
 CHATML = ("<|im_start|>", "<|im_end|>")
