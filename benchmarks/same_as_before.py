@@ -144,8 +144,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for number, checkout in enumerate(given.checkouts):
             to = Path(scratch) / f"{number}.json"
-            path = os.pathsep.join([str(checkout.resolve() / "src"), str(HERE)])
-            command = [sys.executable, str(Path(__file__).resolve()), "--take", str(checkout.resolve()), str(to)]
+            own = checkout.resolve() / "benchmarks"  # each checkout is run by its own script: modules have moved
+            path = os.pathsep.join([str(checkout.resolve() / "src"), str(own)])
+            command = [sys.executable, str(own / Path(__file__).name), "--take", str(checkout.resolve()), str(to)]
             subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path}, cwd=scratch)
             results.append(json.loads(to.read_text()))
     import torch
