@@ -331,7 +331,7 @@ def test_a_loss_that_draws_and_metrics_that_are_no_sums(tmp_path):
         (["verify", "--same", "one", "two"], "one holds no run"),
         (["verify", "--same", "plain", "plain"], "no hashes in metrics.jsonl"),
         (["verify", "--same", "odd", "plain"], "no hashes in metrics.jsonl"),
-        (["worth", "digits", "--batch.grain", "8"], "leave it out"),
+        (["worth", "digits", "--batch.grain", "8"], "remove batch.grain"),
     ],
 )
 def test_what_cannot_be_compared_is_told(tmp_path, monkeypatch, capsys, words, says):

@@ -214,9 +214,9 @@ def written(folder: Path, steps: range, loss: float = 4.0) -> Path:
     return folder
 
 
-def drawn(*folders: Path, width: int = 120, figures: tuple[str, ...] = ()) -> str:
+def drawn(*folders: Path, width: int = 120, metrics: tuple[str, ...] = ()) -> str:
     text = io.StringIO()
-    watch(folders, metrics=figures, console=Console(file=text, width=width))
+    watch(folders, metrics=metrics, console=Console(file=text, width=width))
     return text.getvalue()
 
 
@@ -224,7 +224,7 @@ def test_a_run_is_drawn_from_its_metrics_alone(tmp_path):
     text = drawn(written(tmp_path / "digits", range(1, 21)))
     assert "train/loss" in text and "eval/accuracy" in text and "0.2000" not in text.split("eval/accuracy")[0]
     assert "75 % compute, 25 % data" in text and any("⠀" < letter <= "⣿" for letter in text)
-    assert "no figures" in drawn(tmp_path / "digits", metrics=("nothing/here",))
+    assert "no metrics" in drawn(tmp_path / "digits", metrics=("nothing/here",))
 
 
 def test_odd_names_and_narrow_terminals(tmp_path):
