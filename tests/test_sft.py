@@ -190,7 +190,8 @@ def test_a_model_that_ends_its_turns_otherwise_stops_in_transformers(tmp_path):
     world = run(train, [*words, "--batch.size", "2", "--track", "none", "--run.dir", "run"], folder=tmp_path)
     world.ok()
     assert "answers end with '<|im_end|>', and the tokenizer's end token is '<|endoftext|>'" in world.output
-    assert "adamw, learning rate 0.003 at most; schedule cosine" in world.output and "evaluation data: val" in world.output
+    assert "adamw, learning rate 0.003 at most; schedule cosine" in world.output
+    assert "evaluation data: val" in world.output
     final = tmp_path / "run" / "final"
     found = transformers.GenerationConfig.from_pretrained(final)
     tokenizer = transformers.AutoTokenizer.from_pretrained(final)
