@@ -9,7 +9,8 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
-from oneloop.recipe.parse import packaged, read
+from oneloop.recipe.parse import read
+from oneloop.recipe.read import packaged
 from splits import distance, furthest
 from worlds import CONFIGS, run, train
 
