@@ -64,7 +64,7 @@ def write_base(folder: Path, tensors: Mapping[str, Tensor], *, rank: int) -> tup
             problem = f"{type(error).__name__}: {error}"
     entry = {"size": 8 + len(padded) + size, "xxh3": state.hexdigest()}
     if stream is not None:
-        problem = _finish_file(stream, draft, folder, entry) if problem is None else problem
+        problem = _commit(draft, folder, entry, FILE, stream) if problem is None else problem
         with suppress(OSError):
             stream.close()
     return entry, problem
@@ -88,17 +88,11 @@ def _append(stream: Any, state: Any, data: Any) -> None:
     state.update(data)
 
 
-def _finish_file(stream: Any, draft: Path, folder: Path, entry: dict[str, Any]) -> str | None:
+def _commit(draft: Path, folder: Path, entry: dict[str, Any], file: str, stream: Any = None) -> str | None:
     try:
-        stream.flush()
-        os.fsync(stream.fileno())
-    except OSError as error:
-        return f"{type(error).__name__}: {error}"
-    return _commit(draft, folder, entry, FILE)
-
-
-def _commit(draft: Path, folder: Path, entry: dict[str, Any], file: str) -> str | None:
-    try:
+        if stream is not None:
+            stream.flush()
+            os.fsync(stream.fileno())
         vouch(draft, {}, {file: entry})
         flush(draft)
         shutil.rmtree(folder, ignore_errors=True)

@@ -14,6 +14,8 @@ from typing import Any
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
+Entries = Mapping[str, Any]
+
 
 def header(file: Path) -> dict[str, Any]:
     """Return the header of a safetensors file, without reading its data. Raises ValueError if there is none."""
@@ -58,8 +60,7 @@ def tensor_problems(folder: Path, files: Mapping[str, Any], tensors: Mapping[str
 
 
 MANIFEST = "MANIFEST.json"
-FORMAT = 2
-"""version of the manifest; version 1 did not list the tensors"""
+FORMAT = 2  # version of the manifest; version 1 did not list the tensors
 _READ = (1, 2)
 _NAME = re.compile(r"step-(\d{8,})")
 _CHUNK = 1 << 22
@@ -108,10 +109,8 @@ class Keep:
     """The checkpoints that a prune keeps: the newest ones, those of every Mth step, and the best."""
 
     newest: int = 2
-    every: int = 0
-    """in steps; 0: none"""
-    best: int | None = None
-    """step of the best checkpoint"""
+    every: int = 0  # in steps; 0: none
+    best: int | None = None  # step of the best checkpoint
 
 
 class Store:
@@ -130,14 +129,7 @@ class Store:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def seal(
-        self,
-        draft: Path,
-        step: int,
-        files: Mapping[str, Any],
-        about: Mapping[str, Any],
-        tensors: Mapping[str, Any] | None = None,
-    ) -> Path:
+    def seal(self, draft: Path, step: int, files: Entries, about: Entries, tensors: Entries | None = None) -> Path:
         """Commit a draft: write the manifest, flush, rename the folder, flush.
 
         Args:
@@ -160,9 +152,8 @@ class Store:
 
     def sealed(self) -> list[Path]:
         """Return the committed checkpoints, oldest first; :func:`problems` verifies them."""
-        if not self.root.is_dir():
-            return []
-        return sorted((path for path in self.root.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
+        paths = self.root.iterdir() if self.root.is_dir() else ()
+        return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=step_of)
 
     def prune(self, keep: Keep) -> list[Path]:
         """Delete checkpoints that need not be kept. Rename them first, so that a kill leaves no partial checkpoint."""

@@ -40,8 +40,7 @@ class SaveRequest:
     state: dict[str, Any] = field(default_factory=dict)  # state other than tensors; rank 0 writes it
     about: dict[str, Any] = field(default_factory=dict)  # for the manifest
     keep: dict[str, Any] = field(default_factory=dict)  # fields of :class:`Keep`
-    tensors: dict[str, Any] = field(default_factory=dict)
-    """dtype and global shape of all tensors by name, for the manifest"""
+    tensors: dict[str, Any] = field(default_factory=dict)  # their dtypes and global shapes, for the manifest
     flush: list[str] = field(default_factory=list)  # other files that must be on disk before it is complete
 
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-Change = Callable[[Tensor], Tensor]
-"""what a model applies to the logits of its output layer"""
+Change = Callable[[Tensor], Tensor]  # what a model applies to the logits of its output layer
 
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _FACTORS = ("logit_scale", "lm_head_multiplier")

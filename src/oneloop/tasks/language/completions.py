@@ -78,8 +78,5 @@ def end_token_notes(ends: Collection[int], tokenizer: Any) -> list[str]:
     """Return a log line if answers end with tokens other than the tokenizer's end token."""
     others = [end for end in ends if end != tokenizer.eos_token_id]
     line = f"answers end with {tokenizer.decode(others)!r}, and the tokenizer's end token is {tokenizer.eos_token!r}"
-    return (
-        [f"{line}: generation_config.json in final/ contains both, so that transformers stops at either"]
-        if others
-        else []
-    )
+    note = f"{line}: generation_config.json in final/ contains both, so that transformers stops at either"
+    return [note] if others else []

@@ -84,9 +84,7 @@ class LanguageModel(Task):
         self.adapters = adapters(model, lora, pretrained=pretrained)
         self.name = model if self.adapters is None else self.adapters.base
         if self.name is not None and not is_transformers(self.name):
-            raise ValueError(
-                f"task.model {self.name!r} is not a folder saved by transformers; give such a folder, or hf:ID"
-            )
+            raise ValueError(f"task.model {self.name!r} is not a folder saved by transformers; give one, or hf:ID")
         self.notes, self._data_notes = list[str](), list[str]()
         self.origin: BaseModel | None = None
         self._can_fuse, self._masked = False, False

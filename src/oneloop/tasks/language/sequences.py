@@ -82,9 +82,7 @@ def _no_samples_message(texts: Ragged, made: Spans, overlong: Overlong) -> str:
     if not len(trained):
         return f"none of {made.whole:,} texts has a token to train on: no assistant message, no completion"
     if overlong == "drop" and made.overlong == made.whole:
-        return (
-            f"all of {made.whole:,} texts are longer than {made.length:,} tokens; increase the length, or truncate them"
-        )
+        return f"all {made.whole:,} texts are longer than {made.length:,} tokens; increase the length, or truncate them"
     ends = np.asarray(texts.ends)
     starts = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
     text = np.searchsorted(ends, trained, side="right")
