@@ -84,7 +84,7 @@ def predictions(
 
 
 def _columns(task: Any, predicted: Any, samples: int) -> Columns:
-    member = f"{named(task)}.predicted"
+    member = named(task, "predicted")
     if not isinstance(predicted, Mapping):
         raise ValueError(f"{member} returned a {type(predicted).__name__}; a dict of columns is needed")
     columns = {str(name): value.tolist() if hasattr(value, "tolist") else value for name, value in predicted.items()}

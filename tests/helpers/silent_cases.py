@@ -64,7 +64,7 @@ LOSS = "    def loss(self, model, batch):\n        each = (model(batch['x']) - b
 
 CONTRACT = {
     "a mean for a sum": Case(
-        ("mine.py: Mine.loss returned", "that is a mean"), LOSS + "        return each.mean(), {}"
+        ("mine.py:34: Mine.loss returned", "that is a mean"), LOSS + "        return each.mean(), {}"
     ),
     "a loss that is a number": Case(
         ("loss returned a float as the loss", "0-dim tensor"), LOSS + "        return 1.0, {}"

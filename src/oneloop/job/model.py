@@ -51,7 +51,7 @@ def build_model(recipe: Recipe, task: Task, layout: BatchLayout, *, sharded: boo
     """Build the task's model by the recipe. Raise ValueError if weights, layout or batch.grain do not fit it."""
     model, notes = _make_model(recipe, task, sharded=sharded)
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{named(task)}.model returned a {type(model).__name__}; a torch.nn.Module is needed")
+        raise ValueError(f"{named(task, 'model')} returned a {type(model).__name__}; a torch.nn.Module is needed")
     _reject_unfit(model, task, sharded=sharded)
     origin: BaseModel | None = getattr(task, "origin", None)
     structure = re.sub(r" at 0x[0-9a-f]+", "", repr(model))  # addresses of functions
@@ -127,10 +127,10 @@ def _reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
     parameters = dict(model.named_parameters())
     if lazy := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
         advice = "put a batch through it in model() first, or state the shape"
-        raise ValueError(f"{named(task)}.model returned a lazy module: {lazy[0]} has no shape yet; {advice}")
+        raise ValueError(f"{named(task, 'model')} returned a lazy module: {lazy[0]} has no shape yet; {advice}")
     if not any(parameter.requires_grad for parameter in parameters.values()):
         none = f"{len(parameters)} parameters of which none is trained (requires_grad is False in all of them)"
-        raise ValueError(f"{named(task)}.model returned a model with {none}; keep some of them trainable")
+        raise ValueError(f"{named(task, 'model')} returned a model with {none}; keep some of them trainable")
     tables = nn.Embedding | nn.EmbeddingBag
     if sparse := [name for name, table in model.named_modules() if isinstance(table, tables) and table.sparse]:
         raise ValueError(f"the gradient of {sparse[0]}.weight is sparse, which is not supported; set sparse=False")
@@ -138,15 +138,15 @@ def _reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
     kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
     if sharded and (len(kinds) > 1 or kinds[0].startswith("complex")):
         kinds_ = " and ".join(kinds)
-        raise ValueError(f"{named(task)}.model trains {kinds_} parameters; FSDP2 needs one real dtype: use ddp.yaml")
+        raise ValueError(f"{named(task, 'model')} trains {kinds_} parameters; FSDP2 needs one real dtype: use ddp.yaml")
     for name, parameter in parameters.items():
         if parameter.requires_grad and not dense(parameter):
             gaps = f"has gaps between its elements (strides {parameter.stride()})"
-            raise ValueError(f"{named(task)}.model: the parameter {name} {gaps}; call .contiguous() on it")
+            raise ValueError(f"{named(task, 'model')}: the parameter {name} {gaps}; call .contiguous() on it")
         if sharded and (fault := _unshardable(parameter)):
-            raise ValueError(f"{named(task)}.model: the parameter {name} {fault}, or run it with ddp.yaml")
+            raise ValueError(f"{named(task, 'model')}: the parameter {name} {fault}, or run it with ddp.yaml")
     if wrong := unsavable(model):
-        raise ValueError(f"{named(task)}.model cannot be saved: {wrong}")
+        raise ValueError(f"{named(task, 'model')} cannot be saved: {wrong}")
 
 
 def _unshardable(parameter: nn.Parameter) -> str:

@@ -26,13 +26,16 @@ _ARGUMENTS |= {"load_state_dict": ("state",)}
 """arguments of each method"""
 
 
-def named(task: Any) -> str:
-    """Return file and name of a task's class: ``my_task.py: Sines``."""
+def named(task: Any, member: str) -> str:
+    """Return where a task's member is defined: ``my_task.py:23: Sines.loss``; if elsewhere, the line of the class."""
     kind = type(task)
+    code = getattr(getattr(kind, member, None), "__code__", None)
     try:
-        return f"{inspect.getsourcefile(kind)}: {kind.__name__}"
-    except TypeError:  # a class that was typed into an interpreter
-        return kind.__name__
+        file = inspect.getsourcefile(kind)
+        line = code.co_firstlineno if code and code.co_filename == file else inspect.getsourcelines(kind)[1]
+        return f"{file}:{line}: {kind.__name__}.{member}"
+    except (TypeError, OSError):  # a class that was typed into an interpreter
+        return f"{kind.__name__}.{member}"
 
 
 def theirs(task: Any, member: str, call: Callable[[], Any]) -> Any:
@@ -50,9 +53,8 @@ def theirs(task: Any, member: str, call: Callable[[], Any]) -> Any:
             raise
         if isinstance(error, ValueError) and _by_oneloop(task, error):
             raise BadInput(str(error)) from error  # a packaged task's message is for the user already
-        raise BadInput(
-            f"{named(task)}.{member} failed: {type(error).__name__}: {error} ({_source_line(task, error)})"
-        ) from error
+        why = f"failed: {type(error).__name__}: {error} ({_source_line(task, error)})"
+        raise BadInput(f"{named(task, member)} {why}") from error
 
 
 def _by_oneloop(task: Any, error: Exception) -> bool:
@@ -76,7 +78,7 @@ def check_signatures(task: Any) -> None:
     """Check that a run can call the task's methods.
 
     Raises:
-        BadInput: names file and method.
+        BadInput: names file, line and method.
     """
     for member, arguments in _ARGUMENTS.items():
         if callable(method := getattr(task, member, None)):
@@ -84,15 +86,15 @@ def check_signatures(task: Any) -> None:
                 inspect.signature(method).bind(*arguments)
             except TypeError as error:
                 call_arguments, parameters = ", ".join(arguments), ", ".join(("self", *arguments))
-                why = f"{named(task)}.{member} must accept the arguments ({call_arguments}): {error}"
+                why = f"{named(task, member)} must accept the arguments ({call_arguments}): {error}"
                 raise BadInput(f"{why}; write def {member}({parameters})") from None
             except ValueError:  # a C function has no signature
                 continue
     sample_weight, unit = getattr(task, "sample_weight", None), getattr(task, "unit", "samples")
     if sample_weight is not None and not (_is_number(sample_weight) and 0 < sample_weight < math.inf):
-        raise BadInput(f"{named(task)}.sample_weight must be a positive number or None, got {sample_weight!r}")
+        raise BadInput(f"{named(task, 'sample_weight')} must be a positive number or None, got {sample_weight!r}")
     if unit not in ("samples", "tokens"):
-        raise BadInput(f'{named(task)}.unit must be "samples" or "tokens", got {unit!r}')
+        raise BadInput(f'{named(task, "unit")} must be "samples" or "tokens", got {unit!r}')
 
 
 class Contract:
@@ -101,7 +103,7 @@ class Contract:
     Args:
         task: the task.
 
-    Every method raises BadInput with the task's file, the task's method, what it returned and how to fix it.
+    Every method raises BadInput with file, line and method, what it returned and how to fix it.
     """
 
     def __init__(self, task: Any) -> None:
@@ -114,7 +116,7 @@ class Contract:
 
     def wrong(self, member: str, returned: str, fix: str) -> BadInput:
         """Return the error for a method that returned something wrong."""
-        return BadInput(f"{named(self.task)}.{member} {returned}; {fix}")
+        return BadInput(f"{named(self.task, member)} {returned}; {fix}")
 
     def state(self) -> Any:
         """Return the task's state_dict() as it is after a checkpoint (JSON) round trip."""
@@ -134,9 +136,7 @@ class Contract:
             raise self.wrong("collate", f"returned {_describe(batch)}", "return a dict of tensors by name")
         keys = sorted(batch)
         if self._keys is not None and keys != self._keys:
-            found = (
-                f"returned the keys {', '.join(keys)} for {len(samples)} samples, and {', '.join(self._keys)} before"
-            )
+            found = f"returned the keys {', '.join(keys)} for {len(samples)} samples, {', '.join(self._keys)} before"
             raise self.wrong("collate", found, "return the same keys each time")
         self._keys = keys
         return batch
