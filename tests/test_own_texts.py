@@ -262,9 +262,9 @@ def test_texts_that_do_not_fit_are_told(tmp_path):
         reader(own, {"length": 2}).encode("alpha 1", "beta 2")
     words = reader(own, {"length": 12})
     assert len(words.encode_words(["alpha", "beta"])[1]) == 2
-    with pytest.raises(ValueError, match="word 1 .* gives the tokenizer nothing"):
+    with pytest.raises(ValueError, match="word 1 .* has no tokens; remove it"):
         words.encode_words(["alpha", " ", "beta"])
-    with pytest.raises(ValueError, match="the text gives the tokenizer nothing"):
+    with pytest.raises(ValueError, match="the text has no tokens; remove the row"):
         reader(str(gpt(tmp_path / "gpt")), {"length": 12}).encode("")
 
 

@@ -66,7 +66,7 @@ def test_a_span_that_is_none_is_rejected(folder):
         with pytest.raises(ValueError, match="is not a range of steps"):
             span(bad, "watch.profile")
     world = run(train, [*WORDS, "--watch.profile", "9-3"], folder=folder)
-    assert world.codes == [2] and "watch.profile '9-3' is is not a range of steps" in world.output
+    assert world.codes == [2] and "watch.profile '9-3' is not a range of steps" in world.output
 
 
 def test_the_union_of_spans():
