@@ -36,7 +36,7 @@ from rich.console import Console
 from torch import nn
 
 from oneloop.machine.torch_settings import scheduled_garbage
-from oneloop.measure.clock import Advice
+from oneloop.measure.advice import Advice
 from oneloop.measure.meter import Meter
 from oneloop.recipe.run_keys import LogConfig
 from oneloop.show import tracking as tracking_module

@@ -272,7 +272,7 @@ def test_a_loss_without_logits_in_a_plain_script():
 
 
 def test_meter_clock_and_profiling_in_a_plain_loop(tmp_path):
-    from oneloop.measure.clock import diagnosis
+    from oneloop.measure.advice import diagnosis
     from oneloop.measure.meter import Meter
     from oneloop.measure.profiling import Profiling
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from oneloop.launch.processes import start
-from oneloop.measure.clock import diagnosis
+from oneloop.measure.advice import diagnosis
 from oneloop.measure.flops import measured_peak, training_flops, utilisation
 from oneloop.measure.meter import Meter
 from oneloop.measure.update_ratio import UpdateRatio

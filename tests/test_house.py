@@ -139,11 +139,11 @@ def test_nothing_grows_without_bounds():
 
 
 CEILINGS = {  # lines of a package; a ceiling only falls, or rises by the budget of an issue that names it
-    **{"after": 279, "plan": 704, "launch": 894, "supervise": 981, "basics": 976, "job": 1056, "measure": 1139},
-    **{"optim": 1219, "machine": 1259, "recipe": 1483, "": 1506, "checkpoint": 1772, "run": 1855, "show": 2124},
+    **{"after": 279, "plan": 704, "launch": 894, "supervise": 981, "basics": 972, "job": 1056, "measure": 1135},
+    **{"optim": 1219, "machine": 1259, "recipe": 1483, "": 1506, "checkpoint": 1771, "run": 1855, "show": 2124},
     **{"data": 2483, "tasks": 5450},
 }
-CODE, FILES = 17_763, 184  # lines of code in all packages (no blank, comment or docstring), and files
+CODE, FILES = 17_725, 184  # lines of code in all packages (no blank, comment or docstring), and files
 
 
 def code(source: str) -> int:
@@ -261,7 +261,7 @@ PATHS = {  # name: (most files, [(file, words that lead to the next file)])
             ("train.py", "group.stop", "state.save("),
             ("checkpoint/resume.py", "checkpoints.save("),
             ("checkpoint/checkpoints.py", "writer.SaveRequest(", "self._saving."),
-            ("checkpoint/saving.py", "SaveRequest"),
+            ("checkpoint/background_save.py", "SaveRequest"),
             ("checkpoint/writer.py", "class SaveRequest"),
         ],
     ),

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from oneloop.basics.progress import tracked
 from oneloop.cli import main
-from oneloop.measure.clock import Advice, diagnosis
+from oneloop.measure.advice import Advice, diagnosis
 from oneloop.show.run_reader import Follower
 from oneloop.show.terminal import Display
 from oneloop.show.watch import view, watch

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from oneloop.basics.parameter_names import bare_name
-from oneloop.basics.tensors import as_real, local, reshard
+from oneloop.basics.tensors import as_real, bare_name, local, reshard
 
 
 @torch.no_grad()

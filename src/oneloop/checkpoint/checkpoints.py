@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint import writer
+from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.frozen_weights import Base
 from oneloop.checkpoint.named_checkpoint import base_problems
-from oneloop.checkpoint.saving import SaveInProgress
 from oneloop.checkpoint.state_dict import (
     buffers_of,
     described,

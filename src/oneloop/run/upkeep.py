@@ -16,7 +16,7 @@ from oneloop.job.build import Job
 from oneloop.launch.processes import Run
 from oneloop.machine.replicas import check_replicas
 from oneloop.machine.torch_settings import release_cache
-from oneloop.measure.clock import Advice
+from oneloop.measure.advice import Advice
 from oneloop.measure.noise_scale import meaning
 from oneloop.measure.profiling import Profiling
 from oneloop.optim.bad_step_guard import Step
