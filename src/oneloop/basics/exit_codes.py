@@ -10,11 +10,11 @@ STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again to resum
 
 
 class BadInput(ValueError):
-    """Invalid input: the message says what the user asked for, what was found, and what to do."""
+    """Invalid input: the message states the request, what was found, and what to do."""
 
 
 class StoppedEarly(BaseException):
-    """A signal asked for a stop before the run had begun."""
+    """A signal requested a stop before the run had begun."""
 
 
 class Diverged(RuntimeError):

@@ -105,8 +105,8 @@ def _parameters(
     if frozen:
         size = sum(parameter.numel() * parameter.element_size() for parameter in frozen) / 1e6
         share = f"{sum(map(count, frozen)):,} of {sum(sizes.values()):,} parameters"
-        location = "stored once in base/" if origin is None else f"referenced in base/ ({origin.place})"
-        notes.append(f"frozen: {share}: {location} ({size:,.1f} MB), without optimizer state or EMA weights")
+        location = "saved once, in base/" if origin is None else f"not saved, but read from {origin.place}"
+        notes.append(f"frozen: {share} ({size:,.1f} MB), {location}; without optimizer state and EMA weights")
     if optimizer.layer_decay != 1:
         factors = layer_decay(model, modules, optimizer.layer_decay)
         for name, factor in factors.items():

@@ -93,5 +93,5 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def may_be_of_task(word: str) -> bool:
-    """Whether an unknown key is another name of a task's key, which only the imported task can tell."""
+    """Whether an unknown key is another name of a task's key, which only the imported task knows."""
     return any(key.startswith("task.") for key in _KEYS.get(word.rpartition(".")[2], ()))
