@@ -4,4 +4,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . launch/environment.sh recipes
-exec "$python" -m oneloop.cli launch --config_file accelerate_configs/single.yaml digits "$@"
+exec "$python" -m oneloop launch --config_file accelerate_configs/single.yaml digits "$@"

@@ -7,6 +7,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from worlds import run
+
 
 def test_order_and_groups_feed_a_plain_loop():
     from oneloop.data.batch_layout import BatchLayout
@@ -326,3 +328,52 @@ def test_contract_lines_and_sums_in_a_plain_script(tmp_path):
     lines.append({"step": 2})
     lines.back_to(state, kept=b"event")
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train/half": 0.5}\n'
+
+
+def _trained_with_a_tree() -> str:
+    """Train with the tree of micro-batch gradients; return the hash of the weights."""
+    from accelerate.utils import GradientAccumulationPlugin
+
+    from oneloop.basics.seeds import reseed
+    from oneloop.data.batch_layout import BatchLayout
+    from oneloop.data.order import Order
+    from oneloop.data.step_batches import CollateWithWeight, groups
+    from oneloop.machine.reduction import Tree
+    from oneloop.measure.fingerprint import fingerprint
+    from oneloop.optim.adamw import AdamW
+    from oneloop.optim.clip import clip_, global_norm
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # on a CPU, the number of threads changes the rounding of sums
+    accumulation = GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=accumulation)
+    data = [(torch.tensor([x / 100]), torch.tensor([x / 50 + 1])) for x in range(100)]
+    collate = CollateWithWeight(
+        lambda pairs: {"x": torch.stack([x for x, _ in pairs]), "y": torch.stack([y for _, y in pairs])},
+        lambda batch: torch.tensor(float(len(batch["x"]))),
+    )
+    layout = BatchLayout(16, accelerator.num_processes, grain=2)  # eight micro-batches of two samples
+    accelerator.gradient_accumulation_steps = layout.accumulate
+    model = accelerator.prepare(nn.Sequential(nn.Linear(1, 16), nn.Dropout(0.1), nn.Linear(16, 1)))
+    parameters = list(model.parameters())
+    optimizer = AdamW(parameters, lr=0.01)
+    optimizer.elementwise = True  # no fused kernel: sharding cannot change the rounding
+    tree = Tree(model, parameters, ranks=layout.ranks, accumulate=layout.accumulate)
+    where = {"rank": accelerator.process_index, "device": accelerator.device}
+    stream = groups(data, collate, Order(len(data), seed=0), layout, seed=0, start=0, **where)
+    for step, group in zip(range(100), stream, strict=False):
+        for micro, batch in enumerate(group.batches):
+            reseed(accelerator.device, 0, step, layout.leaf(accelerator.process_index, micro))
+            with accelerator.accumulate(model), tree:  # after the last micro-batch, .grad is the sum
+                loss = (model(batch["x"]) - batch["y"]).square().sum()
+                accelerator.backward(loss * tree.factor / layout.size)
+        clip_(parameters, 1.0, global_norm(parameters, exact=True))
+        optimizer.step()
+        optimizer.zero_grad()
+    bare = accelerator.unwrap_model(model)
+    return fingerprint(dict(bare.named_parameters()))["bits"]
+
+
+def test_a_tree_of_gradients_is_bit_identical_on_one_process_and_on_two():
+    (one,), two = run(_trained_with_a_tree).ok(), run(_trained_with_a_tree, ranks=2).ok()
+    assert two == [one, one]

@@ -43,7 +43,7 @@ def test_train_evaluate_predict_export_and_report_in_one_script(tmp_path):
     assert (tmp_path / "out" / "model.safetensors").is_file() and line == "final of run is in out"
     assert "<html" in (tmp_path / "page.html").read_text()
     typed = subprocess.run(
-        [sys.executable, "-m", "oneloop.cli", "evaluate", "run", "--json"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-m", "oneloop", "evaluate", "run", "--json"], cwd=tmp_path, capture_output=True, text=True
     )
     assert json.loads(typed.stdout) == metrics, typed.stderr
 

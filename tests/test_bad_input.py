@@ -177,7 +177,7 @@ def test_fp8_where_there_is_none(here):
             [
                 sys.executable,
                 "-m",
-                "oneloop.cli",
+                "oneloop",
                 "launch",
                 "--config_file",
                 str(CONFIGS / "single.yaml"),
@@ -189,17 +189,13 @@ def test_fp8_where_there_is_none(here):
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            [sys.executable, "-m", "oneloop.cli", "launch", "--config_file", str(CONFIGS / "ddp.yaml")],
+            [sys.executable, "-m", "oneloop", "launch", "--config_file", str(CONFIGS / "ddp.yaml")],
             ["digits", "--batch.size", "1"],
             ["2 ranks", "nearest size: 2"],
             marks=pytest.mark.slow,
         ),
-        ([sys.executable, "-m", "oneloop.cli", "launch", "--mixed_precision", "fp8"], ["digits"], ["fp8", "bf16"]),
-        (
-            [sys.executable, "-m", "oneloop.cli", "launch", "--config_file", "nowhere.yaml"],
-            ["digits"],
-            ["nowhere.yaml"],
-        ),
+        ([sys.executable, "-m", "oneloop", "launch", "--mixed_precision", "fp8"], ["digits"], ["fp8", "bf16"]),
+        ([sys.executable, "-m", "oneloop", "launch", "--config_file", "nowhere.yaml"], ["digits"], ["nowhere.yaml"]),
     ],
 )
 def test_the_commands_as_typed(here, command, words, says):

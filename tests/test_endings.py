@@ -211,9 +211,9 @@ def test_slow_steps_are_no_hang(folder):
 
 
 def _with_a_stuck_writer(argv: list[str]) -> None:
-    from oneloop.checkpoint import saving
+    from oneloop.checkpoint import background_save
 
-    saving.WRITER = "stuck_writer"
+    background_save.WRITER = "stuck_writer"
     train(argv)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import ViTForImageClassification
 
-from oneloop.basics.tensors import matches
+from oneloop.basics.parameter_names import matches
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.image_models import fitted, image_model
 from own_files import images

@@ -17,6 +17,12 @@ DIALECT = re.compile(
     r"|without a word|somebody|one's own|theirs|beside|of its own|another one|put (it |that )?back|trouble|averages"
     r"|the same bits|where)\b"
 )
+PROSE = re.compile(
+    r"\b(told|tells?|lies|stood|goes on|gone on|go on|anew|a person|wreck|stance|trainee|trouble|theirs|asked for"
+    r"|somebody|one's own|put (it |that )?back|the same bits|to the bit|must get here|without a word|held out)\b",
+    re.IGNORECASE,
+)
+"""words of the dialect that neither a page nor a docstring needs"""
 BEGINS = re.compile(r"(What|Where|Of)\b")
 PARTICIPLE = re.compile(r"(?!(embedding|training|nothing|something|string|missing|expected|need)\b)[a-z]+(ing|ed)\b")
 
@@ -88,3 +94,20 @@ def test_the_check_finds_what_it_looks_for():
     assert [*faults("ValueError", " ".join(["word"] * 26))] == ["26 words"]
     assert [*faults("BadInput", "runs/oneXhas no EMA")]
     assert not [*faults("BadInput", "batch.size must be at least 1, got 0")]
+
+
+def prose() -> Iterator[tuple[str, str]]:
+    """Yield the pages without their code blocks, and the docstrings of all Python files."""
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        yield str(page.relative_to(ROOT)), re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for file in (file for room in ("src", "tests", "benchmarks") for file in sorted((ROOT / room).rglob("*.py"))):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", ast.get_docstring(node) or ""
+
+
+def test_docs_and_docstrings_have_no_word_of_the_dialect():
+    texts = list(prose())
+    assert len(texts) > 3000
+    wrong = {place: [found[0] for found in PROSE.finditer(text)] for place, text in texts}
+    assert not {place: words for place, words in wrong.items() if words}

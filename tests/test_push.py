@@ -54,7 +54,7 @@ def front_matter(card: bytes) -> dict:
 def test_pushed_and_taken_back(trained, tmp_path):
     with Models(tmp_path / "hub") as hub:
         variables = hub.variables(tmp_path / "cache")
-        command = ["oneloop.cli", "export", str(trained / "whole" / "run"), "--push", "some/model"]
+        command = ["oneloop", "export", str(trained / "whole" / "run"), "--push", "some/model"]
         code, output = typed([*command, "--license", "apache-2.0"], tmp_path, variables)
         assert code == 0 and f"some/model: http://127.0.0.1/some/model/commit/{hub.heads['some/model']}" in output, (
             output
@@ -79,9 +79,7 @@ def test_pushed_and_taken_back(trained, tmp_path):
         origin = json.loads((tmp_path / "on-it" / "base" / "origin.json").read_text())
         first = hub.heads["some/model"]
         assert origin["place"] == "hf:some/model" and origin["commit"] == first and "files" not in origin
-        code, output = typed(
-            ["oneloop.cli", "export", "on-it", "--push", "some/adapter", "--public"], tmp_path, variables
-        )
+        code, output = typed(["oneloop", "export", "on-it", "--push", "some/adapter", "--public"], tmp_path, variables)
         assert code == 0 and not hub.private["some/adapter"], output
         files = hub.files("some/adapter")
         assert "config.json" not in files and "model.safetensors" not in files
@@ -120,7 +118,7 @@ def test_pushed_and_taken_back(trained, tmp_path):
 def test_whole_weights_replace_adapters_of_an_earlier_push(trained, tmp_path):
     with Models(tmp_path / "hub") as hub:
         variables = hub.variables(tmp_path / "cache")
-        command = ["oneloop.cli", "export", str(trained / "run"), "--push", "some/thing"]
+        command = ["oneloop", "export", str(trained / "run"), "--push", "some/thing"]
         code, output = typed([*command, "--weights", "ema"], tmp_path, variables)
         assert code == 0, output
         held = load(hub.files("some/thing")["adapter_model.safetensors"])
@@ -152,6 +150,6 @@ def test_what_goes_wrong_on_the_way_is_told(trained, tmp_path, capsys):
             ([run, "--push", "some/thing"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub cannot be reached"),
         ]
         for words, more, says in wrong:
-            code, output = typed(["oneloop.cli", "export", *words], tmp_path, variables | more)
+            code, output = typed(["oneloop", "export", *words], tmp_path, variables | more)
             assert code == 2 and says in output and "Traceback" not in output, output
         assert not hub.heads and not (tmp_path / "here").exists()

@@ -348,7 +348,7 @@ def test_the_launchers_death_ends_the_trainers(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "oneloop.cli",
+        "oneloop",
         "launch",
         "--config_file",
         str(CONFIGS / "ddp.yaml"),

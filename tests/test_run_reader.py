@@ -182,7 +182,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, config, name)
     command = [
         sys.executable,
         "-m",
-        "oneloop.cli",
+        "oneloop",
         "launch",
         "--config_file",
         str(CONFIGS / f"{config}.yaml"),

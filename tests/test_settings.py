@@ -194,7 +194,7 @@ def test_quotes_that_are_closed_are_read(tmp_path, monkeypatch, rows):
 
 
 def test_an_image_with_too_many_pixels_is_not_decoded():
-    from oneloop.tasks.columns import decoded
+    from oneloop.data.rows.images import decoded
 
     file = io.BytesIO()
     Image.new("1", (12_000, 12_000)).save(file, "png")

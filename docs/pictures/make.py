@@ -24,7 +24,7 @@ WATCH = "oneloop watch runs/digits --once --metrics train/loss,eval/accuracy"
 
 def printed(command: str, folder: str, *, colours: bool) -> Text:
     """What a command prints, after the prompt."""
-    words = [sys.executable, "-m", "oneloop.cli", *command.split()[1:]]
+    words = [sys.executable, "-m", "oneloop", *command.split()[1:]]
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "104", "LINES": "24"}
     environment |= {"FORCE_COLOR": "1"} if colours else {}
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=True)

@@ -23,7 +23,7 @@ CHOSEN = {group: choices[0] for group, choices in CHOICES.items()}
 def rows(**chosen: str) -> Iterator[ROW]:
     """Key, type, default and meaning of each key of these choices."""
     for action in parser(**CHOSEN | chosen)._actions:
-        if action.dest != "help":
+        if action.dest != "help" and action.default != "==SUPPRESS==":
             cells = (action.dest, str(action.metavar or ""), str(action.default), action.help or "")
             key, kind, default, meaning = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
             yield key, "`" + kind.replace("\\|", "` or `") + "`", f"`{default}`", meaning

@@ -1,4 +1,4 @@
-"""The ``oneloop`` command: new, launch, verify, report, watch, worth, prove, evaluate, predict, export.
+"""The ``oneloop`` command: new, launch, verify, check, report, watch, worth, prove, evaluate, predict, export.
 
 The docstring of each command's function is its help page.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from oneloop.basics.command_options import Options, positive
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput
-from oneloop.basics.files import printable
+from oneloop.basics.files import dumps, printable
 from oneloop.checkpoint.named_checkpoint import base_problems, chosen_of
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
 from oneloop.launch.command import config_files
@@ -127,6 +127,29 @@ def verify(words: Sequence[str]) -> int:
     return ERROR if any(wrong.values()) else 0
 
 
+def check(words: Sequence[str]) -> int:
+    """Read all data of a recipe, or a data set, and list everything that cannot be used.
+
+      oneloop check photos          oneloop check my_task.py:MyTask --task.data photos
+
+    A later run does not check the same files again. The exit code is 1 if something cannot be used.
+    """
+    from oneloop.job.check_data import as_json, as_lines, check_data
+    from oneloop.show.terminal import Display
+
+    options = Options("check", check.__doc__, usage="oneloop check DATA|RECIPE [--key value …] [--json]")
+    options.add_argument("--json", action="store_true", help="print one JSON object")
+    given, training = options.parse_known_args(words)
+    if not training:
+        raise BadInput("oneloop check takes a data set (a path, or hf:NAME) or a recipe")
+    with Display(quiet=given.json) as display:
+        found = check_data(training[0], training[1:])
+        display.lines(as_lines(training[0], found))
+    if given.json:
+        print(dumps(as_json(found)))
+    return ERROR if found.unusable or found.empty else 0
+
+
 def report(words: Sequence[str]) -> int:
     """Write one HTML page about a run, or about several runs in the same charts.
 
@@ -134,12 +157,8 @@ def report(words: Sequence[str]) -> int:
     """
     options = Options("report", report.__doc__)
     options.add_argument("runs", type=Path, nargs="+", metavar="RUN")
-    options.add_argument(
-        "--to",
-        type=Path,
-        metavar="FILE",
-        help="default: report.html in the run folder, or in the current folder for several runs",
-    )
+    to = "default: report.html in the run folder, or in the current folder for several runs"
+    options.add_argument("--to", type=Path, metavar="FILE", help=to)
     given = options.parse_intermixed_args(words)
     print(printable(write_report(given.runs, given.to)))
     return 0
@@ -276,8 +295,5 @@ def export_run(given: Namespace) -> list[str]:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"new": new, "launch": launch_processes, "verify": verify}
-COMMANDS |= {"report": report, "watch": watch, "worth": worth, "prove": prove}
+COMMANDS |= {"check": check, "report": report, "watch": watch, "worth": worth, "prove": prove}
 COMMANDS |= {name: partial(after, name) for name in AFTER} | {"export": export}
-
-if __name__ == "__main__":
-    sys.exit(main())

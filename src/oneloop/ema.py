@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from oneloop.basics.tensors import as_real, bare_name, local, reshard
+from oneloop.basics.parameter_names import bare_name
+from oneloop.basics.tensors import as_real, local, reshard
 
 
 @torch.no_grad()

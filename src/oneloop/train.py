@@ -137,14 +137,14 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                 break
     # --8<-- [end:loop]
 
-    # The end: the last checkpoint, the best weights if the recipe asks for them, the test set, final/.
+    # The end: the last checkpoint, the best weights if the recipe asks for them, final/, the test set.
     failed = checkpoints.finish()
     final = upkeep.final_weights(stopped=stopped)
+    checkpoints.close()
+    upkeep.write_final(folder.path / "final", final)
     stopped = stopped or not upkeep.last_evaluation(final)
     if failed and stopped:  # the run is not done, and cannot be resumed from where it was
         raise OSError("the run was stopped, but the last checkpoint could not be written")
-    checkpoints.close()
-    upkeep.write_final(folder.path / "final", final)
     return upkeep.summary(final, stopped=stopped)
 
 

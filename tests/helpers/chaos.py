@@ -84,11 +84,11 @@ def rank_of(
     import torch
 
     from oneloop import train
-    from oneloop.checkpoint import checkpoints, saving
+    from oneloop.checkpoint import background_save, checkpoints
 
     torch.set_num_threads(1)
     trace_writing("writing")
-    saving.WRITER = "chaos_writer"
+    background_save.WRITER = "chaos_writer"
     checkpoints.Checkpoints.load = traced("loading", checkpoints.Checkpoints.load)
     code = 1
     try:

@@ -1,7 +1,6 @@
-"""Tensors of a model under DDP, FSDP2 and torch.compile: names of parameters, shards, and buffers that ranks share."""
+"""Shards of tensors and their names under DDP and FSDP2, and buffers that all ranks share."""
 
 import math
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -12,20 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-_INSERTED = ("_orig_mod.", "_checkpoint_wrapped_module.")
-
-
-def bare_name(name: str) -> str:
-    """Return a parameter's name without the prefixes of DDP, torch.compile and activation checkpointing."""
-    name = name.removeprefix("module.")
-    for inserted in _INSERTED:
-        name = name.replace(inserted, "")
-    return name
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern matches a parameter's name, or the start of it."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+from oneloop.basics.parameter_names import bare_name
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from oneloop.basics.tensors import as_real, bare_name, optimized
+from oneloop.basics.parameter_names import bare_name
+from oneloop.basics.tensors import as_real, optimized
 from oneloop.checkpoint.named_checkpoint import base_model_of, base_of
 
 Tensors = Mapping[str, Tensor]

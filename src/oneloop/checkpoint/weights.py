@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from oneloop.basics.base_models import HUB, BaseModel, fetched
 from oneloop.basics.files import replacing
-from oneloop.basics.tensors import matches
+from oneloop.basics.parameter_names import matches
 from oneloop.checkpoint.state_dict import Tensors, model_tensors
 from oneloop.checkpoint.store import MANIFEST, read_manifest
 
@@ -88,7 +88,7 @@ def load_weights(
         model: the model.
         source: a run folder, another folder, a hub repository, or a .safetensors file.
         weights: ``raw``, or the name of an EMA (``ema``).
-        leave_out: patterns of names that stay unchanged, as in :func:`oneloop.basics.tensors.matches`.
+        leave_out: patterns of names that stay unchanged, as in :func:`oneloop.basics.parameter_names.matches`.
         origin: the base model of the frozen parameters, which stay unchanged, too.
 
     Returns:

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.seeds import reseed
-from oneloop.basics.tensors import as_real, bare_name, local, reshard
+from oneloop.basics.tensors import as_real, local, reshard
 from oneloop.data.step_batches import transferred
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run

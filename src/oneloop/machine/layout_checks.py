@@ -20,7 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.heartbeats import BEATS
-from oneloop.basics.tensors import as_real, bare_name
+from oneloop.basics.parameter_names import bare_name
+from oneloop.basics.tensors import as_real
 
 SEARCH = "--machine.find_unused_parameters true"
 _MODULI = (1_048_573, 1_048_571)  # of the two hashes; sums of their squares over 4,096 ranks are exact in float64

@@ -22,7 +22,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.nn.parallel import DistributedDataParallel
 
 from oneloop.basics.exact_sums import tree_sum
-from oneloop.basics.tensors import bare_name, dense, local
+from oneloop.basics.parameter_names import bare_name
+from oneloop.basics.tensors import dense, local
 from oneloop.machine.layout_checks import Checks, unreduced
 
 

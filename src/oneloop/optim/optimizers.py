@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from oneloop.basics.tensors import bare_name
+from oneloop.basics.parameter_names import bare_name
 from oneloop.optim.parameter_groups import LR_FACTOR, Groups, Settings, parameter_groups
 
 _FUSED_DEVICES = {"cpu", "cuda", "xpu", "mps", "hpu"}

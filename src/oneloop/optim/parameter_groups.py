@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from oneloop.basics.tensors import matches
+from oneloop.basics.parameter_names import matches
 
 LR_FACTOR = "lr_factor"
 """key of a parameter group: its factor of the learning rate"""

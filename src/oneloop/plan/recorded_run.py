@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from oneloop.basics.tensors import bare_name
+from oneloop.basics.parameter_names import bare_name
 from oneloop.checkpoint.state_dict import model_tensors
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from oneloop.basics.tensors import bare_name
+from oneloop.basics.parameter_names import bare_name
 from oneloop.checkpoint.store import Store
 from oneloop.data.rows.cache import changes, fingerprint_of
 from oneloop.data.seeded_samples import SeededSamples

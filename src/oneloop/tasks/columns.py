@@ -1,10 +1,10 @@
 """Checks of the columns of a user's data set, before training."""
 
-import io
 import json
 import math
-import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,9 @@ import numpy as np
 from oneloop.basics.files import replacing
 from oneloop.data.rows.cache import alone, key_of
 from oneloop.data.rows.csv_json import OBJECTS
+from oneloop.data.rows.images import checked_images, empty_classes, is_image
 from oneloop.data.rows.open_data import Source
+from oneloop.data.rows.rows import FINDINGS, unusable
 
 _CACHE_VERSION = 2  # increase it if a check changes
 _MAX_LABELS = 100_000  # maximum number of distinct labels
@@ -50,6 +52,45 @@ def check_words(sources: Sequence[Source], key: str) -> None:
         values_of(rows, column, distinct=False)
 
 
+def check_image_types(sources: Sequence[Source]) -> None:
+    """Raise ValueError if the image column does not hold images."""
+    for source, _, rows, column in columns_of(sources, "image"):
+        if not is_image(rows.types[column]):
+            raise wrong_type(source, "image", rows.types[column], "images (files, or their bytes)")
+
+
+def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | None) -> None:
+    """Decode all images once. If some cannot be used, raise ValueError; or, with a list ``skipped``, leave them out of
+    the splits and append their positions and reasons."""
+    check_image_types(sources)
+    for source in sources:
+        count, converted, bad = 0, Counter[str](), list[tuple[str, str]]()
+        for split, rows in source.parts.items():
+            checked = checked_images(rows, source.columns["image"], limit=limit, what=source.where)
+            source.unusable[split] = checked.indices
+            bad += [(rows.where(index), why) for index, why in checked.unusable]
+            converted += Counter(checked.converted)
+            count += len(rows)
+        if (findings := FINDINGS.get()) is not None:
+            findings.rows += count
+            findings.unusable += bad
+            findings.converted += converted
+            findings.empty += map(str, empty_classes(Path(source.where)))
+        elif bad and skipped is None:
+            advice = f"oneloop check {source.where} lists all; remove them, or set task.unreadable skip"
+            which = f"{len(bad):,} of {count:,} images cannot be used, the first: {': '.join(bad[0])}"
+            raise ValueError(f"{which}; {advice}")
+        elif bad and skipped is not None:
+            skipped += [f"{place}: {why}" for place, why in bad]
+            what = f"{len(bad):,} of {count:,} images are skipped and listed in environment.json"
+            source.notes.append(f"{what}; the first: {': '.join(bad[0])}")
+        if converted:
+            kinds = ", ".join(f"{number:,} {kind}" for kind, number in converted.items())
+            source.notes.append(f"images converted to RGB: {kinds}{' (divided by 257)' * ('16-bit' in converted)}")
+        if empty := empty_classes(Path(source.where)):
+            source.notes.append(f"class folders without images: {', '.join(map(str, empty[:5]))}")
+
+
 def check_as_long(sources: Sequence[Source], one: str, other: str) -> None:
     """Raise ValueError if the lists of two columns (by task key) differ in length in a row."""
     from pyarrow import compute
@@ -61,12 +102,13 @@ def check_as_long(sources: Sequence[Source], one: str, other: str) -> None:
                 pairs = () if done.exists() else zip(*(rows.values(source.columns[key]) for key in (one, other)))
                 for first, second in pairs:
                     lengths = [compute.list_value_length(x).to_numpy(zero_copy_only=False) for x in (first, second)]
-                    if len(wrong := np.flatnonzero(lengths[0] != lengths[1])):
-                        a, b = (int(both[wrong[0]]) for both in lengths)
+                    for wrong in np.flatnonzero(lengths[0] != lengths[1]).tolist():
+                        a, b = (int(both[wrong]) for both in lengths)
                         counts = f"{a} {source.columns[one]} and {b} {source.columns[other]}"
-                        raise ValueError(f"{rows.where(before + int(wrong[0]))}: {counts}; each needs one of the other")
+                        unusable(rows.where(before + wrong), f": {counts}; each needs one of the other")
                     before += len(first)
-                done.touch()
+                if not FINDINGS.get():
+                    done.touch()
 
 
 def check_numbers(sources: Sequence[Source], key: str) -> None:
@@ -103,41 +145,14 @@ def type_name(kind: Any) -> str:
     return f"values of {getattr(kind, 'dtype', type(kind).__name__)}"
 
 
-def is_image(kind: Any) -> bool:
-    """Whether a column of this type may hold images: ``Image`` of ``datasets``, bytes, or objects of bytes and path."""
-    if isinstance(kind, Mapping):
-        return set(kind) == {"bytes", "path"}
-    return type(kind).__name__ == "Image" or getattr(kind, "dtype", None) in ("binary", "large_binary")
-
-
-def decoded(value: Any, *, limit: int) -> Any:
-    """Decode a stored image to RGB. Raise ValueError if it is damaged, or has more than ``limit`` pixels."""
-    from PIL import Image
-
-    data, path = (value.get("bytes"), value.get("path")) if isinstance(value, Mapping) else (value, None)
-    if data is None and path is None:
-        raise ValueError("the image is missing")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # task.pixel_limit is the limit
-            opened = Image.open(io.BytesIO(data) if data else str(path))
-        with opened as image:
-            if image.width * image.height > limit:
-                size = f"{image.width:,} x {image.height:,} = {image.width * image.height:,} pixels"
-                raise ValueError(f"it has {size}, more than task.pixel_limit {limit:,}; scale it down or raise the key")
-            if image.mode.startswith(("I", "F")):
-                raise ValueError(f"its pixels ({image.mode}) have more than 8 bits; write it with 8")
-            return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path or 'the image'} cannot be read as an image: {error}") from error
-
-
 def values_of(rows: Any, column: str, *, distinct: bool = True, numbers: bool = False) -> Sequence[Any]:
     """Return the distinct values of a column, or of its lists, cached by the rows' content. Raise ValueError if a value
     is missing, or with ``numbers`` not a finite number or its text. Without ``distinct``, only check."""
     with alone(f"values/{key_of(_CACHE_VERSION, rows.fingerprint(), column, distinct, numbers)}.json") as file:
         if not file.exists():
             values = _checked_values(rows, column, distinct=distinct, numbers=numbers)
+            if (findings := FINDINGS.get()) and findings.unusable:
+                return values
             with replacing(file) as draft:
                 draft.write_text(json.dumps(values))
         known: list[Any] = json.loads(file.read_text())
@@ -166,25 +181,23 @@ def _checked_values(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
             wrong[row_of[missing.to_numpy(zero_copy_only=False)]] = True
         else:
             wrong = wrong | missing.to_numpy(zero_copy_only=False)
-        if wrong.any():
-            row = rows.where(before + int(np.argmax(wrong)))
-            raise ValueError(f"{row} has no value in {column!r}; fill it, or remove the row")
-        if numbers and (at := _first_non_number(values)) is not None:
-            raise ValueError(f"{rows.where(before + at)}: {values[at].as_py()!r} in {column!r} is not a finite number")
+        for at in np.flatnonzero(wrong).tolist():
+            unusable(rows.where(before + at), f" has no value in {column!r}; fill it, or remove the row")
+        for at in _non_numbers(values) if numbers else ():
+            unusable(rows.where(before + at), f": {values[at].as_py()!r} in {column!r} is not a finite number")
         if distinct:
             seen |= set(compute.unique(values).to_pylist())
         if len(seen) > _MAX_LABELS:
             raise ValueError(f"{rows.where(before)}: {column!r} has over {_MAX_LABELS:,} different classes: too many")
         before += len(array)
-    return sorted(seen)
+    return sorted(seen - {None})
 
 
-def _first_non_number(values: Any) -> int | None:
+def _non_numbers(values: Any) -> Iterator[int]:
     for at, value in enumerate(values.to_pylist()):
         try:
-            finite = math.isfinite(float(value))
+            finite = value is None or math.isfinite(float(value))  # a missing value is already known
         except ValueError:
             finite = False
         if not finite:
-            return at
-    return None
+            yield at

@@ -1,6 +1,7 @@
 """Image classification: packaged sets (digits, MNIST, CIFAR) or your own images; a small CNN or another model."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -8,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oneloop.data.rows.images import decoded
 from oneloop.data.rows.open_data import Source, named_sources, notes_of, opened, sets_of, whole
 from oneloop.data.rows.rows import Mapped, Row
 from oneloop.tasks.augmentation import TORCHVISION, Augmentation, Blended, Images, digits, prepared, torchvision_set
-from oneloop.tasks.columns import columns_of, decoded, is_image, wrong_type
+from oneloop.tasks.columns import check_image_types, check_images
 from oneloop.tasks.evaluation_metrics import ClassCounts
 from oneloop.tasks.image_models import Pretrained, image_model, statistics
 from oneloop.tasks.labels import are_shares, classes_of, counts_of, likeliest, numbers_of, shares_of
@@ -52,6 +54,8 @@ class ImageClassification(Task):
         top_k: also log the top-k accuracy (common: 5; 0: off).
         held_out: share of the rows for each of validation and test, if the data set has no such split.
         pixel_limit: maximum pixels of an image; larger images are rejected before decoding.
+        unreadable: stop if an image cannot be used (oneloop check lists them), or skip such images and list them in
+            environment.json.
         window: megabytes of parquet rows in memory per process; samples are shuffled within them.
         root: folder of the downloaded data sets.
         download: download a missing data set.
@@ -87,6 +91,7 @@ class ImageClassification(Task):
         top_k: int = 0,
         held_out: float = 0.05,
         pixel_limit: int = 89_478_485,
+        unreadable: Literal["stop", "skip"] = "stop",
         window: int = 256,
         root: str = "data",
         download: bool = False,
@@ -102,14 +107,15 @@ class ImageClassification(Task):
         self.weights: dict[str, Any] = {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
         self.width, self.smoothing, self.dropout, self.top_k = width, smoothing, dropout, top_k
         self.columns, self.window, self.pixel_limit = {"image": image, "label": label}, window, pixel_limit
-        self._data_notes, self._class_counts = list[str](), cast(Callable[[], list[int]], list)
+        self._data_notes, self.skipped_rows = list[str](), list[str]()
+        self._class_counts = cast(Callable[[], list[int]], list)
         if isinstance(data, str) and data in ("digits", *TORCHVISION):
             sets, pixel_statistics = self._packaged(data, root, download)
             side = sets["train"].images.shape[-1] if crop or test_size else None
         else:
             expected = statistics(model)
             pixel_statistics, side = (mean or expected[0], std or expected[1]), image_size
-            sets = self._open([opened(s, held_out=held_out, window=window) for s in named_sources(data, self.columns)])
+            sets = self._open(data, held_out, skip=unreadable == "skip")
         self._evaluation_transform = prepared(test_size or side, *pixel_statistics)
         self._train: Any = Images(sets.pop("train"), prepared(side, *pixel_statistics, how))
         self._evals = {name: Images(data_set, self._evaluation_transform) for name, data_set in sets.items()}
@@ -130,9 +136,11 @@ class ImageClassification(Task):
         self._class_counts = lambda: torch.bincount(labels, minlength=len(self.classes)).tolist()
         return splits, ([0.5] * channels, [0.5] * channels)
 
-    def _open(self, sources: Sequence[Source]) -> dict[str, Any]:
+    def _open(self, data: str | list[dict[str, Any]], held_out: float, *, skip: bool) -> dict[str, Any]:
         """Return the user's data sets by split: decoded images with class numbers or class probabilities."""
-        _check_images(sources)
+        usable = partial(check_images, limit=self.pixel_limit, skipped=self.skipped_rows if skip else None)
+        how: dict[str, Any] = {"held_out": held_out, "window": self.window, "check": usable}
+        sources = [opened(source, **how) for source in named_sources(data, self.columns)]
         if are_shares(sources):
             self.classes, self._data_notes = shares_of(sources), notes_of(sources)
             return sets_of(sources, lambda source: _labelled(source, torch.tensor, self.pixel_limit))
@@ -158,7 +166,7 @@ class ImageClassification(Task):
 
     def samples_of(self, data: str, *, labelled: bool) -> Any:
         source = whole(Source(data, self.columns | ({} if labelled else {"label": ""})), window=self.window)
-        _check_images([source])
+        check_image_types([source])
         number: Callable[[Any], Any] = int
         if labelled and are_shares([source]):
             self._same_classes(shares_of([source]), data)
@@ -277,9 +285,3 @@ class Files(Mapped):
         """Return the path of the image; None if its bytes are in the row."""
         value = self.rows[index][self.image]
         return value.get("path") if isinstance(value, Mapping) else None
-
-
-def _check_images(sources: Sequence[Source]) -> None:
-    for source, _, rows, column in columns_of(sources, "image"):
-        if not is_image(rows.types[column]):
-            raise wrong_type(source, "image", rows.types[column], "images (files, or their bytes)")

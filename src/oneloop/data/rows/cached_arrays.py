@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from oneloop.basics.launcher import die_with, on_stops
 from oneloop.basics.progress import tracked
 from oneloop.data.rows.cache import alone, key_of
-from oneloop.data.rows.rows import Row, Rows
+from oneloop.data.rows.rows import FINDINGS, Row, Rows, unusable
 
 Make = Callable[[Row], NDArray[np.int32]]
 ShardResult = tuple[list[Any], list[tuple[int, str]]]  # arrays of a shard's rows; index and error of each invalid row
@@ -33,33 +33,41 @@ class Ragged:
     skipped: Sequence[tuple[int, str]] = ()  # index and error of each omitted row
 
 
-def ragged(rows: Rows, make: Make, *, made_by: Any, what: str, skip: bool = False) -> Ragged:
+def ragged(
+    rows: Rows, make: Make, *, made_by: Any, what: str, skip: bool = False, empty: bool = False, shard: int = _SHARD
+) -> Ragged:
     """Return the arrays that ``make`` returns for each row, cached by the rows' content and ``made_by`` (JSON).
-    ``what`` labels the progress bar. If ``make`` raises ValueError for a row, raise ValueError with its position. With
-    ``skip`` omit the row instead, unless every row is invalid."""
-    with alone(f"made/{key_of(rows.fingerprint(), made_by, *['skip'] * skip)}") as path:
+    ``what`` labels the progress bar, ``shard`` is the number of rows per task of a process. If ``make`` raises
+    ValueError for a row, raise ValueError with its position. With ``skip`` omit the row instead, unless every row is
+    invalid (``empty``: even then). ``oneloop check`` collects the rows."""
+    checks = FINDINGS.get() is not None
+    allowed = len(rows) - (not empty and not checks) if skip or checks else 0  # invalid rows
+    with alone(f"made/{key_of(rows.fingerprint(), made_by)}") as path:
         if not (path / "ends.npy").exists():
             draft = path.with_suffix(f".{os.getpid()}.draft")
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir()
             try:
-                _write_arrays(rows, make, draft, what, skip=skip)
+                _write_arrays(rows, make, draft, what, allowed=allowed, shard=shard)
                 shutil.rmtree(path, ignore_errors=True)
                 draft.rename(path)
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
     ends: NDArray[np.int64] = np.load(path / "ends.npy", mmap_mode="r")
     values = np.memmap(path / "values.bin", np.int32, "r") if len(ends) and ends[-1] else np.zeros(0, np.int32)
-    return Ragged(values, ends, json.loads((path / "skipped.json").read_text()) if skip else ())
+    skipped = json.loads((path / "skipped.json").read_text())
+    for index, why in () if skip else skipped:
+        unusable(rows.where(index), f": {why}")
+    return Ragged(values, ends, skipped)
 
 
-def _write_arrays(rows: Rows, make: Make, folder: Path, what: str, *, skip: bool) -> None:
-    shards = [range(start, min(start + _SHARD, len(rows))) for start in range(0, len(rows), _SHARD)]
+def _write_arrays(rows: Rows, make: Make, folder: Path, what: str, *, allowed: int, shard: int) -> None:
+    shards = [range(start, min(start + shard, len(rows))) for start in range(0, len(rows), shard)]
     lengths, skipped = list[int](), list[tuple[int, str]]()
     with (folder / "values.bin").open("wb") as file:
-        for arrays, invalid in tracked(_in_order(rows, make, shards), what, total=len(shards)):
+        for arrays, invalid in tracked(in_order(rows, make, shards), what, total=len(shards)):
             skipped += invalid
-            if skipped and (not skip or len(skipped) == len(rows)):
+            if len(skipped) > allowed:
                 raise ValueError(f"{rows.where(skipped[0][0])}: {skipped[0][1]}")
             lengths += [len(array) for array in arrays]
             if arrays:
@@ -68,7 +76,8 @@ def _write_arrays(rows: Rows, make: Make, folder: Path, what: str, *, skip: bool
     np.save(folder / "ends.npy", np.cumsum(lengths, dtype=np.int64))
 
 
-def _in_order(rows: Rows, make: Make, shards: list[range]) -> Iterator[ShardResult]:
+def in_order(rows: Any, make: Callable[[Any], Any], shards: list[range]) -> Iterator[ShardResult]:
+    """Yield the results of ``make`` for the rows of each shard, computed on all cores."""
     _inherited[:] = [rows, make]
     cores = min(len(os.sched_getaffinity(0)), len(shards))
     try:

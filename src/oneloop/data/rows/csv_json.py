@@ -14,6 +14,7 @@ from typing import Any
 from oneloop.basics.progress import Working
 from oneloop.data.rows.cache import alone, checksum_of, key_of
 from oneloop.data.rows.find_files import Found
+from oneloop.data.rows.rows import FINDINGS, unusable
 
 _VERSION = 4  # version of the conversion; increase it if the result for the same files changes
 OBJECTS = "JSON objects"  # ``id`` of the type of a column that holds objects as JSON text
@@ -141,6 +142,8 @@ def _json(files: Sequence[Path]) -> Iterator[Any]:
             except (pyarrow.ArrowException, OverflowError) as error:
                 why = " ".join(str(error).split())
                 raise ValueError(f"{file}: column {name!r} must hold values of one type: {why}") from error
+    if (findings := FINDINGS.get()) and findings.unusable:
+        raise ValueError("the values of these files were not checked, because lines are not JSON")
     features = Features.from_arrow_schema(pyarrow.schema(kinds))
     schema = Features(features | {name: Value("string", id=OBJECTS) for name in nested}).arrow_schema
     for _, rows in _parsed(files):
@@ -154,7 +157,8 @@ def _parsed(files: Sequence[Path]) -> Iterator[tuple[Path, list[dict[str, Any]]]
         for number, row in _objects(file):
             row = {"text": row} if isinstance(row, str) else row
             if not isinstance(row, dict):
-                raise ValueError(f"{file}, line {number}: expected a JSON object, got {json.dumps(row)[:40]}")
+                unusable(f"{file}, line {number}", f": expected a JSON object, got {json.dumps(row)[:40]}")
+                continue
             rows.append(row)
             if len(rows) == _ROWS:
                 yield file, rows
@@ -174,7 +178,7 @@ def _objects(file: Path) -> Iterator[tuple[int, Any]]:
                     yield from ((number, one) for one in (value if whole else [value]))
             except ValueError as error:
                 at = getattr(error, "lineno", 1) if whole else number
-                raise ValueError(f"{file}, line {at}: not JSON: {error}") from error
+                unusable(f"{file}, line {at}", f": not JSON: {error}")
 
 
 def _holds_objects(value: Any) -> bool:

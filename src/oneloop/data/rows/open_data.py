@@ -24,6 +24,7 @@ class Source:
     name: str = ""
     weight: float = 1.0
     parts: dict[str, Any] = field(default_factory=dict)  # rows by split: train, validation, test
+    unusable: dict[str, Any] = field(default_factory=dict)  # indices of rows to leave out, by split before dividing
     notes: list[str] = field(default_factory=list)  # for the log
 
 
@@ -64,7 +65,8 @@ def opened(
     check: Callable[[Sequence[Source]], None] | None = None,
 ) -> Source:
     """Open a source: the rows of its columns, by split. ``held_out`` is the share of the training rows for each missing
-    split. ``check`` may reject the rows before they are split. ``window`` is in megabytes. Raises ValueError."""
+    split. ``check`` may reject the rows before they are split, or set ``unusable``. ``window`` is in megabytes. Raises
+    ValueError."""
     checked(held_out, window)
     splits = _named(source, window, kinds)
     for split, rows in splits.items():
@@ -73,7 +75,7 @@ def opened(
     source.parts = dict(splits)
     if check:
         check([source])
-    source.parts = dict(divided(splits, held_out))
+    source.parts = divided(splits, held_out, source.unusable)
     return source
 
 

@@ -2,7 +2,10 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 from zipfile import BadZipFile
@@ -16,6 +19,29 @@ from oneloop.data.order import Ordered, order_of
 from oneloop.data.rows.cache import alone, key_of
 
 Row = dict[str, Any]
+
+
+@dataclass
+class Findings:
+    """The result of ``oneloop check``: position and reason of each row that cannot be used, the number of images that
+    are converted by kind, and class folders without images."""
+
+    rows: int = 0
+    unusable: list[tuple[str, str]] = field(default_factory=list)
+    converted: Counter[str] = field(default_factory=Counter)
+    empty: list[str] = field(default_factory=list)
+
+
+FINDINGS: ContextVar[Findings | None] = ContextVar("FINDINGS", default=None)
+"""where :func:`unusable` collects rows; None: it raises"""
+
+
+def unusable(where: str, why: str) -> None:
+    """Raise ValueError about a row (``where``: file and number); during ``oneloop check`` add it to the findings."""
+    findings = FINDINGS.get()
+    if findings is None:
+        raise ValueError(f"{where}{why}")
+    findings.unusable.append((where, why.removeprefix(":").strip()))
 
 
 class Rows(Protocol):
@@ -89,23 +115,37 @@ class Mapped:
 _DRAWS = 1_000_000
 
 
-def divided(splits: Mapping[str, Rows], share: float) -> dict[str, Rows]:
+def divided(
+    splits: Mapping[str, Rows], share: float, unusable: Mapping[str, NDArray[np.int64]] | None = None
+) -> dict[str, Rows]:
     """Return train, validation and test rows. Existing splits stay; missing ones get ``share`` of the training rows.
-    Rows of equal content are in the same split. Raises ValueError if there are too few rows."""
+    Rows of equal content are in the same split. Indices in ``unusable`` (by split) are left out. Raises ValueError if
+    there are too few rows."""
+    wrong = {split: indices for split, indices in (unusable or {}).items() if len(indices)}
+    for split, indices in wrong.items():
+        if len(indices) == len(splits[split]):
+            raise ValueError(f"{splits[split].where(0)}: no row of the {split or 'whole'} set can be used")
     if "validation" in splits:
-        return dict(splits)
+        return {k: rows.select(wrong[k], exclude=True) if k in wrong else rows for k, rows in splits.items()}
     rows = splits.get("train", splits.get(""))
     assert rows is not None
+    out = next((wrong[split] for split in ("train", "") if split in wrong), np.zeros(0, dtype=np.int64))
     if len(rows) < 3:
         raise ValueError(f"{rows.where(0) if len(rows) else 'the data'}: {len(rows)} rows are too few for three splits")
     with alone(f"held-out/{key_of(rows.fingerprint(), share)}.npz") as path:
         validation, test = _draw_splits(rows, share, path)
         if "test" in splits:
             validation, test = np.sort(np.concatenate([validation, test])), test[:0]
-        both = np.sort(np.concatenate([validation, test]))
-        train = rows.select(both, exclude=True, index_file=path.with_suffix(f".{len(both)}.arrow"))
-    made = {"train": train, "validation": rows.select(validation)}
-    made["test"] = splits["test"] if "test" in splits else rows.select(test)
+        others = np.union1d(np.concatenate([validation, test]), out)
+        index_file = path.with_suffix(f".{len(others)}{f'-{key_of(out.tolist())}' if len(out) else ''}.arrow")
+        train = rows.select(others, exclude=True, index_file=index_file)
+    made = {"train": train, "validation": rows.select(np.setdiff1d(validation, out))}
+    if "test" in splits:
+        made["test"] = splits["test"].select(wrong["test"], exclude=True) if "test" in wrong else splits["test"]
+    else:
+        made["test"] = rows.select(np.setdiff1d(test, out))
+    if empty := [split for split, kept in made.items() if not len(kept)]:
+        raise ValueError(f"{rows.where(0)}: no row is left for {empty[0]}; set a larger task.held_out")
     return made
 
 

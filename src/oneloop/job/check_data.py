@@ -1,0 +1,100 @@
+"""``oneloop check``: read all data of a recipe, or of a data set, and list what cannot be used."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.progress import tracked
+from oneloop.data.rows.arrow_tables import NoColumn
+from oneloop.data.rows.cached_arrays import in_order
+from oneloop.data.rows.open_data import Source, whole
+from oneloop.data.rows.rows import FINDINGS, Findings
+from oneloop.tasks.columns import check_images
+
+_SAMPLES = 64  # samples per task of a process
+_PIXEL_LIMIT = 89_478_485  # default of task.pixel_limit
+
+
+def check_data(source: str, words: Sequence[str] = ()) -> Findings:
+    """Read the data set ``source`` (a path, or ``hf:NAME``), or all data of the recipe ``source`` with the keys
+    ``words``; return what cannot be used. Raise BadInput if there is no such recipe."""
+    findings = Findings()
+    token = FINDINGS.set(findings)
+    is_file = Path(source).exists() and Path(source).suffix not in (".yaml", ".yml", ".py")
+    try:
+        if is_file or source.startswith("hf:"):
+            _check_source(source, findings)
+        else:
+            _check_task([source, *words], findings)
+    except BadInput:
+        raise
+    except ValueError as error:
+        findings.unusable.append((source, str(error)))
+    finally:
+        FINDINGS.reset(token)
+    return findings
+
+
+def as_lines(source: str, found: Findings) -> list[str]:
+    """Return the findings as lines for a terminal."""
+    lines = [f"{where}: {why}" for where, why in found.unusable]
+    lines += [f"{folder}: a class folder without images" for folder in found.empty]
+    if found.converted:
+        lines.append(f"converted to RGB: {', '.join(f'{count:,} {kind}' for kind, count in found.converted.items())}")
+    return [*lines, f"{source}: {found.rows:,} rows, {len(found.unusable):,} cannot be used"]
+
+
+def as_json(found: Findings) -> dict[str, Any]:
+    """Return the findings as plain values: ``path``, ``row`` and ``reason`` of each row that cannot be used."""
+    unusable = []
+    for where, why in found.unusable:
+        path, _, row = where.rpartition(", ")
+        unusable.append({"path": path or where, "row": row if path else None, "reason": why})
+    return {"rows": found.rows, "unusable": unusable, "converted": found.converted, "empty": found.empty}
+
+
+def _check_source(source: str, findings: Findings) -> None:
+    for columns in ({"image": "image"}, {"text": "text"}, {"messages": "messages"}, {}):
+        try:
+            opened = whole(Source(source, columns), window=1 << 20)
+        except ValueError as error:
+            if isinstance(error.__cause__, NoColumn):
+                continue
+            raise
+        if "image" in columns:
+            check_images([opened], limit=_PIXEL_LIMIT, skipped=None)
+        else:
+            findings.rows = len(opened.parts["all"])
+        return
+
+
+def _check_task(words: Sequence[str], findings: Findings) -> None:
+    from oneloop.job.build import make_task
+    from oneloop.recipe.parse import read
+
+    task = make_task(read(words))
+    sets: Mapping[str, Any] = {"train": task.train_set(), **task.eval_sets()}
+    if type(task).__module__.startswith("oneloop."):  # it has checked its rows; images are not decoded twice
+        findings.rows = findings.rows or sum(map(len, sets.values()))
+        return
+    for name, dataset in sets.items():
+        findings.rows += len(dataset)
+        findings.unusable += _unusable_samples(name, dataset)
+
+
+def _unusable_samples(name: str, dataset: Any) -> Iterator[tuple[str, str]]:
+    """Load every sample of a data set, on all cores; yield those that fail."""
+
+    def load(index: int) -> Any:
+        try:
+            dataset[index]
+        except Exception as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+        return np.zeros(0, dtype=np.int32)
+
+    shards = [range(start, min(start + _SAMPLES, len(dataset))) for start in range(0, len(dataset), _SAMPLES)]
+    for _, wrong in tracked(in_order(range(len(dataset)), load, shards), f"checking {name}", total=len(shards)):
+        yield from ((f"{name}, sample {index}", why) for index, why in wrong)
