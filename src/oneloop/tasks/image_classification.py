@@ -98,8 +98,7 @@ class ImageClassification(Task):
         smoothing: float = 0.0,
         dropout: float = 0.0,
     ) -> None:
-        of_letters = data in ("digits", "mnist", "fashion_mnist")
-        mirror = (augment and not of_letters) if mirror is None else mirror
+        mirror = (augment and data not in ("digits", "mnist", "fashion_mnist")) if mirror is None else mirror
         how = Augmentation(crop, randaugment, augment, mirror, erasing)
         if not 0 <= smoothing < 1:
             raise ValueError(f"task.smoothing {smoothing} must be between 0 and 1; 0.1 is common")
