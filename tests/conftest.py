@@ -129,6 +129,28 @@ test_seeded_samples.py::test_weights_are_those_of_seeding_always[nothing-2-fsdp2
 test_replicas.py::test_one_flipped_bit_is_found_and_named[3-ddp-0]
 test_run_reader.py::test_a_nan_ends_the_run_with_3[adamw-2-ddp]
 test_bad_input.py::test_the_commands_as_typed[command0
+test_recipes.py::test_accelerate_launch_as_typed
+test_command.py::test_one_process_gets_the_variables_that_accelerate_sets[bf16]
+test_checkpoints.py::test_any_world_loads_what_any_other_wrote[False-2-ddp]
+test_checkpoints.py::test_any_world_loads_what_any_other_wrote[True-2-fsdp2]
+test_frozen_weights.py::test_what_is_damaged_is_made_anew_or_rejected[fsdp2-2]
+test_frozen_weights.py::test_their_type_may_be_another[ddp-2]
+test_frozen_weights.py::test_the_average_of_what_was_frozen_begins_with_its_weights[ddp-2]
+test_bad_step_policy.py::test_a_bad_step_might_as_well_not_have_been[rewind-2-fsdp2-more2]
+test_own_texts.py::test_a_language_model_goes_on_learning[ddp-2]
+test_going_on.py::test_final_holds_what_it_says[2-fsdp2]
+test_host_memory.py::test_models_made_in_turn_are_the_same_to_the_bit[ddp-3]
+test_image_classification.py::test_shares_of_classes_are_trained_on[ddp-2]
+test_ema.py::test_a_run_of_120_steps_has_the_closed_form_of_its_weights[50]
+test_odd_endings.py::test_whatever_is_raised_is_named[raise:CancelledError
+test_keys.py::test_settings_of_accelerate_are_rejected_or_said[options6
+test_first_hours.py::test_a_damaged_best_checkpoint_is_told_of_and_not_taken[fsdp2-2]
+test_first_hours.py::test_what_generates[ddp-2]
+test_zoo.py::test_a_model_trains_the_same_weights_on_two_processes_or_is_rejected[WeightHook-fsdp2-False]
+test_zoo.py::test_a_model_trains_the_same_weights_on_two_processes_or_is_rejected[EverySixth-ddp-True]
+test_same_weights.py::test_same_weights_as_one_big_batch[2-4-ddp]
+test_same_weights.py::test_same_weights_as_one_big_batch[2-2-ddp]
+test_same_weights.py::test_same_weights_as_one_big_batch[2-1-fsdp2]
 """
 """These tests are slow, too: another default test proves the same claim, or the test waits in real time."""
 
