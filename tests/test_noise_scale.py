@@ -195,7 +195,7 @@ def test_measuring_changes_nothing(tmp_path):
     [
         (900.0, 64, "critical batch about 900; you use 64: up to 14x larger"),
         (64.0, 64, "about right"),
-        (100.0, 4096, "batches down to 0.024x of it would need fewer samples"),
+        (100.0, 4096, "batches down to 1/41 of it would need fewer samples"),
         (None, 64, "n/a"),
     ],
 )

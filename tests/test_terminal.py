@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 import threading
 from pathlib import Path
@@ -49,6 +50,35 @@ def shown(*, terminal: bool, on: bool = True, **how: bool) -> str:
         display.metrics(100, FIGURES)
     display.summary(SUMMARY)
     return text.getvalue()
+
+
+def test_metrics_that_a_task_names_are_shown_and_wrapped_as_a_whole():
+    figures = FIGURES | {"train/reconstruction": 0.25, "train/beta": 0.5}
+    named = ("train/reconstruction", "train/beta")
+    text = io.StringIO()
+    with Display(console=Console(file=text, force_terminal=False, width=40), interval=0.0) as display:
+        display.metrics(1, figures, named=named)
+    assert "loss 1.5000  reconstruction 0.2500  beta 0.5000  1,234 samples/s" in text.getvalue()  # one line in a file
+    results = {f"eval/metric_{n}": 0.5 for n in range(6)}
+    text = io.StringIO()
+    with Display(console=Console(file=text, force_terminal=True, width=60), interval=0.0) as display:
+        display.results(7, results, "ema")
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.getvalue())
+    lines = [line.strip() for line in plain.splitlines() if "metric" in line or "ema" in line]
+    assert max(map(len, lines)) <= 60 and len(lines) == 3
+    assert " ".join(lines).split() == ["step", "7", *" ".join(f"{name} 0.5000" for name in results).split(), "(ema)"]
+    for width, shown_names in (
+        (80, ["loss"]),
+        (110, ["loss", "reconstruction"]),
+        (130, ["loss", "reconstruction", "beta"]),
+    ):
+        text = io.StringIO()
+        with Display(console=Console(file=text, force_terminal=True, width=width)) as display:
+            display.begin(lambda: 3, total=9)
+            display.metrics(3, figures, named=named)
+        (last, *_) = re.findall(r"[^\r\n\x1b]*samples/s", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.getvalue()))
+        assert [name for name in ("loss", "reconstruction", "beta") if f"{name} " in last] == shown_names, last
+        assert "1,234 samples/s" in last
 
 
 def test_plain_lines_off_a_terminal():

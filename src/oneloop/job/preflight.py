@@ -25,7 +25,7 @@ from oneloop.job.trial_passes import Pass, Samples, Wrapped, has_drawn, make_bat
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics, has_dropout
 from oneloop.machine.layout_checks import Checks, changed, content, other_units
-from oneloop.measure.meter import OWN_FIGURES
+from oneloop.measure.meter import OWN_METRICS
 from oneloop.show.graph import Drawing
 from oneloop.tasks.protocol_checks import Contract, theirs
 
@@ -171,7 +171,7 @@ def _metrics(contract: Contract, outputs: dict[str, Any]) -> tuple[str, ...]:
     """Return the names of the 0-dim outputs, which are logged as metrics, without ``loss``."""
     names = [name for name, value in outputs.items() if torch.is_tensor(value) and not value.ndim and name != "loss"]
     for name in names:
-        if f"train/{name}" in OWN_FIGURES:
+        if f"train/{name}" in OWN_METRICS:
             raise contract.wrong("loss", f"returned the output {name!r}", f"oneloop also logs train/{name}: rename it")
     return tuple(name for name in names if not outputs[name].is_complex())
 

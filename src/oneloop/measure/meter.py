@@ -53,7 +53,7 @@ def _with(rows: Any, row: Tensor) -> Tensor:
 
 
 _OWN = ("loss", "grad_norm", "lr", "epoch", "samples_per_second", "update_ratio", "noise_scale")
-OWN_FIGURES = frozenset(f"train/{name}" for name in _OWN)
+OWN_METRICS = frozenset(f"train/{name}" for name in _OWN)
 """training metrics of every run"""
 
 

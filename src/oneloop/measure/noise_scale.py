@@ -209,9 +209,10 @@ def meaning(value: float | None, batch: int, why_not: str | None = None) -> str:
         return "noise scale n/a: the gradient is too noisy to be seen; log more often, or train longer"
     critical = float(f"{value:.2g}")
     if critical >= 1.5 * batch:
-        more = f"up to {critical / batch:.2g}x larger batches cost little data efficiency"
+        times = float(f"{critical / batch:.2g}")
+        more = f"up to {times:,.{0 if times >= 10 else 1}f}x larger batches cost little data efficiency"
     elif critical <= batch / 1.5:
-        more = f"batches down to {critical / batch:.2g}x of it would need fewer samples, and more steps"
+        more = f"batches down to 1/{batch / critical:,.0f} of it would need fewer samples, and more steps"
     else:
         more = "that is about right"
     return f"noise scale: critical batch about {critical:,.0f}; you use {batch:,}: {more}"

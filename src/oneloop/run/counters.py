@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from oneloop.measure.meter import OWN_METRICS
 from oneloop.show.examples import Examples
 from oneloop.show.terminal import Display
 from oneloop.show.tracking import Tracking
@@ -137,7 +138,8 @@ class RunLog:
         """Log training metrics, and print them with ``remarks``; ``more`` is only logged."""
         self._results["train/loss"] = metrics["train/loss"]
         self.write(self.line(time=self._count.elapsed(), **metrics, **more))
-        self._display.metrics(self._count.step, metrics, remarks)
+        named = [name for name in metrics if name.startswith("train/") and name not in OWN_METRICS]
+        self._display.metrics(self._count.step, metrics, remarks, named)
 
     def evaluated(
         self, by_weights: Mapping[str, Mapping[str, float]], examples: Examples | None = None, *, of: int | None = None

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -29,7 +29,7 @@ from oneloop.run.compatibility import another_file, source_changed
 from oneloop.run.folder import Folder
 from oneloop.run.same_on_ranks import reject_other_jobs
 from oneloop.show.report.page import report
-from oneloop.show.terminal import Display
+from oneloop.show.terminal import Display, metric
 from oneloop.show.tracking import check_trackers
 from oneloop.supervise.crash_report import stopped_early
 from oneloop.supervise.pipe import CHANNEL
@@ -166,9 +166,19 @@ def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) ->
         print(f"report.html cannot be written ({type(error).__name__}: {error})", file=sys.stderr)
     folder.close()
     run.display.summary(summary)
-    run.display.lines(summary[about] for about in ("noise_scale", "time") if summary.get(about))
-    ended = printable(f"{summary['exit_reason']}; results in {folder.path}")
+    run.display.lines(_remarks(summary))
+    resume = "; the same command continues the run" * (summary["exit_code"] == exit_codes.STOPPED)
+    ended = printable(f"{summary['exit_reason']}; results in {folder.path}{resume}")
     print(dumps({**summary, "folder": str(folder.path)}) if as_json else ended, flush=True)
+
+
+def _remarks(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines below the summary: noise scale, time, and a best evaluation that ``final/`` does not hold."""
+    yield from (about for name in ("noise_scale", "time") if (about := summary.get(name)) and " n/a" not in about)
+    best, final = summary.get("best") or {}, summary.get("final") or {}
+    if final.get("weights") == "last" and 0 < (best.get("step") or 0) < 0.9 * final["step"]:
+        was = f"{best['metric']} was best at step {best['step']:,}: {metric(best['value'])}"
+        yield f"{was}; final/ holds the last weights; --save.final best keeps those of the best evaluation"
 
 
 def _prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | None:

@@ -7,6 +7,7 @@
 """
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import Token
@@ -27,6 +28,8 @@ from rich.text import Text
 
 from oneloop.basics.files import dumps, printable
 from oneloop.basics.progress import BARS
+
+_BAR = 60  # columns of the other fields of a progress bar
 
 
 class _Bars(Progress):
@@ -80,7 +83,7 @@ class Display:
             self.bars = _Bars(
                 TextColumn("{task.description}"),
                 MofNCompleteColumn(),
-                BarColumn(),
+                BarColumn(20),
                 TextColumn("{task.fields[text]}"),
                 TimeElapsedColumn(),
                 TextColumn("left"),
@@ -106,21 +109,26 @@ class Display:
         if self.bars:
             self.bars.stop()
 
-    def metrics(self, step: int, metrics: Mapping[str, float], remarks: Iterable[str] = ()) -> None:
-        """Show the training metrics of a log step, after its remarks."""
+    def metrics(
+        self, step: int, metrics: Mapping[str, float], remarks: Iterable[str] = (), named: Iterable[str] = ()
+    ) -> None:
+        """Show the training metrics of a log step, after its remarks: loss, metrics ``named`` by the task, rate."""
         self.lines(remarks)
         if self._as_json and not self._quiet:
             self._json({"step": step, **metrics})
         if self._as_json:
             return
-        text = f"loss {metric(metrics['train/loss'])}  {metrics['train/samples_per_second']:,.0f} samples/s"
+        parts = [f"{name.removeprefix('train/')} {metric(metrics[name])}" for name in ("train/loss", *named)]
+        rate = f"{metrics['train/samples_per_second']:,.0f} samples/s"
         now = time.monotonic()
         if self.bars and self.bars.steps:
-            self.bars.update(self.bars.steps[0], text=text)
+            room = self._console.width - _BAR - len(rate)
+            fitting = [part for at, part in enumerate(parts) if not at or len("  ".join(parts[: at + 1])) <= room]
+            self.bars.update(self.bars.steps[0], text="  ".join([*fitting, rate]))
         elif now - self._last >= self._interval or step == self._total:
             self._last = now
             left = (now - self._began) / max(1, step - self._start) * (self._total - step)
-            self.lines([f"step {step}/{self._total}  {text}  {left:.0f} s left"])
+            self.lines(self._wrapped([f"step {step}/{self._total}", *parts, rate, f"{left:.0f} s left"]))
 
     def results(self, step: int, results: Mapping[str, float], weights: str = "raw") -> None:
         """Show the metrics of an evaluation, of the raw weights or of an EMA."""
@@ -128,9 +136,19 @@ class Display:
             self._json({"step": step, **results, "weights": weights})
         if self._as_json:
             return
-        metrics = "  ".join(f"{name} {metric(value)}" for name, value in results.items())
-        metrics += "" if weights == "raw" else f"  ({weights})"
-        self.lines([f"step {step}  {metrics}"])
+        metrics = [f"{name} {metric(value)}" for name, value in results.items()]
+        self.lines(self._wrapped([f"step {step}", *metrics, *[f"({weights})"] * (weights != "raw")]))
+
+    def _wrapped(self, parts: Iterable[str]) -> list[str]:
+        """Join parts by two spaces. On a terminal, a part that does not fit moves to the next line as a whole."""
+        width = self._console.width if self._console.is_terminal else sys.maxsize
+        lines: list[str] = []
+        for part in parts:
+            if lines and len(lines[-1]) + 2 + len(part) <= width:
+                lines[-1] += f"  {part}"
+            else:
+                lines.append(f"  {part}" if lines else part)
+        return lines
 
     def summary(self, summary: Mapping[str, Any]) -> None:
         """Show the summary of the run as a table."""
