@@ -18,7 +18,7 @@ from oneloop.cli import main
 from oneloop.measure.advice import Advice, diagnosis
 from oneloop.show.run_reader import Follower
 from oneloop.show.terminal import Display
-from oneloop.show.watch import view, watch
+from oneloop.show.watch import plotted, view, watch
 from worlds import ROOT, run, train
 
 FIGURES = {"train/loss": 1.5, "train/samples_per_second": 1234.0}
@@ -79,6 +79,19 @@ def test_metrics_that_a_task_names_are_shown_and_wrapped_as_a_whole():
         (last, *_) = re.findall(r"[^\r\n\x1b]*samples/s", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.getvalue()))
         assert [name for name in ("loss", "reconstruction", "beta") if f"{name} " in last] == shown_names, last
         assert "1,234 samples/s" in last
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "last"), [(0.01, 0.0123, 800), (-3.0, 700.0, 20_000), (2.0, 2.0, 1), (1e-9, 3e-9, 7)]
+)
+def test_labels_of_a_chart_are_round_and_the_curve_is_inside(low, high, last):
+    lines = plotted([((0, last), (low, high), None)], width=60, height=8)
+    labels = [float(line.partition("|")[0].replace(",", "")) for line in lines[:-2]]
+    steps = [int(label.replace(",", "")) for label in lines[-1].partition("|")[2].split()]
+    assert min(labels) <= low and max(labels) >= high and max(steps) >= last - 1
+    for one, other in (labels[-2:], steps[1::-1]):
+        mantissa = float(f"{abs(one - other):.2e}".partition("e")[0])
+        assert mantissa in (1, 2, 2.5, 5)
 
 
 def test_plain_lines_off_a_terminal():

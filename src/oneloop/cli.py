@@ -1,4 +1,4 @@
-"""The ``oneloop`` command: new, launch, verify, check, report, watch, worth, prove, evaluate, predict, export.
+"""The ``oneloop`` command: new, launch, verify, check, report, compare, watch, worth, prove, evaluate, predict, export.
 
 The docstring of each command's function is its help page.
 """
@@ -15,12 +15,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from oneloop.basics.command_options import Options, positive
+from oneloop.basics.command_options import Options, names, positive
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput
 from oneloop.basics.files import dumps, printable
 from oneloop.checkpoint.named_checkpoint import base_problems, chosen_of
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
 from oneloop.launch.command import config_files
+from oneloop.show.report.page import write_report as write_report
 
 AFTER = ("evaluate", "predict")  # commands that oneloop launch can run on several processes
 
@@ -164,19 +165,18 @@ def report(words: Sequence[str]) -> int:
     return 0
 
 
-def write_report(runs: Sequence[Path], to: Path | None) -> Path:
-    """Write the page about runs, by default report.html in the folder of the only run; return its path. Raise
-    BadInput."""
-    from oneloop.show.report.page import report as page
+def compare(words: Sequence[str]) -> int:
+    """Print what differs between runs: keys, final and best metrics, curves, and whether they are bit-identical."""
+    from oneloop.after.compare_runs import compare as compared
 
-    to = to or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
-    try:
-        to.write_text(page(runs))
-    except ValueError as error:
-        raise BadInput(str(error)) from error
-    except OSError as error:
-        raise BadInput(f"--to {to} cannot be written: {error.strerror}") from error
-    return to
+    options = Options("compare", compare.__doc__)
+    options.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    options.add_argument("--metrics", type=names, default=[], metavar="NAME,NAME", help="curves to draw")
+    given = options.parse_intermixed_args(words)
+    if len(given.runs) < 2:
+        raise BadInput("oneloop compare takes two or more run folders")
+    compared(given.runs, metrics=given.metrics)
+    return 0
 
 
 def watch(words: Sequence[str]) -> int:
@@ -188,15 +188,14 @@ def watch(words: Sequence[str]) -> int:
     options.add_argument("--once", action="store_true", help="draw the metrics as they are now")
     options.add_argument("--every", type=positive(float), default=1.0, metavar="SECONDS", help="default: 1")
     metrics = "names as in metrics.jsonl (train/loss, eval/accuracy, speed/mfu)"
-    options.add_argument("--metrics", default="", metavar="NAME,NAME", help=metrics)
+    options.add_argument("--metrics", type=names, default=[], metavar="NAME,NAME", help=metrics)
     given = options.parse_intermixed_args(words)
     for folder in given.runs:
         if not folder.is_dir() or (given.once and not (folder / "metrics.jsonl").exists()):
             raise BadInput(f"{folder} holds no run (no metrics.jsonl)")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the exit restores the terminal
     with suppress(KeyboardInterrupt):
-        named = [name for name in given.metrics.split(",") if name]
-        live(given.runs, metrics=named, every=given.every, once=given.once)
+        live(given.runs, metrics=given.metrics, every=given.every, once=given.once)
     return 0
 
 
@@ -211,13 +210,12 @@ def worth(words: Sequence[str]) -> int:
 
     options = Options("worth", worth.__doc__, usage="oneloop worth RECIPE [--key value …] [OPTIONS]")
     only = "techniques; default: the first eight that this recipe supports"
-    options.add_argument("--only", default="", metavar="NAME,NAME", help=only)
+    options.add_argument("--only", type=names, default=[], metavar="NAME,NAME", help=only)
     options.add_argument("--rounds", type=positive(int), default=5, metavar="N", help="default: 5")
     options.add_argument("--seconds", type=positive(float), default=1.0, metavar="S", help="of a run; default: 1")
     options.add_argument("--to", type=Path, metavar="DIR", help="default: runs/worth-RECIPE")
     given, training = options.parse_known_args(words)
-    named = [name for name in given.only.split(",") if name]
-    return command(training, given.to, only=named, rounds=given.rounds, seconds=given.seconds)
+    return command(training, given.to, only=given.only, rounds=given.rounds, seconds=given.seconds)
 
 
 def prove(words: Sequence[str], **how: Any) -> int:
@@ -295,5 +293,5 @@ def export_run(given: Namespace) -> list[str]:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"new": new, "launch": launch_processes, "verify": verify}
-COMMANDS |= {"check": check, "report": report, "watch": watch, "worth": worth, "prove": prove}
+COMMANDS |= {"check": check, "report": report, "compare": compare, "watch": watch, "worth": worth, "prove": prove}
 COMMANDS |= {name: partial(after, name) for name in AFTER} | {"export": export}

@@ -32,3 +32,8 @@ def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
         return number
 
     return parse
+
+
+def names(text: str) -> list[str]:
+    """Return the names in a list that commas separate."""
+    return [name for name in text.split(",") if name]

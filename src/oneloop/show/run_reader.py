@@ -7,12 +7,14 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from oneloop.basics.files import flattened
 
 _STRETCHES = 1024  # a longer curve has at least this many stretches of two or three points each
 _LINES = 1 << 16  # lines kept of a followed run
@@ -189,6 +191,14 @@ def distinct(records: list[Record]) -> list[Record]:
         replace(record, name=f"{record.name} [{number}]") if names.count(record.name) > 1 else record
         for number, record in enumerate(records, 1)
     ]
+
+
+def differences(records: Sequence[Record]) -> list[tuple[Any, ...]]:
+    """Return the keys that differ between the recipes of runs, each with its values; ``run.dir`` is left out."""
+    flat = [flattened(record.recipe) for record in records]
+    keys = dict.fromkeys(key for recipe in flat for key in recipe if key != "run.dir")
+    values = [(key, *(recipe.get(key) for recipe in flat)) for key in keys]
+    return [row for row in values if len(set(map(str, row[1:]))) > 1]
 
 
 class Follower:

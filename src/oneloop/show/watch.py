@@ -38,16 +38,25 @@ def plotted(curves: Sequence[PlotCurve], *, width: int, height: int) -> list[str
         draw(steps, values, lc=colour)
     low = min(min(values) for _, values, _ in curves)
     high = max(max(values) for _, values, _ in curves)
-    margin = 0.05 * (high - low) or max(abs(high) * 0.05, 1e-9)
-    figure.set_x_limits(0, 1.02 * max(1, *(steps[-1] for steps, _, _ in curves)))
-    figure.set_y_limits(low - margin, high + margin)
+    row = _round((high - low or max(abs(high) * 0.1, 1e-9)) / (height - 1))  # between two labels
+    bottom = row * math.floor(low / row)
+    column = max(1.0, _round(max(1, *(steps[-1] for steps, _, _ in curves)) / (width // _LABEL)))
+    figure.set_x_limits(0, column * width / _LABEL)
+    figure.set_y_limits(bottom, bottom + row * height)
     return [line.replace("-> ()", "") for line in figure.show().splitlines()[1:]]  # without the axes' names
 
 
+def _round(least: float) -> float:
+    """Return the smallest of 1, 2, 2.5, 5 times a power of ten that is not below ``least``."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= least * (1 - 1e-9))
+
+
+_LABEL = 10  # columns between two labels of plotille's x axis
 _MIN_WIDTH = 56  # minimum columns of a run
 _MIN_PANEL = 36
 _CHART = 12  # lines of a chart
-_COLOURS = [f"bright_{colour}" for colour in ("blue", "yellow", "green", "magenta", "cyan", "red")] + ["blue", "green"]
+COLOURS = [f"bright_{colour}" for colour in ("blue", "yellow", "green", "magenta", "cyan", "red")] + ["blue", "green"]
 
 
 def watch(
@@ -140,7 +149,7 @@ def _head(run: Follower) -> Table:
 def _chart(run: Follower, names: Sequence[str], *, width: int) -> RenderableType:
     title, curves = Text(), list[PlotCurve]()
     kinds = dict.fromkeys((name, line.get("weights", "raw")) for name in names for line in run.lines if name in line)
-    for (name, weights), colour in zip(kinds, cycle(_COLOURS), strict=False):
+    for (name, weights), colour in zip(kinds, cycle(COLOURS), strict=False):
         points = [
             (line["step"], number(line[name]))
             for line in run.lines

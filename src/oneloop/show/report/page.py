@@ -19,10 +19,10 @@ from typing import Any
 
 import yaml
 
-from oneloop.basics.files import flattened
+from oneloop.basics.exit_codes import BadInput
 from oneloop.show.report.charts import charts, matrix_of, rows
 from oneloop.show.report.example_pages import of_classes, sections
-from oneloop.show.run_reader import EVENTS, Record, distinct, number, read_record
+from oneloop.show.run_reader import EVENTS, Record, differences, distinct, number, read_record
 
 _TABLE_ROWS = 200
 
@@ -43,6 +43,19 @@ def report(folders: Sequence[Path]) -> str:
     body += [_events(run) for run in runs]
     body += [_about(run, several=several) for run in runs]
     return assembled(title, body, drawn)
+
+
+def write_report(runs: Sequence[Path], to: Path | None) -> Path:
+    """Write the page about runs, by default report.html in the folder of the only run; return its path. Raise
+    BadInput."""
+    to = to or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    try:
+        to.write_text(report(runs))
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    except OSError as error:
+        raise BadInput(f"--to {to} cannot be written: {error.strerror}") from error
+    return to
 
 
 def assembled(title: str, body: Sequence[str], charts: Sequence[Mapping[str, Any]]) -> str:
@@ -129,13 +142,7 @@ def _headline(run: Record, *, several: bool) -> str:
 
 
 def _differences(runs: Sequence[Record]) -> str:
-    flat = [flattened(run.recipe) for run in runs]
-    keys = [
-        key
-        for key in dict.fromkeys(key for recipe in flat for key in recipe)
-        if len({str(recipe.get(key)) for recipe in flat}) > 1 and key != "run.dir"
-    ]
-    changed = [(key, *(recipe.get(key) for recipe in flat)) for key in keys]
+    changed = differences(runs)
     changes = table(["key", *(run.name for run in runs)], changed) if changed else "<p>nothing</p>"
     return f"<section><h2>Differences between the recipes</h2>{_region('Differences', changes)}</section>"
 
