@@ -151,6 +151,14 @@ test_zoo.py::test_a_model_trains_the_same_weights_on_two_processes_or_is_rejecte
 test_same_weights.py::test_same_weights_as_one_big_batch[2-4-ddp]
 test_same_weights.py::test_same_weights_as_one_big_batch[2-2-ddp]
 test_same_weights.py::test_same_weights_as_one_big_batch[2-1-fsdp2]
+test_keys.py::test_settings_of_accelerate_are_rejected_or_said[options3
+test_zoo.py::test_a_model_trains_the_same_weights_on_two_processes_or_is_rejected[TowerInside-ddp-True]
+test_own_bad.py::test_a_mixture_trains_and_tells_the_loss_of_each_source[fsdp2-2]
+test_seeded_samples.py::test_weights_are_those_of_seeding_always[numpy, from the middle on-2-ddp-2]
+test_examples.py::test_a_run_leaves_them_in_its_folder_and_in_tensorboard[fsdp2-2]
+test_same_bits.py::test_worlds_that_cannot_be_exact_are_rejected[3-ddp
+test_bad_input.py::test_all_ranks_end_together[words3
+test_own_texts.py::test_a_language_model_is_fine_tuned_gone_on_with_and_loaded_by_transformers[text_regression
 """
 """These tests are slow, too: another default test proves the same claim, or the test waits in real time."""
 

@@ -274,7 +274,7 @@ def export_run(given: Namespace) -> list[str]:
     checkpoint = chosen_of(given.run, given.checkpoint, weights=given.weights)
     from oneloop.after.trained_model import recipe_of
     from oneloop.job.build import make_task
-    from oneloop.run.export import check_push, export_checkpoint, push
+    from oneloop.run.export import check_push, export_checkpoint, push, write_card
 
     with TemporaryDirectory(prefix="oneloop-") as scratch:
         folder = given.to or Path(scratch)
@@ -284,6 +284,8 @@ def export_run(given: Namespace) -> list[str]:
             recipe = recipe_of(given.run, command="export", task=given.task)
             how = {"merge": given.merged, "base_dtype": recipe.machine.base_dtype}
             export_checkpoint(checkpoint, folder, make_task(recipe), weights=given.weights, **how)
+            with suppress(ValueError):  # no card if the metrics of the run cannot be read
+                write_card(given.run, folder, folder.name, licence=given.license)
         except (ValueError, OSError) as error:
             raise error if isinstance(error, BadInput) else BadInput(str(error)) from error
         lines = [f"{checkpoint.name} of {given.run} is in {given.to}"] if given.to else []

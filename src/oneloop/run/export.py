@@ -21,6 +21,7 @@ from oneloop.ema import EMA, gamma, post_hoc
 from oneloop.machine.frozen_dtype import rounded
 from oneloop.show.model_card import model_card
 from oneloop.tasks.protocol import Task
+from oneloop.tasks.transformers_models import is_transformers
 
 TASK = "task"  # name of the task's state in a checkpoint, and of task.json in ``final/``
 
@@ -201,6 +202,14 @@ _REPLACED = (".safetensors", ".json", ".jinja", "recipe.yaml")
 """suffixes of files from an earlier push, which a push replaces"""
 
 
+def write_card(run: Path, folder: Path, name: str, *, licence: str | None = None) -> str:
+    """Write the model card of an export to its README.md; return it."""
+    loadable = is_transformers(str(folder)) or (folder / "adapter_config.json").is_file()
+    card = model_card(run, name, read_manifest(folder)["about"], licence=licence, language_model=loadable)
+    (folder / "README.md").write_text(card)
+    return card
+
+
 def check_push(name: str) -> None:
     """Raise BadInput if there is no token for the hub, or if ``name`` cannot be the name of a repository."""
     from huggingface_hub import get_token
@@ -222,8 +231,7 @@ def push(run: Path, folder: Path, name: str, *, licence: str | None, public: boo
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     manifest = read_manifest(folder)
-    loadable = any((folder / file).is_file() for file in ("config.json", "adapter_config.json"))
-    card = model_card(run, name, manifest["about"], licence=licence, language_model=loadable)
+    card = write_card(run, folder, name, licence=licence)
     files: dict[str, Any] = {file: folder / file for file in (*manifest["files"], MANIFEST)}
     files |= {"README.md": card.encode(), "recipe.yaml": run / "recipe.yaml"}
     api = HfApi()

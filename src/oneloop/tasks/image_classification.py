@@ -1,5 +1,6 @@
 """Image classification: packaged sets (digits, MNIST, CIFAR) or your own images; a small CNN or another model."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from oneloop.data.rows.rows import Mapped, Row
 from oneloop.tasks.augmentation import TORCHVISION, Augmentation, Blended, Images, digits, prepared, torchvision_set
 from oneloop.tasks.columns import check_image_types, check_images
 from oneloop.tasks.evaluation_metrics import ClassCounts
-from oneloop.tasks.image_models import Pretrained, image_model, statistics
+from oneloop.tasks.image_models import Pretrained, described, image_model, statistics
 from oneloop.tasks.labels import are_shares, classes_of, counts_of, likeliest, numbers_of, shares_of
 from oneloop.tasks.protocol import Task
 from oneloop.tasks.transformers_models import is_transformers
@@ -119,6 +120,7 @@ class ImageClassification(Task):
         self._train: Any = Images(sets.pop("train"), prepared(side, *pixel_statistics, how))
         self._evals = {name: Images(data_set, self._evaluation_transform) for name, data_set in sets.items()}
         self.shape = tuple(self._train[0][0].shape)
+        self._input = (self.shape[0], *[test_size or self.shape[1]] * 2), *pixel_statistics
         if mixup or cutmix:
             self._train = Blended(self._train, len(self.classes), mixup=mixup, cutmix=cutmix)
         self.notes = list(self._data_notes)
@@ -223,9 +225,11 @@ class ImageClassification(Task):
         return each.sum(), {"logits": logits.detach(), "loss": each.detach()}
 
     def save(self, model: nn.Module, folder: Path) -> None:
-        """Save the configuration of a transformers model, so that ``from_pretrained`` can load the folder."""
+        """Save files that describe model, classes and pixels, so that transformers, timm or a script can serve it."""
         if is_transformers(self.architecture):
             model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
+        for name, content in described(self.architecture, self.classes, *self._input).items():
+            (folder / name).write_text(json.dumps(content, indent=1))
 
     def metrics(self) -> ClassCounts:
         return ClassCounts(len(self.classes), top=self.top_k)

@@ -62,6 +62,24 @@ def statistics(name: str) -> tuple[Sequence[float], Sequence[float]]:
     return values.get("mean") or [0.5] * 3, values.get("std") or [0.5] * 3
 
 
+def described(
+    name: str, classes: Sequence[str], size: Sequence[int], mean: Sequence[float], std: Sequence[float]
+) -> dict[str, dict[str, Any]]:
+    """Return the files that describe a saved model, as JSON values by name: classes by index, input ``size`` (channels,
+    height, width), and statistics of the pixels. The formats are those of transformers and timm, else oneloop's."""
+    if is_transformers(name):
+        how = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 2}
+        side = {"height": size[1], "width": size[2]}
+        pixels = {"size": side, "rescale_factor": 1 / 255, "image_mean": list(mean), "image_std": list(std)}
+        return {"preprocessor_config.json": {"image_processor_type": "ViTImageProcessor", **how, **pixels}}
+    pixels = {"input_size": list(size), "mean": list(mean), "std": list(std), "interpolation": "bilinear"}
+    if name.startswith(_TIMM):
+        labels = {"num_classes": len(classes), "label_names": list(classes)}
+        config = {**pixels, "crop_pct": 1.0, "crop_mode": "squash", **labels}
+        return {"config.json": {"architecture": name.removeprefix(_TIMM), **labels, "pretrained_cfg": config}}
+    return {"config.json": {"oneloop": "image_classification", "model": name, "classes": list(classes), **pixels}}
+
+
 # --- sources of models ---------------------------------------------------------------------------------------------
 
 
