@@ -67,6 +67,7 @@ class ImageClassification(Task):
     needs = dict.fromkeys(("image_size", "held_out", "mean", "std"), f"data!=digits|{'|'.join(TORCHVISION)}")
     needs |= {"width": "model=cnn", "dropout": "model=cnn", "trust_remote_code": "model!=cnn"}
     needs |= dict.fromkeys(("root", "download"), f"data={'|'.join(TORCHVISION)}")
+    weights: dict[str, Any]
 
     def __init__(
         self,
@@ -103,8 +104,7 @@ class ImageClassification(Task):
         how = Augmentation(crop, randaugment, augment, mirror, erasing)
         if not 0 <= smoothing < 1:
             raise ValueError(f"task.smoothing {smoothing} must be between 0 and 1; 0.1 is common")
-        self.architecture = model
-        self.weights: dict[str, Any] = {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
+        self.architecture, self.weights = model, {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
         self.width, self.smoothing, self.dropout, self.top_k = width, smoothing, dropout, top_k
         self.columns, self.window, self.pixel_limit = {"image": image, "label": label}, window, pixel_limit
         self._data_notes, self.skipped_rows = list[str](), list[str]()
