@@ -221,7 +221,7 @@ def test_figures_afterwards_are_those_of_the_run(base, tmp_path, config, ranks):
 def test_a_base_in_bfloat16_stays_so_under_adapters_in_float32(tmp_path):
     base = a_base(tmp_path / "half", dtype=torch.bfloat16)
     words = ["--task.model", str(base), "--task.lora.rank", "4", "--duration", "6", "--eval.every", "3"]
-    found = on_each(SPLITS, tmp_path, words, "the frozen model is in bfloat16, and its products too")
+    found = on_each(SPLITS, tmp_path, words, "the frozen model computes in bfloat16")
     assert {tensor.dtype for made in found.values() for tensor in made.values()} == {torch.float32}
     for config in ("ddp", "fsdp2"):
         assert furthest(found[config], found["single"]) < 1e-2

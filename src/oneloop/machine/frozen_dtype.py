@@ -33,7 +33,7 @@ def hold_frozen(model: nn.Module, dtype: str | None, *, sharded: bool, stored: s
         raise ValueError(f"machine.quant_storage {stored} is given, and nothing is in 4 bits; see task.lora.quantize")
     kinds = {str(p.dtype).removeprefix("torch.") for p in frozen if p.is_floating_point() and not _in_four_bits(p)}
     if precision == "no" and kinds & {"bfloat16"}:
-        return ["the frozen model is in bfloat16, and its products too; --machine.base_dtype float32 has them exact"]
+        return ["the frozen model computes in bfloat16; --machine.base_dtype float32 computes in float32"]
     return []
 
 
