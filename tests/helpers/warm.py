@@ -26,3 +26,9 @@ import oneloop.tasks.causal_lm
 import oneloop.tasks.image_classification
 import oneloop.tasks.text_classification
 import oneloop.train
+from oneloop.recipe.key_parser import parser
+
+for task in ("image_classification", "text_classification", "causal_lm", "sft"):
+    for optimizer in ("adamw", "sgd"):
+        parser(task, optimizer, "cosine")
+        parser(task, optimizer, "cosine", options=False)

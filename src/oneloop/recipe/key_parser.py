@@ -1,6 +1,7 @@
 """The argument parser of all keys of a recipe, with the arguments of the chosen task, optimizer and schedule."""
 
 from argparse import Action
+from functools import cache
 from inspect import signature
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
@@ -50,8 +51,14 @@ class _Help(DefaultHelpFormatter):
 
 
 def parser(task: str, optimizer: str, schedule: str, *, options: bool = True) -> ArgumentParser:
-    """Build the parser of all keys, with the ``options`` of the chosen task, optimizer and schedule: those import
-    torch."""
+    """Return the parser of all keys, with the ``options`` of the chosen task, optimizer and schedule: those import
+    torch. The parser of packaged names is built once per process."""
+    names = {"task": task, "optimizer": optimizer, "schedule": schedule}
+    known = all(name in CHOICES[group] for group, name in names.items())
+    return (_parser_once if known or not options else _parser)(task, optimizer, schedule, options)
+
+
+def _parser(task: str, optimizer: str, schedule: str, options: bool) -> ArgumentParser:
     chosen = {"task": task, "optimizer": optimizer, "schedule": schedule}
     made = ArgumentParser(
         prog="oneloop.train",
@@ -107,3 +114,6 @@ def parser(task: str, optimizer: str, schedule: str, *, options: bool = True) ->
         if kind := getattr(action, "_typehint", None) or action.type:
             action.metavar = shown(kind)
     return made
+
+
+_parser_once = cache(_parser)
