@@ -159,6 +159,10 @@ test_examples.py::test_a_run_leaves_them_in_its_folder_and_in_tensorboard[fsdp2-
 test_same_bits.py::test_worlds_that_cannot_be_exact_are_rejected[3-ddp
 test_bad_input.py::test_all_ranks_end_together[words3
 test_own_texts.py::test_a_language_model_is_fine_tuned_gone_on_with_and_loaded_by_transformers[text_regression
+test_image_exports.py::test_a_script_without_oneloop_gives_the_numbers_of_predict
+test_cli.py::test_nothing_is_unpickled_in_an_export
+test_worth.py::test_every_technique_is_keys_of_the_recipe_or_a_reason[cuda
+test_same_weights.py::test_same_weights_as_one_big_batch[2-2-fsdp2]
 """
 """These tests are slow, too: another default test proves the same claim, or the test waits in real time."""
 
