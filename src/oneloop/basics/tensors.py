@@ -31,7 +31,7 @@ def first_element(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 0
     if len(tensor.placements) != 1 or not tensor.placements[0].is_shard(0):
-        raise ValueError(f"unsupported sharding {tensor.placements}: only dim-0 sharding over a 1-D mesh is supported")
+        raise ValueError(f"the sharding {tensor.placements} is not supported; expected dim 0 over a 1-D mesh")
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return int(offset[0]) * math.prod(tensor.shape[1:])
 
