@@ -320,6 +320,11 @@ CODE = {
         ("optimizer.name 'torch.nn.Linear'", "not a torch.optim.Optimizer"),
         words=("--optimizer.name", "torch.nn.Linear"),
     ),
+    "two optimizers": Case(
+        ("optimizer.name mine.both", "it returned a tuple", "a run has one optimizer (GANs are not supported)"),
+        "    pass\n\n\ndef both(params, lr: float = 0.1):\n    return (torch.optim.SGD(params, lr=lr),) * 2",
+        words=("--optimizer.name", "mine.both", "--optimizer.weight_decay", "0"),
+    ),
     "a program for an optimizer": Case(("standard library",), words=("--optimizer.name", "os.system")),
     "a schedule of one argument": Case(
         ("schedule.name 'torch.nn.functional.relu6'", "two arguments"),

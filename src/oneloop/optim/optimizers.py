@@ -36,7 +36,7 @@ def build(
         elementwise: whether updates must be bit-identical for every sharding.
 
     Raises:
-        ValueError: the class does not support ``weight_decay`` or ``elementwise``.
+        ValueError: ``make`` does not support ``weight_decay`` or ``elementwise``, or returned no optimizer.
     """
     arguments = inspect.signature(make).parameters
     wanted = weight_decay or next((w for own in (settings or {}).values() if (w := own.get("weight_decay"))), 0)
@@ -46,6 +46,9 @@ def build(
     named = [(bare_name(name), parameter) for name, parameter in model.named_parameters()]
     groups = parameter_groups(named, weight_decay, settings=settings)
     optimizer = make(groups, lr=lr, **extra, **(options or {}))
+    if not isinstance(optimizer, Optimizer):
+        several = "; a run has one optimizer (GANs are not supported)" * isinstance(optimizer, list | tuple | dict)
+        raise ValueError(f"it returned a {type(optimizer).__name__}, not a torch.optim.Optimizer{several}")
     if elementwise:
         if not hasattr(optimizer, "elementwise"):
             raise ValueError(f"batch.grain: the update of {type(optimizer).__name__} depends on the sharding")
@@ -72,8 +75,6 @@ def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[st
         parameter.grad = torch.ones_like(parameter)
     try:
         optimizer = build(make, toy, lr=1e-3, weight_decay=0.0, options=options)
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"it returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
         optimizer.step()
         for group in optimizer.param_groups:
             if kept := [key for key, value in group.items() if key != "params" and torch.is_tensor(value)]:

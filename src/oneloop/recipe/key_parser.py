@@ -55,7 +55,9 @@ def parser(task: str, optimizer: str, schedule: str, *, options: bool = True) ->
     torch. The parser of packaged names is built once per process."""
     names = {"task": task, "optimizer": optimizer, "schedule": schedule}
     known = all(name in CHOICES[group] for group, name in names.items())
-    return (_parser_once if known or not options else _parser)(task, optimizer, schedule, options)
+    made = (_parser_once if known or not options else _parser)(task, optimizer, schedule, options)
+    made._actions[:] = [action for action in made._actions if action.dest != "print_shtab"]  # added by each parse
+    return made
 
 
 def _parser(task: str, optimizer: str, schedule: str, options: bool) -> ArgumentParser:
