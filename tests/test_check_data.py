@@ -100,6 +100,32 @@ def test_an_image_in_the_test_split_is_found_before_the_run(photos, tmp_path):
     assert content["test"]["length"] == 2 and content["train"]["length"] == 51
 
 
+def test_images_in_parquet_are_skipped_and_an_empty_class_is_one_of_folders(photos, tmp_path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    files = sorted(photos.rglob("*.[pj][np]g"))
+    rows = [{"image": {"bytes": file.read_bytes(), "path": file.name}, "label": file.parent.name} for file in files]
+    (tmp_path / "data" / "shard").mkdir(parents=True)
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "data" / "shard" / "a.parquet", row_group_size=10)
+    result = found(run(command, ["data", "--json"], folder=tmp_path).output)
+    assert len(result["unusable"]) == 2 and result["rows"] == 53 and result["empty"] == []
+    run(train, [*SMALL, "--task.data", "data", "--task.unreadable", "skip", "--run.dir", "run"], folder=tmp_path).ok()
+    about = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert sum(part["length"] for part in about["data"].values()) == 51 and len(about["skipped_rows"]) == 2
+
+
+def test_reasons_name_the_present_path_and_keys_belong_to_recipes(photos, tmp_path):
+    shutil.copytree(photos, tmp_path / "moved")
+    world = run(command, ["moved"], folder=tmp_path)
+    assert "moved/cow/text.png cannot be read" in world.output and "photos/cow" not in world.output, world.output
+    world = run(command, ["moved", "--task.width", "8"], folder=tmp_path)
+    assert world.codes == [2] and "takes no keys" in world.output
+    (tmp_path / "rows.jsonl").write_text('{"text": null}\n')
+    world = run(command, ["rows.jsonl"], folder=tmp_path)
+    assert world.codes == [0] and "check a recipe to check the values" in world.output
+
+
 def test_sixteen_bits_are_divided_by_257(tmp_path):
     values = np.array([[0, 128, 129, 256], [257, 32768, 65406, 65535]], dtype=np.uint16)
     Image.fromarray(values).save(tmp_path / "wide.png")

@@ -46,6 +46,12 @@ for file in sys.argv[1:]:
 """
 
 
+def export(words: list[str]) -> None:
+    from oneloop.cli import main
+
+    sys.exit(main(["export", *words]))
+
+
 @pytest.mark.parametrize(
     ("model", "script"),
     [("timm:resnet10t", TIMM), pytest.param("mobilenet_v3_small", TORCHVISION, marks=pytest.mark.slow)],
@@ -69,6 +75,18 @@ def test_a_script_without_oneloop_gives_the_numbers_of_predict(tmp_path, model, 
     assert "oneloop" not in script and len(script.strip().splitlines()) <= 15
     card = (tmp_path / "out" / "README.md").read_text()
     assert "accuracy" in card and (tmp_path / "run" / "final" / "config.json").is_file()
+
+
+def test_an_export_replaces_no_file_of_the_user(tmp_path):
+    run(train, ["digits", "--duration", "2", "--track", "none", "--run.dir", "run"], folder=tmp_path).ok()
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "README.md").write_text("my own")
+    ended = run(export, ["run", "--to", "mine"], folder=tmp_path)
+    assert ended.codes == [2] and "README.md, which an export would replace" in ended.output, ended.output
+    assert (mine / "README.md").read_text() == "my own" and len(list(mine.iterdir())) == 1
+    for _ in range(2):  # a second export replaces the first
+        assert run(export, ["run", "--to", "out"], folder=tmp_path).codes == [0]
 
 
 def test_files_of_transformers_and_of_the_packaged_cnn(tmp_path):

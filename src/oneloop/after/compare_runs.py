@@ -37,8 +37,8 @@ def _parts(folders: Sequence[Path], metrics: Sequence[str], width: int) -> Itera
     yield _table(["key", *names], changed) if changed else Text("the recipes are equal, except for run.dir")
     yield _table(["metric", *names], [*_results(runs)])
     evals = [name for run in runs for name in run.metrics() if name.startswith("eval/") and name != "eval/loss"]
-    drawn = [name for name in ("train/loss", "eval/loss", *evals[:1]) if any(len(r.curve(name)[0]) > 1 for r in runs)]
-    yield from (_chart(name, runs, width) for name in metrics or drawn)
+    drawn = [name for name in ("train/loss", "eval/loss", *evals[:1]) if any(len(_curve(r, name)) > 1 for r in runs)]
+    yield from (_chart(name, runs, max(width, 36)) for name in metrics or drawn)
     for folder in folders[1:]:
         try:
             lines = parting(folders[0], folder)[1]
@@ -67,11 +67,16 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
     return table
 
 
+def _curve(run: Record, name: str) -> list[tuple[int, float]]:
+    """Return the finite points of a metric; of an evaluation those of the raw weights, not of EMAs."""
+    points = zip(*run.curve(name, "raw" if "raw" in run.curves.get(name, ()) else None), strict=True)
+    return [point for point in points if math.isfinite(point[1])]
+
+
 def _chart(name: str, runs: Sequence[Record], width: int) -> RenderableType:
     title, curves = Text(f"{printable(name)}:  "), []
     for run, colour in zip(runs, COLOURS * len(runs), strict=False):
-        points = [point for point in zip(*run.curve(name), strict=True) if math.isfinite(point[1])]
-        if points:
+        if points := _curve(run, name):
             steps, values = zip(*points, strict=True)
             curves.append((steps, values, colour))
             title.append(printable(f"{run.name}  "), style=colour)

@@ -20,18 +20,21 @@ _PIXEL_LIMIT = 89_478_485  # default of task.pixel_limit
 
 def check_data(source: str, words: Sequence[str] = ()) -> Findings:
     """Read the data set ``source`` (a path, or ``hf:NAME``), or all data of the recipe ``source`` with the keys
-    ``words``; return what cannot be used. Raise BadInput if there is no such recipe."""
+    ``words``; return what cannot be used. Raise BadInput for an unknown recipe, or for keys after a data set."""
+    path = Path(source).expanduser()
+    is_data = source.startswith("hf:") or (path.exists() and path.suffix not in (".yaml", ".yml", ".py"))
+    if is_data and words:
+        raise BadInput(f"oneloop check {source} is a data set and takes no keys ({words[0]}); check a recipe with keys")
     findings = Findings()
     token = FINDINGS.set(findings)
-    is_file = Path(source).exists() and Path(source).suffix not in (".yaml", ".yml", ".py")
     try:
-        if is_file or source.startswith("hf:"):
+        if is_data:
             _check_source(source, findings)
         else:
             _check_task([source, *words], findings)
     except BadInput:
         raise
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         findings.unusable.append((source, str(error)))
     finally:
         FINDINGS.reset(token)
@@ -44,6 +47,8 @@ def as_lines(source: str, found: Findings) -> list[str]:
     lines += [f"{folder}: a class folder without images" for folder in found.empty]
     if found.converted:
         lines.append(f"converted to RGB: {', '.join(f'{count:,} {kind}' for kind, count in found.converted.items())}")
+    if not found.values:
+        lines.append("the rows can be read; check a recipe to check the values of its columns, too")
     return [*lines, f"{source}: {found.rows:,} rows, {len(found.unusable):,} cannot be used"]
 
 
@@ -53,7 +58,8 @@ def as_json(found: Findings) -> dict[str, Any]:
     for where, why in found.unusable:
         path, _, row = where.rpartition(", ")
         unusable.append({"path": path or where, "row": row if path else None, "reason": why})
-    return {"rows": found.rows, "unusable": unusable, "converted": found.converted, "empty": found.empty}
+    counts = {"rows": found.rows, "values_checked": found.values}
+    return {**counts, "unusable": unusable, "converted": found.converted, "empty": found.empty}
 
 
 def _check_source(source: str, findings: Findings) -> None:
@@ -67,7 +73,7 @@ def _check_source(source: str, findings: Findings) -> None:
         if "image" in columns:
             check_images([opened], limit=_PIXEL_LIMIT, skipped=None)
         else:
-            findings.rows = len(opened.parts["all"])
+            findings.rows, findings.values = len(opened.parts["all"]), False
         return
 
 

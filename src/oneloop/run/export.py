@@ -21,7 +21,6 @@ from oneloop.ema import EMA, gamma, post_hoc
 from oneloop.machine.frozen_dtype import rounded
 from oneloop.show.model_card import model_card
 from oneloop.tasks.protocol import Task
-from oneloop.tasks.transformers_models import is_transformers
 
 TASK = "task"  # name of the task's state in a checkpoint, and of task.json in ``final/``
 
@@ -90,6 +89,7 @@ def export_checkpoint(
     model = task.model()
     origin: BaseModel | None = getattr(task, "origin", None)
     _reject_both(folder, adapters=origin is not None and not merge)
+    _reject_foreign(folder)
     reject_other_origin(checkpoint, origin)
     about = {"weights": weights, "checkpoint": checkpoint.name}
     if checkpoint.name == FINAL:
@@ -117,6 +117,13 @@ def _reject_both(folder: Path, *, adapters: bool) -> None:
     if (folder / other).exists():
         one, there = ("adapters", "a whole model") if adapters else ("a whole model", "adapters")
         raise ValueError(f"--to {folder} holds {there}, and {one} would be read together with it; use another folder")
+
+
+def _reject_foreign(folder: Path) -> None:
+    """Raise ValueError if the folder holds files of the user that an export would replace."""
+    there = [name for name in ("README.md", "config.json", "preprocessor_config.json") if (folder / name).exists()]
+    if there and not (folder / MANIFEST).exists():
+        raise ValueError(f"--to {folder} holds {there[0]}, which an export would replace; use another folder")
 
 
 def reject_other_origin(folder: Path, origin: BaseModel | None) -> None:
@@ -204,7 +211,8 @@ _REPLACED = (".safetensors", ".json", ".jinja", "recipe.yaml")
 
 def write_card(run: Path, folder: Path, name: str, *, licence: str | None = None) -> str:
     """Write the model card of an export to its README.md; return it."""
-    loadable = is_transformers(str(folder)) or (folder / "adapter_config.json").is_file()
+    config, adapters = folder / "config.json", folder / "adapter_config.json"
+    loadable = adapters.is_file() or (config.is_file() and b'"model_type"' in config.read_bytes())
     card = model_card(run, name, read_manifest(folder)["about"], licence=licence, language_model=loadable)
     (folder / "README.md").write_text(card)
     return card

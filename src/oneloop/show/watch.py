@@ -40,7 +40,7 @@ def plotted(curves: Sequence[PlotCurve], *, width: int, height: int) -> list[str
     high = max(max(values) for _, values, _ in curves)
     row = _round((high - low or max(abs(high) * 0.1, 1e-9)) / (height - 1))  # between two labels
     bottom = row * math.floor(low / row)
-    column = max(1.0, _round(max(1, *(steps[-1] for steps, _, _ in curves)) / (width // _LABEL)))
+    column = max(1.0, _round(max(1, *(steps[-1] for steps, _, _ in curves)) / max(1, width // _LABEL)))
     figure.set_x_limits(0, column * width / _LABEL)
     figure.set_y_limits(bottom, bottom + row * height)
     return [line.replace("-> ()", "") for line in figure.show().splitlines()[1:]]  # without the axes' names

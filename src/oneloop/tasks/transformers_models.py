@@ -13,10 +13,10 @@ from oneloop.data.rows.cache import content_of
 
 
 def is_transformers(name: str) -> bool:
-    """Whether the name is a hub repository, or a folder saved by transformers (not by timm or oneloop)."""
+    """Whether the name is a hub repository, or a folder saved by transformers (not by oneloop)."""
     config = Path(name).expanduser() / "config.json"
-    others = ('"pretrained_cfg":', '"oneloop":')
-    return name.startswith(HUB) or (config.is_file() and not any(key in config.read_text() for key in others))
+    own = b'"oneloop": "image_classification"'
+    return name.startswith(HUB) or (config.is_file() and own not in config.read_bytes())
 
 
 def auto_model(

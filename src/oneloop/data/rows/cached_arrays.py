@@ -56,6 +56,8 @@ def ragged(
     ends: NDArray[np.int64] = np.load(path / "ends.npy", mmap_mode="r")
     values = np.memmap(path / "values.bin", np.int32, "r") if len(ends) and ends[-1] else np.zeros(0, np.int32)
     skipped = json.loads((path / "skipped.json").read_text())
+    if len(skipped) > allowed and skip:  # oneloop check has cached that every row is invalid
+        raise ValueError(f"{rows.where(skipped[0][0])}: {skipped[0][1]}")
     for index, why in () if skip else skipped:
         unusable(rows.where(index), f": {why}")
     return Ragged(values, ends, skipped)

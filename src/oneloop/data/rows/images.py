@@ -16,9 +16,10 @@ from oneloop.data.rows.cached_arrays import ragged
 from oneloop.data.rows.find_files import KINDS, SPLITS
 from oneloop.data.rows.rows import Row, Rows
 
-_VERSION = 1  # version of the check; increase it if its result for the same image changes
+_VERSION = 2  # version of the check; increase it if its result for the same image changes
 _CONVERTED = {"CMYK": "CMYK", "RGBA": "RGBA", "PA": "RGBA", "LA": "grayscale with alpha", "P": "palette"}
 _CONVERTED |= {"L": "grayscale", "1": "black and white"} | dict.fromkeys(("I;16", "I;16B", "I;16L", "I;16N"), "16-bit")
+_MODES = ("RGB", *_CONVERTED)  # their indices are cached; others are counted as "other"
 
 
 def is_image(kind: Any) -> bool:
@@ -75,25 +76,34 @@ def checked_images(rows: Rows, column: str, *, limit: int, what: str) -> Checked
     """Decode the images of all rows; cached by the rows' content. ``what`` labels the progress bar."""
 
     def mode(row: Row) -> NDArray[np.int32]:
-        return np.frombuffer(_read(row[column], limit)[1].encode(), np.uint8).astype(np.int32)
+        stored = _read(row[column], limit)[1]
+        return np.array([_MODES.index(stored) if stored in _MODES else len(_MODES)], dtype=np.int32)
 
     shard = max(1, min(500, len(rows) // (4 * (os.cpu_count() or 1))))
     key = ["images", _VERSION, column, limit]
     made = ragged(rows, mode, made_by=key, what=f"checking {what}", skip=True, shard=shard, empty=True)
-    modes = Counter(bytes(mode.astype(np.uint8)).decode() for mode in np.split(made.values, made.ends[:-1]))
-    kinds = Counter(dict.fromkeys(sorted(set(_CONVERTED.values())), 0))
-    for name, count in modes.items():
-        if name and name != "RGB":
-            kinds[_CONVERTED.get(name, name)] += count
-    return Checked([(int(index), why) for index, why in made.skipped], {k: n for k, n in kinds.items() if n})
+    kinds = Counter[str]()
+    for kind, count in zip([*_CONVERTED.values(), "other"], np.bincount(made.values, minlength=99)[1:], strict=False):
+        kinds[kind] += int(count)
+    bad = [(index, _reason(rows[index][column], limit) or why) for index, why in made.skipped]
+    return Checked(bad, {kind: kinds[kind] for kind in sorted(kinds) if kinds[kind]})
+
+
+def _reason(value: Any, limit: int) -> str:
+    """Return why an image cannot be read: the cache may have been written when the file had another path."""
+    try:
+        _read(value, limit)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def empty_classes(root: Path) -> list[Path]:
-    """Return the folders of an image data set that hold neither images nor folders: classes without images."""
-    found = []
+    """Return the folders of an image data set that hold neither data nor folders: classes without images."""
+    found, root = [], root.expanduser()
     for folder, inside, names in os.walk(root, followlinks=True):
         inside[:] = [name for name in inside if not name.startswith(".")]
-        images = any(KINDS.get(Path(name).suffix.lower()) == "image" for name in names)
-        if not inside and not images and Path(folder) != root and Path(folder).name.lower() not in SPLITS:
+        data = any(Path(name).suffix.lower() in KINDS for name in names)
+        if not inside and not data and Path(folder) != root and Path(folder).name.lower() not in SPLITS:
             found.append(Path(folder))
     return sorted(found)

@@ -24,9 +24,10 @@ Row = dict[str, Any]
 @dataclass
 class Findings:
     """The result of ``oneloop check``: position and reason of each row that cannot be used, the number of images that
-    are converted by kind, and class folders without images."""
+    are converted by kind, and class folders without images. ``values``: whether the values of the rows were checked."""
 
     rows: int = 0
+    values: bool = True
     unusable: list[tuple[str, str]] = field(default_factory=list)
     converted: Counter[str] = field(default_factory=Counter)
     empty: list[str] = field(default_factory=list)
