@@ -250,3 +250,30 @@ def test_the_rank_correlation_is_that_of_the_run(tmp_path):
     metrics = json.loads(next(line for line in world.output.splitlines() if line.startswith("{")))
     for name in ("eval/spearman", "eval/pearson"):
         assert metrics[name] == printed[name], name
+
+
+@pytest.mark.parametrize("name", ["images", "text_classification", "text_regression", "token_classification"])
+def test_predictions_do_not_need_the_training_data(pictures, tmp_path, name):
+    """Only the recorded classes: the file is the same as with the training data."""
+    if name == "images":
+        folder, new = pictures, "flat"
+        shutil.copytree(pictures / "data", folder / "flat", dirs_exist_ok=True)
+    else:
+        folder, new = tmp_path, "new"
+        write(tmp_path / "data", "jsonl", rows(48))
+        write(tmp_path / "new", "jsonl", rows(9, first=48))
+        columns = {"text_regression": ["--task.label", "number"]}.get(name, [])
+        words = ["snippets", "--task", name, "--task.data", "data", *columns, *SMALL, *COMMON, "--run.dir", "run"]
+        run(train, words, folder=tmp_path).ok()
+    made = []
+    for hidden in (False, True):
+        if hidden:
+            (folder / "data").rename(folder / "elsewhere")
+        to = tmp_path / f"{hidden}.jsonl"
+        world = after(folder, "predict", "run", "--data", new, "--to", str(to), "--micro", "4")
+        made.append(to.read_bytes() if not any(world.codes) else world.output)
+        if hidden:
+            world = after(folder, "evaluate", "run", "--data", new)
+            (folder / "elsewhere").rename(folder / "data")
+            assert world.codes == [2], world.output  # class weights and the validation split need the data
+    assert made[0] == made[1] and b'"prediction"' in made[0]

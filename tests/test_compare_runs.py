@@ -32,7 +32,7 @@ def test_runs_are_compared(tmp_path):
     text = " ".join(shown.split())
     assert "one and other: they differ from step 4 on" in text and "different settings: optimizer.lr" in text
     assert "one and plain: not compared bit by bit: plain has no hashes" in text
-    assert "train/loss: one other plain" in text and "eval/loss: one other plain" in text
+    assert "train/loss: ━ one ━ other ━ plain" in text and "eval/loss: ━ one ━ other ━ plain" in text
     assert run(command, ["one"], folder=tmp_path).codes == [2]
     nothing = run(command, ["one", "nothing"], folder=tmp_path)
     assert nothing.codes == [2] and "nothing holds no run" in nothing.output

@@ -178,7 +178,7 @@ def test_samples_mistakes_and_confusion_are_on_the_page(folder, browser):
     pictures = browser.execute_script(
         "return [...document.querySelectorAll('.samples img')].map(i => [i.alt, i.naturalWidth])"
     )
-    assert len(pictures) == 16 and all(width == 80 for _, width in pictures)
+    assert len(pictures) == 16 and all(width == 160 for _, width in pictures)
     worst = next(one for one in examples["samples"] if one["worst"])
     assert f"sample {worst['index']}: is {worst['target']}, predicted {worst['prediction']}" in [
         alt for alt, _ in pictures
@@ -260,6 +260,25 @@ def test_it_reads_on_any_screen(folder, browser, width, dark):
     assert len(browser.find_elements("css selector", "figure details table")) == len(
         browser.find_elements("css selector", ".chart")
     )
+
+
+def test_charts_of_one_and_two_points_and_event_marks_can_be_read(tmp_path):
+    from oneloop.show.report.page import charts, read_record, report
+
+    lines = [{"step": step, "train/loss": 1.0 / step, "train/lr": 3e-3} for step in (2, 4, 6)]
+    lines += [{"step": 6, "eval/accuracy": 0.9, "weights": "raw"}, {"step": 4, "event": "save"}]
+    lines += [{"step": step, "memory/peak_gib": value} for step, value in ((4, 0.5), (6, 0.7))]
+    lines += [{"step": 5, "event": "resume"}, {"step": 6, "event": "save"}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    drawn = {chart["title"]: chart for chart in charts([read_record(tmp_path)])}
+    assert list(drawn) == ["Loss", "Accuracy (1 point)", "Peak memory of a process, in GiB (2 points)"]
+    low, high = drawn["Accuracy (1 point)"]["layout"]["yaxis"]["range"]
+    assert low < 0.9 < high and high - low < 0.5
+    marks = {trace["name"]: trace for trace in drawn["Loss"]["data"] if trace.get("yaxis") == "y2"}
+    assert marks["save"]["x"] == [4, 6] and marks["resume"]["x"] == [5]
+    layout = drawn["Loss"]["layout"]
+    assert layout["yaxis2"]["domain"][1] < layout["yaxis"]["domain"][0], "the marks are not below the curves"
+    assert "<dt>learning rate</dt><dd>0.003</dd>" in report([tmp_path])
 
 
 def test_what_is_no_run_is_said(tmp_path, capsys):

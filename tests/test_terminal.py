@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -313,13 +314,34 @@ def test_it_follows_a_run_until_its_end(tmp_path):
 
     def go_on() -> None:
         written(folder, range(5, 31))
-        (folder / "summary.json").write_text("{}")
+        (folder / "summary.json").write_text('{"exit_reason": "stopped by SIGINT", "exit_code": 75}')
+        time.sleep(0.5)
+        (folder / "summary.json").unlink()  # the same command again
+        written(folder, range(31, 41))
+        time.sleep(0.5)
+        (folder / "summary.json").write_text('{"exit_reason": "done", "exit_code": 0}')
 
     later = threading.Timer(0.5, go_on)
     later.start()
     watch([folder], every=0.1, console=console)
-    assert "last line 0 s ago" in text.getvalue() and "30" in text.getvalue().split("ended")[-2]
-    assert view([Follower(folder)], (), width=80, height=20) is not None
+    assert "last line 0 s ago" in text.getvalue()
+    stopped, _, rest = text.getvalue().partition("stopped by SIGINT")
+    assert "30" in stopped and "40" not in stopped and "40" in rest and "done" in rest
+
+
+@pytest.mark.parametrize("metrics", [1, 12])
+def test_it_fits_into_a_terminal_of_24_lines(tmp_path, metrics):
+    folder = written(tmp_path / "run", range(1, 31))
+    with (folder / "metrics.jsonl").open("a") as file:
+        line = {"step": 30, "weights": "raw"} | {f"eval/metric_{number}": 0.5 for number in range(metrics)}
+        file.write(json.dumps(line) + "\n")
+    run = Follower(folder)
+    run.read()
+    text = io.StringIO()
+    Console(file=text, width=80).print(view([run], (), width=80, height=24))
+    lines = text.getvalue().splitlines()
+    assert len(lines) <= 24 and "╰" in lines[-1], text.getvalue()
+    assert any("━ train/loss" in line for line in lines)  # the legend
 
 
 def test_what_cannot_be_watched_is_said(tmp_path, capsys):

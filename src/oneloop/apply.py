@@ -74,6 +74,7 @@ def perform(command: str, given: Namespace) -> tuple[Run, Any]:
     run = start(deterministic=recipe.machine.deterministic)
     float32_products(recipe.machine.matmul, benchmark=recipe.machine.cudnn_benchmark)
     about: dict[str, Any] = {"checkpoint": given.checkpoint, "weights": given.weights}
+    about["own_data"] = command == "evaluate" or given.data is None
     about |= {"accept_changes": given.accept_changes, "sharded": run.sharded, "device": run.device.type}
     with run.setting_up():
         of = trained(given.run, recipe, **about)

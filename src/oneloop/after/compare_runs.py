@@ -1,11 +1,10 @@
 """``oneloop compare``: settings, metrics and curves of several runs, side by side in the terminal."""
 
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -14,7 +13,7 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import printable
 from oneloop.show.run_reader import Record, differences, distinct, read_record
 from oneloop.show.terminal import metric
-from oneloop.show.watch import COLOURS, plotted
+from oneloop.show.watch import chart
 
 _HEIGHT = 8  # lines of a chart
 
@@ -38,7 +37,9 @@ def _parts(folders: Sequence[Path], metrics: Sequence[str], width: int) -> Itera
     yield _table(["metric", *names], [*_results(runs)])
     evals = [name for run in runs for name in run.metrics() if name.startswith("eval/") and name != "eval/loss"]
     drawn = [name for name in ("train/loss", "eval/loss", *evals[:1]) if any(len(_curve(r, name)) > 1 for r in runs)]
-    yield from (_chart(name, runs, max(width, 36)) for name in metrics or drawn)
+    for name in metrics or drawn:
+        series = [(run.name, _curve(run, name)) for run in runs]
+        yield chart(series, head=f"{name}:  ", width=max(width, 36), height=_HEIGHT)
     for folder in folders[1:]:
         try:
             lines = parting(folders[0], folder)[1]
@@ -68,18 +69,5 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
 
 
 def _curve(run: Record, name: str) -> list[tuple[int, float]]:
-    """Return the finite points of a metric; of an evaluation those of the raw weights, not of EMAs."""
-    points = zip(*run.curve(name, "raw" if "raw" in run.curves.get(name, ()) else None), strict=True)
-    return [point for point in points if math.isfinite(point[1])]
-
-
-def _chart(name: str, runs: Sequence[Record], width: int) -> RenderableType:
-    title, curves = Text(f"{printable(name)}:  "), []
-    for run, colour in zip(runs, COLOURS * len(runs), strict=False):
-        if points := _curve(run, name):
-            steps, values = zip(*points, strict=True)
-            curves.append((steps, values, colour))
-            title.append(printable(f"{run.name}  "), style=colour)
-    if not curves:
-        return Text(printable(f"{name}: no metrics"), style="dim")
-    return Group(title, Text.from_ansi("\n".join(plotted(curves, width=width - 16, height=_HEIGHT))))
+    """Return the points of a metric; of an evaluation those of the raw weights, not of EMAs."""
+    return [*zip(*run.curve(name, "raw" if "raw" in run.curves.get(name, ()) else None), strict=True)]

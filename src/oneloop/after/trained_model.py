@@ -25,6 +25,7 @@ from oneloop.recipe.schema import Recipe
 from oneloop.recipe.training_keys import InitConfig
 from oneloop.run.compatibility import data_differences, data_of
 from oneloop.run.export import load_task_state, reject_other_origin
+from oneloop.tasks.labels import RECORDED
 from oneloop.tasks.protocol import Progress, Task
 
 
@@ -101,12 +102,14 @@ def trained(
     sharded: bool,
     device: str,
     accept_changes: bool = False,
+    own_data: bool = True,
 ) -> Trained:
     """Return task and model of a run, before the model is wrapped for distributed execution.
 
     ``checkpoint`` is ``final``, ``newest``, ``best`` or a step (None: ``final/`` if the run has ended, else newest),
-    ``weights`` ``raw`` or the name of an EMA. ``accept_changes`` accepts data other than the training data. Raise
-    ValueError if the weights are missing or damaged, the task cannot be created, or its data differs.
+    ``weights`` ``raw`` or the name of an EMA. ``accept_changes`` accepts data other than the training data. Without
+    ``own_data``, a packaged task does not open its data if the run has recorded its classes. Raise ValueError if the
+    weights are missing or damaged, the task cannot be created, or its data differs.
     """
     if weights.startswith("power:"):
         raise ValueError(f"--weights {weights}: only oneloop export can mix EMAs; give raw, or the name of a saved EMA")
@@ -119,8 +122,13 @@ def trained(
     if not named and recipe.task.name in CHOICES["task"] and options.get("pretrained") not in (None, False):
         options = {**options, "pretrained": False}  # the run's weights replace the pretrained ones
     bare = replace(recipe, init=InitConfig(), machine=plain, task=replace(recipe.task, options=options))
-    task = make_task(bare)
-    if not accept_changes:
+    recorded = None if own_data or recipe.task.name not in CHOICES["task"] else _recorded(run).get("recorded")
+    token = RECORDED.set(recorded)
+    try:
+        task = make_task(bare)
+    finally:
+        RECORDED.reset(token)
+    if not (accept_changes or recorded):
         _reject_changed_data(run, recipe, task)
     built = build_model(bare, task, BatchLayout(1, 1), sharded=sharded, device=device)
     origin = getattr(task, "origin", None)

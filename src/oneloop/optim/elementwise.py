@@ -27,17 +27,9 @@ def adamw_(
 ) -> None:
     """AdamW (Loshchilov & Hutter 2019), in place.
 
-    Args:
-        parameters: this rank's shards.
-        gradients: of the same shapes.
-        exp_avgs: first moments, of the same shapes.
-        exp_avg_sqs: second moments, of the same shapes.
-        steps: number of updates of each parameter, 0-dim, float32.
-        lr: learning rate.
-        betas: decay rates of the first and the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: factor of the learning rate.
-        found_inf: 0 or 1, 0-dim; 1: change nothing.
+    Gradients and moments have the shapes of ``parameters``, this rank's shards. ``steps`` are the numbers of updates
+    (0-dim, float32), ``betas`` the decay rates of the moments. ``eps`` is added to the root of the second moment, and
+    ``weight_decay`` is a factor of ``lr``. If ``found_inf`` (0-dim) is 1, nothing changes.
     """
     if not parameters:
         return
@@ -75,15 +67,9 @@ def sgd_(
 ) -> None:
     """Stochastic gradient descent, in place.
 
-    Args:
-        parameters: this rank's shards.
-        gradients: of the same shapes.
-        buffers: momentum buffers, zero before the first step; None without momentum.
-        lr: learning rate.
-        momentum: share of the previous update to keep.
-        weight_decay: this share of the parameters is added to the gradients.
-        nesterov: use Nesterov momentum.
-        found_inf: 0 or 1, 0-dim; 1: change nothing.
+    Gradients and momentum ``buffers`` (zero before the first step; None without momentum) have the shapes of
+    ``parameters``, this rank's shards. ``momentum`` is the share of the previous update to keep; the share
+    ``weight_decay`` of the parameters is added to the gradients. If ``found_inf`` (0-dim) is 1, nothing changes.
     """
     moved = torch._foreach_add(gradients, parameters, alpha=weight_decay) if weight_decay else [*gradients]
     if buffers is not None:

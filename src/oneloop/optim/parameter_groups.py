@@ -19,18 +19,9 @@ Settings = Mapping[str, Mapping[str, Any]]
 
 
 def chosen(model: nn.Module, rules: Settings) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
-    """Resolve the settings of each parameter.
-
-    Args:
-        model: not yet wrapped.
-        rules: settings by pattern. Several patterns may match one parameter if they do not disagree.
-
-    Returns:
-        Settings by parameter, and parameters by pattern; tied parameters have their first name.
-
-    Raises:
-        ValueError: a pattern matches no parameter, or two patterns disagree.
-    """
+    """Return the settings by parameter of a model that is not yet wrapped, and the parameters by pattern; tied
+    parameters have their first name. ``rules`` are settings by pattern. Raise ValueError if a pattern matches no
+    parameter, or if two patterns that match one parameter disagree."""
     first: dict[int, str] = {}
     names = [(name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False)]
     found: dict[str, dict[str, Any]] = {}
@@ -73,15 +64,8 @@ def layer_decay(model: nn.Module, blocks: Sequence[nn.Module], decay: float) -> 
     """Return layer-wise learning-rate factors by parameter name: ``decay ** (n + 1 - depth)`` for n blocks.
 
     Depth, in the model's order: 0 before the first block (embeddings, stem), the number of the block inside or after
-    a block, and n + 1 after the last block (final norm, head). (Clark et al. 2020, ELECTRA; Bao et al. 2022, BEiT.)
-
-    Args:
-        model: not yet wrapped.
-        blocks: the model's blocks, in order.
-        decay: factor from each block to the block below it.
-
-    Raises:
-        ValueError: the model has no blocks.
+    a block, and n + 1 after the last block (final norm, head). (Clark et al. 2020, ELECTRA; Bao et al. 2022, BEiT.) The
+    model is not yet wrapped; its ``blocks`` are in order. Raise ValueError if there are none.
     """
     if not blocks:
         none = f"{type(model).__name__} has no repeated blocks"
@@ -101,14 +85,9 @@ def layer_decay(model: nn.Module, blocks: Sequence[nn.Module], decay: float) -> 
 def parameter_groups(
     parameters: Iterable[tuple[str, Tensor]], weight_decay: float, *, settings: Settings | None = None
 ) -> Groups:
-    """Group the trained parameters by learning-rate factor and weight decay.
+    """Group the trained ``parameters``, pairs of bare name and parameter, by learning-rate factor and weight decay.
 
-    Matrices get ``weight_decay``, vectors (biases, norms) none, unless the settings give another value.
-
-    Args:
-        parameters: (bare name, parameter).
-        weight_decay: weight decay of matrices.
-        settings: settings by bare name.
+    Matrices get ``weight_decay``, vectors (biases, norms) none, unless ``settings`` (by bare name) give another value.
     """
     found: dict[tuple[float, float], list[Tensor]] = {}
     trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]

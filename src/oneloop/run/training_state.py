@@ -86,6 +86,8 @@ class State(RunState):
                 about["eval_micro"] = recipe.eval.micro or job.layout.each
                 if file := source("task", recipe.task.name):
                     about["task"] = str(file)
+                if recorded := getattr(job.task, "recorded", None):  # of a packaged task
+                    about["recorded"] = recorded
                 if skipped := getattr(job.task, "skipped_rows", None):
                     about["skipped_rows"] = skipped
                 folder.begin(recipe.yaml(), environment(command=[*run.command], **about))

@@ -30,7 +30,7 @@ def picture(image: Tensor) -> Image.Image:
     longest = max(drawn.size)
     if longest > _SIDE:
         drawn.thumbnail((_SIDE, _SIDE))
-    elif factor := _SIDE // 2 // longest:
+    elif factor := _SIDE // longest:
         drawn = drawn.resize((drawn.width * factor, drawn.height * factor), Image.Resampling.NEAREST)
     return drawn
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from oneloop.basics.files import flattened
+from oneloop.basics.files import flattened, printable
 
 _STRETCHES = 1024  # a longer curve has at least this many stretches of two or three points each
 _LINES = 1 << 16  # lines kept of a followed run
@@ -252,9 +252,17 @@ class Follower:
         self._tail, self.sampled = b"", True
 
     @property
-    def ended(self) -> bool:
-        """Return whether the run has written its summary."""
-        return (self.folder / "summary.json").exists()
+    def exit_reason(self) -> str:
+        """Return why the run has ended; empty while it trains."""
+        try:
+            return printable(str(json.loads((self.folder / "summary.json").read_text())["exit_reason"]))
+        except (OSError, ValueError, LookupError, TypeError):
+            return ""
+
+    @property
+    def done(self) -> bool:
+        """Return whether the run has ended and cannot continue."""
+        return self.exit_reason.startswith(("done", "early stop"))
 
     @property
     def age(self) -> float:

@@ -67,14 +67,14 @@ def watch(
     once: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Draw the runs until all have ended; draw them once if ``once``, if they have ended, or without a terminal.
+    """Draw the runs until all are done; draw them once if ``once``, if they are done, or without a terminal.
 
     Each of the ``metrics`` gets a chart (none given: losses, the first metric, gradient norm, throughput). The runs are
     read again after ``every`` seconds.
     """
     console = console or Console()
     runs = [Follower(folder) for folder in folders]
-    if once or not console.is_terminal or all(run.read() and run.ended for run in runs):
+    if once or not console.is_terminal or all(run.read() and run.done for run in runs):
         for run in runs:
             run.read()
         console.print(view(runs, metrics, width=console.width, height=0))
@@ -84,7 +84,7 @@ def watch(
             for run in runs:
                 run.read()
             shown.update(view(runs, metrics, width=console.width, height=console.height), refresh=True)
-            if all(run.ended for run in runs):
+            if all(run.done for run in runs):  # a stopped or failed run can be started again
                 break
             time.sleep(every)
     console.print(view(runs, metrics, width=console.width, height=0))
@@ -106,10 +106,10 @@ def view(runs: Sequence[Follower], metrics: Sequence[str], *, width: int, height
 def _panel(run: Follower, title: str, metrics: Sequence[str], *, width: int, height: int) -> RenderableType:
     if not any("/" in name for line in run.lines for name in line):
         return Panel("no metrics yet", title=Text(title), width=width)
-    head = _head(run)
     groups = [[name] for name in metrics] or _usual(run)
     columns = 2 if width >= 2 * _MIN_WIDTH else 1
-    fits = max(1, (height - head.row_count - 3) // _CHART) * columns if height else len(groups)
+    head = _head(run, max(1, height - _CHART - 2) if height else 99)
+    fits = max(1, (height - head.row_count - 2) // _CHART) * columns if height else len(groups)
     charts = [_chart(run, names, width=(width - 5) // columns) for names in groups[:fits]]
     grid = Table.grid(*([""] * columns), padding=(0, 1, 0, 0))
     for at in range(0, len(charts), columns):
@@ -125,14 +125,16 @@ def _usual(run: Follower) -> list[list[str]]:
     return [losses, *([name] for name in [*metrics[:1], *rest[:2]])]
 
 
-def _head(run: Follower) -> Table:
+def _head(run: Follower, most: int) -> Table:
+    """Return the newest values; ``most`` limits the rows, from the end of the metrics."""
     table = Table.grid(padding=(0, 2))
     last = {name: value for line in run.lines for name, value in line.items() if line.get("weights", "raw") == "raw"}
     events = [printable(line["event"]) for line in run.lines if "event" in line]
-    table.add_row("step", f"{last['step']:,}", "ended" if run.ended else f"last line {run.age:,.0f} s ago")
-    for name in ("train/loss", "train/lr", *(name for name in last if name.startswith("eval/"))):
-        if name in last:
-            table.add_row(Text(printable(name)), Text(_short(last[name])))
+    table.add_row("step", f"{last['step']:,}", Text(run.exit_reason or f"last line {run.age:,.0f} s ago"))
+    values = [name for name in ("train/loss", "train/lr", *sorted(last)) if name in last]
+    values = [name for name in dict.fromkeys(values) if name.startswith(("train/loss", "train/lr", "eval/"))]
+    for name in values[: max(1, most - 4)]:
+        table.add_row(Text(printable(name)), Text(_short(last[name])))
     shares = {name.partition("/")[2]: number(last[name]) for name in last if name.startswith("share/")}
     if shares:
         parts = sorted(shares.items(), key=lambda part: -part[1])[:3]
@@ -147,23 +149,27 @@ def _head(run: Follower) -> Table:
 
 
 def _chart(run: Follower, names: Sequence[str], *, width: int) -> RenderableType:
-    title, curves = Text(), list[PlotCurve]()
-    kinds = dict.fromkeys((name, line.get("weights", "raw")) for name in names for line in run.lines if name in line)
-    for (name, weights), colour in zip(kinds, cycle(COLOURS), strict=False):
-        points = [
-            (line["step"], number(line[name]))
-            for line in run.lines
-            if name in line and line.get("weights", "raw") == weights
-        ]
-        points = [(step, value) for step, value in points if math.isfinite(value)]
-        if not points:
-            continue
-        steps, values = zip(*points, strict=True)
-        curves.append((steps, values, colour))
-        title.append(printable(f"{name}{'' if weights == 'raw' else f' ({weights})'}  "), style=colour)
+    series: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for line in run.lines:
+        for name in (name for name in names if name in line):
+            series.setdefault((name, line.get("weights", "raw")), []).append((line["step"], number(line[name])))
+    named = [(name if w == "raw" else f"{name} ({w})", points) for (name, w), points in sorted(series.items())]
+    return chart(named, head="" if series else ", ".join(names), width=width, height=_CHART - 4)
+
+
+def chart(
+    series: Sequence[tuple[str, Sequence[tuple[int, float]]]], *, head: str, width: int, height: int
+) -> RenderableType:
+    """Return a chart of curves (name, points of step and value; only finite values are drawn) below a legend."""
+    legend, curves = Text(printable(head)), list[PlotCurve]()
+    for (name, points), colour in zip(series, cycle(COLOURS), strict=False):
+        if finite := [point for point in points if math.isfinite(point[1])]:
+            steps, values = zip(*finite, strict=True)
+            curves.append((steps, values, colour))
+            legend.append(f"━ {printable(name)}  ", style=colour)
     if not curves:
-        return Text(printable(f"{', '.join(names)}: no metrics"), style="dim")
-    return Group(title, Text.from_ansi("\n".join(plotted(curves, width=width - 16, height=_CHART - 4))))
+        return Text(f"{printable(head)} no metrics", style="dim")
+    return Group(legend, Text.from_ansi("\n".join(plotted(curves, width=width - 16, height=height))))
 
 
 def _short(value: Any) -> str:

@@ -17,7 +17,7 @@ from oneloop.tasks.augmentation import TORCHVISION, Augmentation, Blended, Image
 from oneloop.tasks.columns import check_image_types, check_images
 from oneloop.tasks.evaluation_metrics import ClassCounts
 from oneloop.tasks.image_models import Pretrained, described, image_model, statistics
-from oneloop.tasks.labels import are_shares, classes_of, counts_of, likeliest, numbers_of, shares_of
+from oneloop.tasks.labels import RECORDED, are_shares, classes_of, counts_of, likeliest, numbers_of, shares_of
 from oneloop.tasks.protocol import Task
 from oneloop.tasks.transformers_models import is_transformers
 
@@ -117,16 +117,16 @@ class ImageClassification(Task):
             pixel_statistics, side = (mean or expected[0], std or expected[1]), image_size
             sets = self._open(data, held_out, skip=unreadable == "skip")
         self._evaluation_transform = prepared(test_size or side, *pixel_statistics)
-        self._train: Any = Images(sets.pop("train"), prepared(side, *pixel_statistics, how))
-        self._evals = {name: Images(data_set, self._evaluation_transform) for name, data_set in sets.items()}
-        self.shape = tuple(self._train[0][0].shape)
+        if sets:
+            self._train: Any = Images(sets.pop("train"), prepared(side, *pixel_statistics, how))
+            self._evals = {name: Images(data_set, self._evaluation_transform) for name, data_set in sets.items()}
+            self.shape = tuple(self._train[0][0].shape)
+        self.recorded = {"classes": self.classes, "shape": self.shape}
         self._input = (self.shape[0], *[test_size or self.shape[1]] * 2), *pixel_statistics
-        if mixup or cutmix:
+        if sets and (mixup or cutmix):
             self._train = Blended(self._train, len(self.classes), mixup=mixup, cutmix=cutmix)
         self.notes = list(self._data_notes)
         self.class_weights = self._on_device = self._class_weights(class_weights)
-        if self.class_weights is None:
-            self.sample_weight = 1.0
         if not 0 <= top_k < len(self.classes):
             raise ValueError(f"task.top_k {top_k} must be below the number of classes, {len(self.classes)}")
 
@@ -138,7 +138,11 @@ class ImageClassification(Task):
         return splits, ([0.5] * channels, [0.5] * channels)
 
     def _open(self, data: str | list[dict[str, Any]], held_out: float, *, skip: bool) -> dict[str, Any]:
-        """Return the user's data sets by split: decoded images with class numbers or class probabilities."""
+        """Return the user's data sets by split: decoded images with class numbers or class probabilities. If a run has
+        recorded the classes, return nothing."""
+        if recorded := RECORDED.get():
+            self.classes, self.shape = recorded["classes"], tuple(recorded["shape"])
+            return {}
         usable = partial(check_images, limit=self.pixel_limit, skipped=self.skipped_rows if skip else None)
         how: dict[str, Any] = {"held_out": held_out, "window": self.window, "check": usable}
         sources = [opened(source, **how) for source in named_sources(data, self.columns)]
@@ -193,7 +197,8 @@ class ImageClassification(Task):
                 names = f"{', '.join(self.classes[:8])}{', …' if len(self.classes) > 8 else ''}"
                 raise ValueError(f"task.class_weights {setting} must be {len(self.classes)} weights > 0, for {names}")
             return torch.tensor(setting)
-        if setting == "none":
+        if setting == "none" or RECORDED.get():
+            self.sample_weight = 1.0
             return None
         counts = self._class_counts()
         if not counts or not all(counts):

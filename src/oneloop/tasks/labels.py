@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +12,8 @@ from oneloop.data.rows.open_data import Source
 from oneloop.tasks.columns import columns_of, element_type, values_of, wrong_type
 
 Numbers = Mapping[str, Callable[[Any], int]]  # by source name: a function from a label to its class number
+RECORDED: ContextVar[dict[str, Any] | None] = ContextVar("RECORDED", default=None)
+"""classes and image shape of a run, so that ``oneloop predict`` needs no training data; None: a task reads its data"""
 
 
 def classes_of(sources: Sequence[Source], key: str, *, lists: bool = False) -> tuple[list[str], Numbers]:

@@ -56,9 +56,6 @@ class TextClassification(TextRows):
         texts, labels = zip(*samples, strict=True)
         return {**self.reader.collate(texts), "label": torch.tensor(labels)}
 
-    def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        return torch.tensor(float(len(batch["label"])))
-
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         logits = self.reader.logits(model, batch)
         each = F.cross_entropy(logits, batch["label"], reduction="none")

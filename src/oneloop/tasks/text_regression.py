@@ -47,9 +47,6 @@ class TextRegression(TextRows):
         texts, numbers = zip(*samples, strict=True)
         return {**self.reader.collate(texts), "number": torch.tensor(numbers, dtype=torch.float32)}
 
-    def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        return torch.tensor(float(len(batch["number"])))
-
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         prediction = self.reader.logits(model, batch)[:, 0]
         each = (prediction - batch["number"]).square()

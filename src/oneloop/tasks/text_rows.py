@@ -4,13 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from oneloop.data.rows.open_data import Source, named_sources, notes_of, opened, sets_of, whole
 from oneloop.data.rows.rows import Row
 from oneloop.tasks.columns import check_texts
 from oneloop.tasks.evaluation_metrics import ClassCounts
-from oneloop.tasks.labels import classes_of, numbers_of
+from oneloop.tasks.labels import RECORDED, classes_of, numbers_of
 from oneloop.tasks.protocol import Task
 from oneloop.tasks.text_encoders import reader
 
@@ -61,9 +62,12 @@ class TextRows(Task):
         weights = {} if model == "bytes" else {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
         self.reader = reader(model, shape, **weights)
         self.columns, self.window = columns, window
-        described = [] if data is None else named_sources(data, columns)
+        if recorded := RECORDED.get():
+            self.classes = recorded["classes"]
+        described = [] if data is None or recorded else named_sources(data, columns)
         sources = [opened(source, held_out=held_out, window=window) for source in described]
         self._sets = self._samples(sources) if sources else {}
+        self.recorded = {"classes": self.classes}
         self.notes = self._data_notes = notes_of(sources)
 
     def _samples(self, sources: Sequence[Source], *, labelled: bool = True) -> dict[str, Any]:
@@ -102,6 +106,9 @@ class TextRows(Task):
     def samples_of(self, data: str, *, labelled: bool) -> Any:
         columns = self.columns | ({} if labelled else {self.target: ""})
         return self._samples([whole(Source(data, columns), window=self.window)], labelled=labelled)["all"]
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return torch.tensor(float(len(next(iter(batch.values())))))
 
     def metrics(self) -> Any:
         return ClassCounts(len(self.classes))

@@ -31,8 +31,8 @@ def _all(runs: Sequence[Record]) -> Iterable[dict[str, Any]]:
     def traces_of(*metrics: str) -> list[dict[str, Any]]:
         return [trace for run in runs for metric in metrics for trace in _traces(run, metric, runs)]
 
-    losses = [*traces_of("train/loss"), *traces_of("eval/loss"), *_event_marks(runs)]
-    yield _chart("Loss", losses, log=_is_logarithmic(runs, "train/loss"))
+    losses = [*traces_of("train/loss"), *traces_of("eval/loss")]
+    yield _chart("Loss", losses, log=_is_logarithmic(runs, "train/loss"), marks=_event_marks(runs))
     evaluated = dict.fromkeys(name for run in runs for name in run.metrics() if name.startswith("eval/"))
     own = dict.fromkeys(name for run in runs for name in run.metrics() if name.startswith("train/"))
     for name in own:
@@ -45,12 +45,19 @@ def _all(runs: Sequence[Record]) -> Iterable[dict[str, Any]]:
     for name in dict.fromkeys(name for run in runs for name in run.metrics() if not name.startswith(known)):
         yield _chart(name.replace("/", ": ").replace("_", " ").capitalize(), traces_of(name))
     for metric, title in _SINGLE.items():
-        yield _chart(title, traces_of(metric), log=_is_logarithmic(runs, metric))
+        if metric != "train/lr" or any(constant(run, metric) is None for run in runs):
+            yield _chart(title, traces_of(metric), log=_is_logarithmic(runs, metric))
         if metric == "speed/mfu":
             yield from (_shares(run, several=len(runs) > 1) for run in runs)
     for run in runs:
         if confusion := matrix_of(run.examples.get("confusion")):
             yield _confusion(confusion, f": {run.name}" if len(runs) > 1 else "")
+
+
+def constant(run: Record, metric: str) -> float | None:
+    """Return the value of a metric that never changes in a run; None for others."""
+    values = set(run.curve(metric)[1])
+    return values.pop() if len(values) == 1 else None
 
 
 def _shares(run: Record, *, several: bool) -> dict[str, Any]:
@@ -90,23 +97,23 @@ def _traces(run: Record, metric: str, runs: Sequence[Record]) -> list[dict[str, 
 
 
 def _event_marks(runs: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return one trace of markers per kind of event, at the training loss of the nearest step."""
+    """Return one trace of markers per kind of event, each kind in a row below the chart."""
     traces = []
-    for run in runs:
-        curve = [pair for pair in zip(*run.curve("train/loss"), strict=True) if math.isfinite(pair[1])]
+    for index, run in enumerate(runs):
+        colour = _COLOURS[index % len(_COLOURS)] if len(runs) > 1 else "#999"
         for kind, symbol in _MARKS.items():
-            events = [event for event in run.events() if event["event"] == kind]
-            heights = [min(curve, key=lambda pair: abs(pair[0] - event["step"]))[1] for event in events if curve]
-            if heights:
+            if events := [event for event in run.events() if event["event"] == kind]:
                 traces.append(
                     {
                         "type": "scatter",
                         "x": [event["step"] for event in events],
-                        "y": heights,
+                        "y": [kind] * len(events),
+                        "yaxis": "y2",
+                        "showlegend": False,
                         "mode": "markers",
                         "name": kind if len(runs) == 1 else f"{run.name} {kind}",
                         "text": [str(event.get("why", "")) for event in events],
-                        "marker": {"symbol": symbol, "size": 9, "color": "#999", "line": {"width": 1, "color": "#555"}},
+                        "marker": {"symbol": symbol, "size": 8, "color": colour, "line": {"width": 1, "color": "#555"}},
                     }
                 )
     return traces
@@ -178,14 +185,29 @@ def _is_logarithmic(runs: Sequence[Record], metric: str) -> bool:
     )
 
 
-def _chart(title: str, data: list[dict[str, Any]], *, log: bool = False) -> dict[str, Any]:
-    layout = {
+def _chart(
+    title: str, data: list[dict[str, Any]], *, log: bool = False, marks: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    layout: dict[str, Any] = {
         "margin": {"l": 55, "r": 15, "t": 40 if len(data) > 1 else 10, "b": 40},
         "height": 320,
         "hovermode": "x unified",
         "xaxis": {"title": {"text": "step"}},
-        "yaxis": {"type": "log" if log else "linear"},
+        "yaxis": {"type": "log" if log else "linear", "exponentformat": "e"},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
         "showlegend": len(data) > 1,
     }
-    return {"title": title, "data": data, "layout": layout}
+    if data and data[0]["type"] == "scatter":
+        points, last = max((len(trace["x"]), max(trace["x"])) for trace in data)
+        layout["xaxis"] |= {"dtick": 1} if last < 8 else {}
+        title += f" ({points} point{'s' * (points > 1)})" if points < 3 else ""
+        values = {value for trace in data for value in trace["y"] if value is not None}
+        if len(values) == 1:  # an axis around the only value
+            value = values.pop()
+            layout["yaxis"] |= {"range": [value - 0.1 * abs(value or 10), value + 0.1 * abs(value or 10)]}
+    if data and marks:
+        share = 0.07 * len({mark["y"][0] for mark in marks})
+        layout["yaxis"]["domain"], layout["xaxis"]["anchor"] = [share + 0.05, 1], "y2"
+        layout["yaxis2"] = {"type": "category", "domain": [0, share], "showgrid": False, "fixedrange": True}
+        layout["height"] += 20 * len({mark["y"][0] for mark in marks})
+    return {"title": title, "data": [*data, *marks] if data else [], "layout": layout}

@@ -11,7 +11,7 @@ function paint(chart) {
   return Plotly.relayout(chart, colours());
 }
 function fitted(chart) {  // on a phone a legend's names stand below one another: the chart makes room for them
-  const room = 20 * chart.data.length + 20;
+  const room = 20 * chart.data.filter(trace => trace.showlegend !== false).length + 20;
   if (!chart.layout.showlegend || innerWidth > 600 || room < 90) return chart.layout;
   return {...chart.layout, height: 280 + room, margin: {...chart.layout.margin, t: room},
     legend: {...chart.layout.legend, maxheight: room}};

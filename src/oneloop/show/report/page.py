@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.show.report.charts import charts, matrix_of, rows
+from oneloop.show.report.charts import charts, constant, matrix_of, rows
 from oneloop.show.report.example_pages import of_classes, sections
 from oneloop.show.run_reader import EVENTS, Record, differences, distinct, number, read_record
 
@@ -129,9 +129,13 @@ def _headline(run: Record, *, several: bool) -> str:
         for name, unit in (("step", ""), ("samples", ""), ("tokens", ""), ("seconds", " s"))
         if name in summary
     ]
+    if (rate := constant(run, "train/lr")) is not None:
+        cards.append(("learning rate", _short(rate)))
     shown = "".join(f"<div><dt>{_safe(name)}</dt><dd>{_safe(value)}</dd></div>" for name, value in cards)
     reason = summary.get("exit_reason") or (f"at step {run.last:,}" if run.last is not None else "not begun")
-    sentences = [str(summary[key]) for key in ("time", "noise_scale") if summary.get(key)]
+    sentences = [
+        text for key in ("time", "noise_scale") if (text := str(summary.get(key) or "")) and " n/a" not in text
+    ]
     sentences += [
         f"Communication that nothing overlapped took {100 * value:.1f} % of the profiled steps."
         for value in run.curve("profile/exposed_communication")[1][-1:]
