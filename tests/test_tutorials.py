@@ -88,3 +88,24 @@ def test_chats_with_lora(tmp_path):
     run(apply, words, folder=tmp_path).ok()
     answers = [json.loads(line)["answer"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert len(answers) == 5 and all(" plus " in answer or answer.startswith("Not ") for answer in answers)
+
+
+def test_tabular_data_with_missing_values_and_two_targets(tmp_path):
+    """Also rows that the training data does not have: a new category, a missing one, and missing numbers."""
+    text = (ROOT / "docs" / "how-to" / "tabular.md").read_text()
+    for name, content in blocks("how-to/tabular.md", "python").items():
+        (tmp_path / name).write_text(content)
+    program(tmp_path, "make_houses.py")
+    words = [*command(text, "houses.py"), "--duration", "20ep", *QUIET]
+    run(train, words, folder=tmp_path).ok()
+    run(train, [*words, "--run.dir", "runs/two"], ranks=2, folder=tmp_path).ok()
+    one, two = (summary(tmp_path / "runs" / name) for name in ("houses", "two"))
+    assert one["eval/price_error"] < 20 and one["eval/quick_accuracy"] > 0.9
+    assert two["eval/price_error"] == pytest.approx(one["eval/price_error"], rel=1e-4)
+    assert "train/quick_loss" in (tmp_path / "runs" / "houses" / "metrics.jsonl").read_text()
+    with (tmp_path / "new_houses.csv").open("a") as file:
+        file.write("80.0,,center\n,1950,lake\n100.0,1990,\n")
+    run(apply, ["predict", "runs/houses", "--data", "new_houses.csv", "--to", "prices.csv"], folder=tmp_path).ok()
+    rows = list(csv.DictReader((tmp_path / "prices.csv").open()))
+    assert len(rows) == 6 and list(rows[0]) == ["row", "price", "quick_probability"]
+    assert all(float(row["price"]) > 0 and 0 <= float(row["quick_probability"]) <= 1 for row in rows)
