@@ -131,7 +131,7 @@ def _head(run: Follower, most: int) -> Table:
     last = {name: value for line in run.lines for name, value in line.items() if line.get("weights", "raw") == "raw"}
     events = [printable(line["event"]) for line in run.lines if "event" in line]
     table.add_row("step", f"{last['step']:,}", Text(run.exit_reason or f"last line {run.age:,.0f} s ago"))
-    values = [name for name in ("train/loss", "train/lr", *sorted(last)) if name in last]
+    values = [name for name in ("train/loss", "train/lr", *last) if name in last]
     values = [name for name in dict.fromkeys(values) if name.startswith(("train/loss", "train/lr", "eval/"))]
     for name in values[: max(1, most - 4)]:
         table.add_row(Text(printable(name)), Text(_short(last[name])))
@@ -150,10 +150,10 @@ def _head(run: Follower, most: int) -> Table:
 
 def _chart(run: Follower, names: Sequence[str], *, width: int) -> RenderableType:
     series: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for line in run.lines:
-        for name in (name for name in names if name in line):
+    for name in names:
+        for line in (line for line in run.lines if name in line):
             series.setdefault((name, line.get("weights", "raw")), []).append((line["step"], number(line[name])))
-    named = [(name if w == "raw" else f"{name} ({w})", points) for (name, w), points in sorted(series.items())]
+    named = [(name if w == "raw" else f"{name} ({w})", points) for (name, w), points in series.items()]
     return chart(named, head="" if series else ", ".join(names), width=width, height=_CHART - 4)
 
 

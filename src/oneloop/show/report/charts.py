@@ -193,7 +193,7 @@ def _chart(
         "height": 320,
         "hovermode": "x unified",
         "xaxis": {"title": {"text": "step"}},
-        "yaxis": {"type": "log" if log else "linear", "exponentformat": "e"},
+        "yaxis": {"type": "log", "tickformat": "~g"} if log else {"type": "linear", "exponentformat": "e"},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
         "showlegend": len(data) > 1,
     }
