@@ -274,12 +274,12 @@ def test_a_matrix_is_no_figure_to_go_by(tmp_path):
 def test_pictures():
     image = torch.linspace(-1, 1, 64).reshape(1, 8, 8)
     drawn = picture(image)
-    assert drawn.size == (80, 80) and drawn.getpixel((0, 0)) == 0 and drawn.getpixel((79, 79)) == 255
+    assert drawn.size == (160, 160) and drawn.getpixel((0, 0)) == 0 and drawn.getpixel((159, 159)) == 255
     assert picture(torch.rand(3, 400, 200)).size == (80, 160)
     read = Image.open(io.BytesIO(base64.b64decode(data_url(image).partition(",")[2])))
     assert np.array_equal(np.asarray(read), np.asarray(drawn))
     samples = [{"image": image, "target": "4", "prediction": "9", "right": False}] * 9
-    assert tiles(samples).shape == (2 * (80 + 40), 8 * 98, 3)
+    assert tiles(samples).shape == (2 * (160 + 40), 8 * 168, 3)
     grid = matrix({"classes": ["a", "b"], "counts": [[5, 0], [1, 1]]})
     good, half, none = grid[45, 84], grid[79, 118], grid[45, 118]
     assert none.tolist() == [255, 255, 255] and good[0] < half[0] < 255

@@ -256,7 +256,7 @@ class Follower:
         """Return why the run has ended; empty while it trains."""
         try:
             return printable(str(json.loads((self.folder / "summary.json").read_text())["exit_reason"]))
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return ""
 
     @property
