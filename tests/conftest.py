@@ -22,12 +22,12 @@ test_apply.py::test_a_row_for_each_image_in_order_whatever_the_ranks
 test_endings.py::test_a_killed_supervisor_is_reported
 test_endings.py::test_what_a_task_does_once_per_evaluation_or_epoch_has_its_own_limit[compute]
 test_endings.py::test_a_stop_is_heard_where_a_sample_blocks
-test_endings.py::test_who_stands_still_is_named_and_all_go[1-ddp-2-kill:SIGSTOP-loss]
-test_endings.py::test_who_stands_still_is_named_and_all_go[1-single-1-loop-sample]
+test_endings.py::test_who_hangs_is_named_and_all_go[1-ddp-2-kill:SIGSTOP-loss]
+test_endings.py::test_who_hangs_is_named_and_all_go[1-single-1-loop-sample]
 test_endings.py::test_a_death_is_named_and_all_go[1-fsdp2-exit:3-loss]
 test_endings.py::test_a_death_is_named_and_all_go[1-ddp-
-test_endings.py::test_a_hang_before_the_first_checkpoint_begins_anew
-test_endings.py::test_a_worker_that_stands_still_shows_its_stack
+test_endings.py::test_a_hang_before_the_first_checkpoint_starts_over
+test_endings.py::test_a_worker_that_hangs_shows_its_stack
 test_endings.py::test_data_workers_go_with_their_trainer
 test_endings.py::test_another_folder_on_each_rank_is_rejected
 test_endings.py::test_ranks_that_see_other_things_are_rejected[ddp-wider
@@ -38,11 +38,11 @@ test_odd_endings.py::test_nobody_reads
 test_odd_endings.py::test_a_thread_that_stays_holds_nobody
 test_lora.py::test_a_resumed_run_is_the_run_left_alone[fsdp2-2-adamw]
 test_lora.py::test_a_storage_that_does_not_shard_is_rejected_under_fsdp2
-test_lora.py::test_figures_afterwards_are_those_of_the_run[single-1]
+test_lora.py::test_metrics_afterwards_are_those_of_the_run[single-1]
 test_lora.py::test_forty_steps_are_those_of_plain_peft[ddp-2]
 test_lora.py::test_forty_steps_are_those_of_plain_peft[fsdp2-2]
-test_nothing_silent.py::test_it_is_told_and_nothing_is_written[what one rank alone finds, under FSDP2]
-test_chat_wrong.py::test_it_is_told_at_the_command_line
+test_nothing_silent.py::test_it_is_reported_and_nothing_is_written[what one rank alone finds, under FSDP2]
+test_chat_wrong.py::test_it_is_reported_at_the_command_line
 test_terminal.py::test_a_run_on_a_terminal_shows_all_that_takes_time
 test_recompute.py::test_a_run_is_the_same_to_the_bit[2-fsdp2]
 test_fit.py::test_a_class_of_the_script_that_runs_is_found_again
@@ -51,14 +51,14 @@ test_as_they_are.py::test_unused_parameters_train_alike_everywhere
 test_as_they_are.py::test_what_is_tried_changes_no_bit[digits-2-fsdp2]
 test_as_they_are.py::test_what_is_tried_changes_no_bit[norm-2-fsdp2]
 test_as_they_are.py::test_a_long_run_is_shown_in_little_time_and_memory[30000]
-test_as_they_are.py::test_figures_of_the_loss_are_logged_as_weighted_means[2-ddp-2]
-test_going_on.py::test_a_disk_that_is_too_small_is_told_before_anything_is_written
-test_going_on.py::test_a_disk_that_cannot_be_written_is_told
-test_going_on.py::test_only_export_imports_what_a_recipe_names_and_says_so
+test_as_they_are.py::test_metrics_of_the_loss_are_logged_as_weighted_means[2-ddp-2]
+test_going_on.py::test_a_disk_that_is_too_small_is_reported_before_anything_is_written
+test_going_on.py::test_a_disk_that_cannot_be_written_is_reported
+test_going_on.py::test_only_export_imports_what_a_recipe_names_and_reports_it
 test_image_models.py::test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_from[transformers-ddp-2]
 test_seeded_samples.py::test_weights_are_those_of_seeding_always[nothing-2-ddp-2]
 test_worth.py::test_a_run_of_it_from_the_command_line
-test_frozen_weights.py::test_what_is_damaged_is_made_anew_or_rejected[ddp-2]
+test_frozen_weights.py::test_what_is_damaged_is_rebuilt_or_rejected[ddp-2]
 test_own_docs.py::test_a_recipe_of_models_trains_and_predicts
 test_own_docs.py::test_the_student_learns_from_its_teacher[ddp-2]
 test_docs_programs.py::test_two_losses_one_of_them_warmed_up[ddp-2]
@@ -66,7 +66,7 @@ test_evaluation.py::test_a_metric_of_several_values_has_their_names_or_is_reject
 test_bad_input.py::test_the_commands_as_typed[command3
 test_bad_input.py::test_the_commands_as_typed[command4
 test_bad_input.py::test_all_ranks_end_together[words4
-test_run_reader.py::test_a_tasks_own_bug_says_where
+test_run_reader.py::test_a_tasks_own_bug_states_where
 test_run_reader.py::test_hsdp_trains_the_same_weights_on_four_processes
 test_run_reader.py::test_a_nan_ends_the_run_with_3[torch.optim.RMSprop-
 test_own_texts.py::test_a_language_model_is_fine_tuned_gone_on_with_and_loaded_by_transformers[text_classification-fsdp2-2]
@@ -90,21 +90,21 @@ test_start.py::test_help_and_bad_input_import_neither_accelerate_nor_the_loop[wo
 test_chat_wrong.py::test_rows_without_a_sample_are_skipped_if_asked_and_listed
 test_run_reader.py::test_a_signal_to_one_rank_stops_all_at_the_same_step
 test_start.py::test_a_run_of_digits_imports_no_library_that_it_does_not_use
-test_lora.py::test_wrong_inputs_are_told[--task.lora.rank 4 --init.from
-test_lora.py::test_wrong_inputs_are_told[--task.lora.rank 4 --task.lora.targets
-test_lora.py::test_wrong_inputs_are_told[--task.lora.rank 4 --machine.quant_storage
-test_lora_others.py::test_adapters_that_are_damaged_are_told
+test_lora.py::test_wrong_inputs_are_reported[--task.lora.rank 4 --init.from
+test_lora.py::test_wrong_inputs_are_reported[--task.lora.rank 4 --task.lora.targets
+test_lora.py::test_wrong_inputs_are_reported[--task.lora.rank 4 --machine.quant_storage
+test_lora_others.py::test_adapters_that_are_damaged_are_reported
 test_own_data.py::test_every_kind_of_file_trains_every_task[numbers in csv
 test_own_data.py::test_every_kind_of_file_trains_every_task[text in parquet
 test_own_data.py::test_every_kind_of_file_trains_every_task[words in json lines
 test_checkpoints.py::test_any_world_loads_what_any_other_wrote[True-1-single]
 test_checkpoints.py::test_any_world_loads_what_any_other_wrote[False-4-hsdp]
-test_going_on.py::test_final_holds_what_it_says[2-ddp]
+test_going_on.py::test_final_holds_what_it_states[2-ddp]
 test_image_models.py::test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_from[timm-ddp-2]
 test_image_models.py::test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_from[transformers-fsdp2-2]
 test_own_texts.py::test_a_language_model_is_fine_tuned_gone_on_with_and_loaded_by_transformers[text_classification-ddp-2]
-test_apply.py::test_every_task_says_something_of_every_row[causal_lm]
-test_apply.py::test_every_task_says_something_of_every_row[text_regression]
+test_apply.py::test_every_task_states_something_of_every_row[causal_lm]
+test_apply.py::test_every_task_states_something_of_every_row[text_regression]
 test_seeded_samples.py::test_weights_are_those_of_seeding_always[nothing-2-fsdp2-0]
 test_seeded_samples.py::test_weights_are_those_of_seeding_always[numpy, from the middle on-2-fsdp2-0]
 test_as_they_are.py::test_complex_weights_train_are_kept_and_come_back[2-ddp]
@@ -121,10 +121,10 @@ test_prove.py::test_a_wrong_rank_is_found_at_its_step_and_tensor[10-4]
 test_sft.py::test_the_same_weights_and_answers_on_two_processes[fsdp2]
 test_own_task.py::test_a_tasks_own_state_is_saved_and_resumed[fsdp2-2]
 test_endings.py::test_garbage_on_the_supervisors_port_does_not_end_supervision
-test_lora.py::test_wrong_inputs_are_told[--task.lora.rank 8
+test_lora.py::test_wrong_inputs_are_reported[--task.lora.rank 8
 test_own_data.py::test_every_kind_of_file_trains_every_task[a
-test_apply.py::test_every_task_says_something_of_every_row[text_classification]
-test_apply.py::test_every_task_says_something_of_every_row[token_classification]
+test_apply.py::test_every_task_states_something_of_every_row[text_classification]
+test_apply.py::test_every_task_states_something_of_every_row[token_classification]
 test_seeded_samples.py::test_weights_are_those_of_seeding_always[nothing-2-fsdp2
 test_replicas.py::test_one_flipped_bit_is_found_and_named[3-ddp-0]
 test_run_reader.py::test_a_nan_ends_the_run_with_3[adamw-2-ddp]
@@ -133,27 +133,27 @@ test_recipes.py::test_accelerate_launch_as_typed
 test_command.py::test_one_process_gets_the_variables_that_accelerate_sets[bf16]
 test_checkpoints.py::test_any_world_loads_what_any_other_wrote[False-2-ddp]
 test_checkpoints.py::test_any_world_loads_what_any_other_wrote[True-2-fsdp2]
-test_frozen_weights.py::test_what_is_damaged_is_made_anew_or_rejected[fsdp2-2]
+test_frozen_weights.py::test_what_is_damaged_is_rebuilt_or_rejected[fsdp2-2]
 test_frozen_weights.py::test_their_type_may_be_another[ddp-2]
 test_frozen_weights.py::test_the_average_of_what_was_frozen_begins_with_its_weights[ddp-2]
 test_bad_step_policy.py::test_a_bad_step_might_as_well_not_have_been[rewind-2-fsdp2-more2]
-test_own_texts.py::test_a_language_model_goes_on_learning[ddp-2]
-test_going_on.py::test_final_holds_what_it_says[2-fsdp2]
+test_own_texts.py::test_a_language_model_continues_learning[ddp-2]
+test_going_on.py::test_final_holds_what_it_states[2-fsdp2]
 test_host_memory.py::test_models_made_in_turn_are_the_same_to_the_bit[ddp-3]
 test_image_classification.py::test_shares_of_classes_are_trained_on[ddp-2]
 test_ema.py::test_a_run_of_120_steps_has_the_closed_form_of_its_weights[50]
 test_odd_endings.py::test_whatever_is_raised_is_named[raise:CancelledError
-test_keys.py::test_settings_of_accelerate_are_rejected_or_said[options6
-test_first_hours.py::test_a_damaged_best_checkpoint_is_told_of_and_not_taken[fsdp2-2]
+test_keys.py::test_settings_of_accelerate_are_rejected_or_reported[options6
+test_first_hours.py::test_a_damaged_best_checkpoint_is_reported_and_not_taken[fsdp2-2]
 test_first_hours.py::test_what_generates[ddp-2]
 test_zoo.py::test_a_model_trains_the_same_weights_on_two_processes_or_is_rejected[WeightHook-fsdp2-False]
 test_zoo.py::test_a_model_trains_the_same_weights_on_two_processes_or_is_rejected[EverySixth-ddp-True]
 test_same_weights.py::test_same_weights_as_one_big_batch[2-4-ddp]
 test_same_weights.py::test_same_weights_as_one_big_batch[2-2-ddp]
 test_same_weights.py::test_same_weights_as_one_big_batch[2-1-fsdp2]
-test_keys.py::test_settings_of_accelerate_are_rejected_or_said[options3
+test_keys.py::test_settings_of_accelerate_are_rejected_or_reported[options3
 test_zoo.py::test_a_model_trains_the_same_weights_on_two_processes_or_is_rejected[TowerInside-ddp-True]
-test_own_bad.py::test_a_mixture_trains_and_tells_the_loss_of_each_source[fsdp2-2]
+test_own_bad.py::test_a_mixture_trains_and_logs_the_loss_of_each_source[fsdp2-2]
 test_seeded_samples.py::test_weights_are_those_of_seeding_always[numpy, from the middle on-2-ddp-2]
 test_examples.py::test_a_run_leaves_them_in_its_folder_and_in_tensorboard[fsdp2-2]
 test_same_bits.py::test_worlds_that_cannot_be_exact_are_rejected[3-ddp

@@ -33,7 +33,7 @@ def pictures(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("config", "ranks"), LAYOUTS)
-def test_the_figures_are_those_of_the_run(pictures, config, ranks):
+def test_the_metrics_are_those_of_the_run(pictures, config, ranks):
     printed = json.loads((pictures / "run" / "summary.json").read_text())
     for weights, names in (("raw", ""), ("ema", "ema/")):
         world = after(pictures, "evaluate", "run", "--weights", weights, "--json", config=config, ranks=ranks)
@@ -96,7 +96,7 @@ TASKS = {
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_every_task_says_something_of_every_row(tmp_path, task):
+def test_every_task_states_something_of_every_row(tmp_path, task):
     kind, more, right = TASKS[task]
     write(tmp_path / "data", kind, rows(60))
     words = ["digits", "--task", task, *SMALL, *more, "--task.data", "data", *COMMON, "--run.dir", "run"]
@@ -111,7 +111,7 @@ def test_every_task_says_something_of_every_row(tmp_path, task):
     after(tmp_path, "evaluate", "run", "--data", "data").ok()
 
 
-def test_a_task_of_ones_own_says_its_outputs(tmp_path):
+def test_a_task_of_ones_own_states_its_outputs(tmp_path):
     (tmp_path / "r.yaml").write_text("task: tiny.Normed\n")
     words = ["r.yaml", "--duration", "4", "--batch.size", "16", "--track", "none", "--run.dir", "run"]
     run(train, words, folder=tmp_path).ok()
@@ -140,8 +140,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_told(pictures, tmp_path, name):
-    words, says = BAD[name]
+def test_what_is_wrong_is_reported(pictures, tmp_path, name):
+    words, expected_text = BAD[name]
     for place in ("run", "data"):
         (tmp_path / place).symlink_to(pictures / place)
     (tmp_path / "others" / "zebra").mkdir(parents=True)
@@ -150,7 +150,7 @@ def test_what_is_wrong_is_told(pictures, tmp_path, name):
     there = sorted(tmp_path.iterdir())
     world = after(tmp_path, *words)
     assert world.codes == [2], world.output
-    assert says in world.output, world.output
+    assert expected_text in world.output, world.output
     assert sorted(tmp_path.iterdir()) == there
 
 

@@ -151,7 +151,7 @@ class Measured(Ragged):
 @pytest.mark.parametrize(
     ("ranks", "config", "micro"), [(1, "single", 8), (1, "single", 2), (2, "ddp", 2), (2, "fsdp2", 4)]
 )
-def test_figures_of_the_loss_are_logged_as_weighted_means(tmp_path, ranks, config, micro):
+def test_metrics_of_the_loss_are_logged_as_weighted_means(tmp_path, ranks, config, micro):
     (tmp_path / "r.yaml").write_text("task: {name: test_as_they_are.Measured}\n")
     typed = ["r.yaml", "--duration", "12", "--batch.size", "8", "--batch.micro", str(micro), "--track", "none"]
     typed += ["--log.every", "4", "--save.every", "3", "--save.keep", "9", "--run.dir", "a"]

@@ -123,11 +123,11 @@ def here(tmp_path) -> Path:
     return tmp_path
 
 
-def check(codes: list[int | None], output: str, says: list[str], here: Path, before: set[Path]) -> None:
+def check(codes: list[int | None], output: str, expected_text: list[str], here: Path, before: set[Path]) -> None:
     assert set(codes) == {2}, output
     messages = [line for line in output.splitlines() if line.startswith("oneloop: ")]
     assert len(messages) == 1, output
-    for words in says:
+    for words in expected_text:
         assert words in messages[0], f"{words!r} not in {messages[0]!r}"
     assert "Traceback" not in output, output
     left = {path for path in here.rglob("*") if "__pycache__" not in path.parts}
@@ -136,10 +136,10 @@ def check(codes: list[int | None], output: str, says: list[str], here: Path, bef
 
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_input_is_one_message_and_exit_code_2(here, kind):
-    words, says = BAD[kind]
+    words, expected_text = BAD[kind]
     before = set(here.rglob("*"))
     world = run(_with_path, str(here), words, folder=here)
-    check(world.codes, world.output, says, here, before)
+    check(world.codes, world.output, expected_text, here, before)
 
 
 def _with_path(here: str, words: list[str]) -> None:
@@ -148,7 +148,7 @@ def _with_path(here: str, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says", "config", "options"),
+    ("words", "expected_text", "config", "options"),
     [
         (["digits", "--batch.size", "1"], ["batch.size 1", "2 ranks", "nearest size: 2"], "ddp", []),
         (["digits", "--run.dir", "/proc/oneloop/run"], ["run.dir"], "ddp", []),
@@ -157,10 +157,10 @@ def _with_path(here: str, words: list[str]) -> None:
         (["digits"], ["fp16", "CPU", "bf16"], "ddp", ["--mixed_precision", "fp16"]),
     ],
 )
-def test_all_ranks_end_together(here, words, says, config, options):
+def test_all_ranks_end_together(here, words, expected_text, config, options):
     before = set(here.rglob("*"))
     world = run(train, words, ranks=2, config=config, options=options, folder=here)
-    check(world.codes, world.output, says, here, before)
+    check(world.codes, world.output, expected_text, here, before)
 
 
 def test_fp8_where_there_is_none(here):
@@ -170,7 +170,7 @@ def test_fp8_where_there_is_none(here):
 
 
 @pytest.mark.parametrize(
-    ("command", "words", "says"),
+    ("command", "words", "expected_text"),
     [
         ([sys.executable, "-m", "oneloop.train"], ["digits", "--batch.siez", "3"], ["batch.siez"]),
         pytest.param(
@@ -198,7 +198,7 @@ def test_fp8_where_there_is_none(here):
         ([sys.executable, "-m", "oneloop", "launch", "--config_file", "nowhere.yaml"], ["digits"], ["nowhere.yaml"]),
     ],
 )
-def test_the_commands_as_typed(here, command, words, says):
+def test_the_commands_as_typed(here, command, words, expected_text):
     before = set(here.rglob("*"))
     ended = subprocess.run([*command, *words], cwd=here, capture_output=True, text=True, timeout=120, check=False)
-    check([ended.returncode], ended.stdout + ended.stderr, says, here, before)
+    check([ended.returncode], ended.stdout + ended.stderr, expected_text, here, before)

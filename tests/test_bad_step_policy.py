@@ -274,7 +274,7 @@ def test_a_weightless_batch_is_named_by_its_step(tmp_path, recipe, policy):
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
-def test_the_profiler_is_told_the_steps_own_number(tmp_path, recipe, policy):
+def test_the_profiler_is_reported_the_steps_own_number(tmp_path, recipe, policy):
     words = [recipe, "--guard.nonfinite", policy, "--duration", "12", "--save.every", "5"]
     assert run(_numbers, words, folder=tmp_path).ok() == [list(range(1, 13))]
 

@@ -125,7 +125,7 @@ def marked(tokenizer: Any, values: Any) -> str:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_trained_is_what_the_assistant_says_and_the_end_of_its_turns(name):
+def test_what_is_trained_is_what_the_assistant_states_and_the_end_of_its_turns(name):
     family, tokenizer, chat = FAMILIES[name], tokenizer_of(name), chat_of(name)
     template = of_trl(family.training) if family.training else None
     assert family.known_by in chat.note

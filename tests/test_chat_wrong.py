@@ -26,7 +26,7 @@ class Bad(NamedTuple):
     """A function that returns the task's keys, and all parts of the message."""
 
     lay: Callable[[Path], dict[str, Any]]
-    says: tuple[str, ...]
+    expected_text: tuple[str, ...]
 
 
 def rows(*made: Any, **keys: Any) -> Callable[[Path], dict[str, Any]]:
@@ -155,7 +155,7 @@ BAD = {
         ),
         ("no special token ends the answer", "put it before {% endgeneration %}"),
     ),
-    "an assistant that says nothing": Bad(
+    "an assistant without an answer": Bad(
         chat(USER, {"role": "assistant", "content": ""}),
         ("train.jsonl, row 1: message 1: the assistant's answer is empty", "fill it, or remove the row"),
     ),
@@ -238,7 +238,7 @@ BAD = {
 TYPED = [
     "no chat template",
     "a template file that is not there",
-    "an assistant that says nothing",
+    "an assistant without an answer",
     "no such columns",
     "nothing to train",
     "a state space with packed documents",
@@ -246,24 +246,24 @@ TYPED = [
 
 
 @pytest.mark.parametrize("name", [name for name in BAD if name not in TYPED])
-def test_it_is_told(tmp_path, name):
+def test_it_is_reported(tmp_path, name):
     given = BAD[name].lay(tmp_path)
     with pytest.raises(ValueError) as raised:
         SFT(**given).model()
     message = str(raised.value)
-    assert all(word in message for word in BAD[name].says), message
+    assert all(word in message for word in BAD[name].expected_text), message
     assert "\n" not in message and len(message) < 700
 
 
 @pytest.mark.parametrize("name", TYPED)
-def test_it_is_told_at_the_command_line(tmp_path, name):
+def test_it_is_reported_at_the_command_line(tmp_path, name):
     given = BAD[name].lay(tmp_path)
     words = ["digits", "--task", "sft", "--duration", "2", "--batch.size", "2", "--track", "none", "--run.dir", "run"]
     for key, value in given.items():
         words += [f"--task.{key}", str(value)]
     before = sorted(tmp_path.iterdir())
     world = run(train, words, folder=tmp_path)
-    assert world.codes == [2] and all(word in world.output for word in BAD[name].says), world.output
+    assert world.codes == [2] and all(word in world.output for word in BAD[name].expected_text), world.output
     assert "Traceback" not in world.output and len(world.output.splitlines()) <= 4, world.output
     assert sorted(tmp_path.iterdir()) == before
 
@@ -307,15 +307,15 @@ MORE = {
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_what_is_not_told_yet(tmp_path, name):
-    lay, says = MORE[name]
-    with pytest.raises(ValueError, match=says):
+def test_what_is_not_reported_yet(tmp_path, name):
+    lay, expected_text = MORE[name]
+    with pytest.raises(ValueError, match=expected_text):
         SFT(**lay(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["llama 3", "phi 3"])
 @pytest.mark.parametrize("key", ["tool_calls", "reasoning_content"])
-def test_what_a_template_does_not_write_is_told(name, key):
+def test_what_a_template_does_not_write_is_reported(name, key):
     from oneloop.tasks.language.chat import Chat
 
     call = [{"type": "function", "function": {"name": "look", "arguments": {"n": 1}}}]

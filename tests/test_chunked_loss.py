@@ -285,7 +285,7 @@ def test_half_models_are_taken_and_their_modes_kept():
         assert losses.total.dtype == torch.float32 and losses.total.isfinite()
 
 
-def test_a_model_on_the_meta_device_is_taken_as_its_config_says():
+def test_a_model_on_the_meta_device_is_taken_as_its_config_states():
     from transformers import CohereConfig, CohereForCausalLM
 
     with torch.device("meta"):

@@ -73,14 +73,14 @@ def test_export_gives_what_transformers_loads(gpt, capsys):
     assert not all(torch.equal(final[name], one) for name, one in load_file(to / "model.safetensors").items())
     assert main(["export", str(gpt), "--to", str(to), "--checkpoint=best"]) == 0
     capsys.readouterr()
-    for words, says in (
+    for words, expected_text in (
         (["--checkpoint", "5"], "steps: 4, 8, 12"),
         (["--checkpoint", "x"], "not found"),
         (["--weights", "ema"], "no EMA 'ema'; it has none"),
         (["--too"], "unrecognized arguments: --too"),
     ):
         assert main(["export", str(gpt), "--to", str(to), *words]) == 2
-        assert says in capsys.readouterr().err
+        assert expected_text in capsys.readouterr().err
     assert main(["export", str(gpt)]) == 2
     (Store(gpt / "checkpoints").sealed()[-1] / "state.json").write_text("")
     newest = ["export", str(gpt), "--to", str(to), "--checkpoint", "newest"]

@@ -50,7 +50,7 @@ DEFAULT = {("single", 1), ("single", 2), ("ddp", 0), ("fsdp2", 4), ("ddp", 5), (
 
 
 @pytest.mark.parametrize(
-    ("config", "ranks", "rank", "fault", "where", "says"),
+    ("config", "ranks", "rank", "fault", "where", "expected_text"),
     [
         pytest.param(
             config,
@@ -65,13 +65,13 @@ DEFAULT = {("single", 1), ("single", 2), ("ddp", 0), ("fsdp2", 4), ("ddp", 5), (
     ],
 )
 @TWENTY
-def test_a_death_is_named_and_all_go(folder, config, ranks, rank, fault, where, says, repeat):
+def test_a_death_is_named_and_all_go(folder, config, ranks, rank, fault, where, expected_text, repeat):
     words = ["--task.fault", fault, "--task.where", where, "--task.rank", str(rank), "--task.at", "170"]
     words += ["--task.once", str(folder / "once")]
     world = faulty(folder, *words, config=config, ranks=ranks)
     assert world.codes == [1] * ranks, world.output
     ended = summary(folder)
-    assert ended["exit_code"] == 1 and says in ended["exit_reason"], ended
+    assert ended["exit_code"] == 1 and expected_text in ended["exit_reason"], ended
     assert ranks == 1 or f"rank {rank}" in ended["exit_reason"]
     if fault.startswith("raise"):
         assert world.output.count("Traceback (most recent call last)") in (1, 2)  # of the cause, and its consequence
@@ -170,7 +170,7 @@ DEFAULT_HANGS = {("ddp", 0), ("single", 1), ("fsdp2", 2)}
     ],
 )
 @TWENTY
-def test_who_stands_still_is_named_and_all_go(folder, config, ranks, fault, where, repeat):
+def test_who_hangs_is_named_and_all_go(folder, config, ranks, fault, where, repeat):
     rank = ranks - 1
     words = ["--task.fault", fault, "--task.where", where, "--task.rank", str(rank), "--task.at", "170"]
     words += ["--machine.patience", "0.3", "--task.once", str(folder / "once")]
@@ -186,7 +186,7 @@ def test_who_stands_still_is_named_and_all_go(folder, config, ranks, fault, wher
     resumes(folder, *words, config=config, ranks=ranks)
 
 
-def test_a_hang_before_the_first_checkpoint_begins_anew(folder):
+def test_a_hang_before_the_first_checkpoint_starts_over(folder):
     words = ["--task.fault", "loop", "--task.at", "40", "--task.once", str(folder / "once"), "--save.every", "1000"]
     world = faulty(folder, *words, "--machine.patience", "0.3")
     assert world.codes == [1] and (folder / "run" / "stacks").exists(), world.output
@@ -194,7 +194,7 @@ def test_a_hang_before_the_first_checkpoint_begins_anew(folder):
     assert summary(folder)["exit_reason"] == "done"
 
 
-def test_a_worker_that_stands_still_shows_its_stack(folder):
+def test_a_worker_that_hangs_shows_its_stack(folder):
     words = ["--machine.workers", "1", "--task.fault", "loop", "--task.where", "sample", "--task.at", "100"]
     world = faulty(folder, *words, "--machine.patience", "0.3")
     assert world.codes == [1], world.output
@@ -337,7 +337,7 @@ def test_another_folder_on_each_rank_is_rejected(folder):
 
 
 @pytest.mark.parametrize(
-    ("fault", "says"),
+    ("fault", "expected_text"),
     [
         ("shorter", "the train set has 64 samples on rank 0 and 60 on rank 1"),
         ("other", "the train set holds other samples on rank 0"),
@@ -345,9 +345,9 @@ def test_another_folder_on_each_rank_is_rejected(folder):
     ],
 )
 @pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
-def test_ranks_that_see_other_things_are_rejected(folder, config, fault, says):
+def test_ranks_that_see_other_things_are_rejected(folder, config, fault, expected_text):
     world = faulty(folder, "--task.unlike", fault, config=config, ranks=2)
-    assert world.codes == [2, 2] and says in world.output, world.output
+    assert world.codes == [2, 2] and expected_text in world.output, world.output
     assert not (folder / "run").exists()
 
 

@@ -82,7 +82,7 @@ def test_a_model_writes_the_same_on_every_split():
         assert run(written, ranks=2, config=config).ok() == [alone, alone]
 
 
-def test_a_model_goes_on_from_half_of_the_text():
+def test_a_model_continues_from_half_of_the_text():
     task = CausalLM(data=str(ROOT / "src/oneloop"), layers=1, width=16, heads=2, block=32)
     samples = [task.eval_sets()["validation"][0], task.eval_sets()["validation"][1][:9]]
     batch = task.collate(samples)
@@ -267,7 +267,7 @@ def test_a_model_gone_bad_still_writes():
     assert found["loss"] != found["loss"] and len(examples.samples) == 16
 
 
-def test_a_matrix_is_no_figure_to_go_by(tmp_path):
+def test_a_matrix_is_no_metric_for_a_decision(tmp_path):
     assert directions(ImageClassification()) == {"loss": False, "accuracy": True, "macro_f1": True, "matthews": True}
 
 

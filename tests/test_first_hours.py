@@ -140,7 +140,7 @@ def test_a_loss_that_changes_along_the_run_is_the_same_for_any_split(folder):
     assert metrics["eval/loss"] == pytest.approx(ended["eval/loss"], rel=1e-5)  # at the end of the run, beta is 1
 
 
-def test_it_goes_on_where_it_was_and_not_on_a_longer_run(folder):
+def test_it_continues_where_it_was_and_not_on_a_longer_run(folder):
     words = ["mine.py:Annealed", *COMMON, "--save.every", "5", "--save.keep", "9", "--run.dir", "run"]
     run(train, words, folder=folder).ok()
     whole = load_file(folder / "run" / "final" / "model.safetensors")
@@ -153,7 +153,7 @@ def test_it_goes_on_where_it_was_and_not_on_a_longer_run(folder):
     assert rejected.codes == [2] and "along which the loss changes: 20 -> 40" in rejected.output
 
 
-def test_a_model_that_is_not_called_is_told_of_where_it_is_wrapped(folder):
+def test_a_model_that_is_not_called_is_reported_where_it_is_wrapped(folder):
     run(train, ["mine.py:Inside", *COMMON, "--run.dir", "one"], folder=folder).ok()
     rejected = run(train, ["mine.py:Inside", *COMMON, "--run.dir", "two"], ranks=2, config="ddp", folder=folder)
     assert rejected.codes == [2, 2] and "has no 'decoder': call model(...)" in rejected.output
@@ -183,7 +183,7 @@ def test_columns_may_be_tensors_and_texts(folder):
     assert rejected.codes == [2] and "Columns.predicted returned a float as 'one' for 16 samples" in rejected.output
 
 
-def test_the_figures_are_those_of_the_weights_in_final(folder):
+def test_the_metrics_are_those_of_the_weights_in_final(folder):
     """With save.final best, the table, the summary, the examples and export belong to the weights in final/."""
     words = ["mine.py:Constant", *COMMON, "--eval.every", "5", "--save.final", "best", "--save.every", "0"]
     world = run(train, [*words, "--run.dir", "run"], folder=folder)
@@ -226,7 +226,7 @@ def test_what_is_judged():
     assert "✓ 3" in _verdict({"prediction": "3", "target": "3", "index": 1})
 
 
-def test_names_with_a_slash_and_large_figures():
+def test_names_with_a_slash_and_large_metrics():
     from rich.console import Console
 
     metrics = {"train/loss": 1.0, "eval/iou/sky": 0.5, "ema/eval/iou/sky": 0.75, "eval/mae": 50491.26, "samples": 3}
@@ -243,7 +243,7 @@ def test_names_with_a_slash_and_large_figures():
 
 
 @pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("fsdp2", 2)])
-def test_a_damaged_best_checkpoint_is_told_of_and_not_taken(folder, config, ranks):
+def test_a_damaged_best_checkpoint_is_reported_and_not_taken(folder, config, ranks):
     words = ["mine.py:Constant", *COMMON, "--eval.every", "5", "--save.final", "best", "--save.every", "5"]
     words += ["--save.keep", "9", "--run.dir", "run"]
     how = {"ranks": ranks, "config": config, "folder": folder}
@@ -262,7 +262,7 @@ def test_a_damaged_best_checkpoint_is_told_of_and_not_taken(folder, config, rank
     assert ended["final"] == {"weights": "last", "step": 20, "end": 20}
 
 
-def test_a_best_of_another_folder_is_told_of(folder):
+def test_a_best_of_another_folder_is_reported(folder):
     words = ["mine.py:Constant", *COMMON, "--eval.every", "5", "--save.final", "best", "--save.keep", "9"]
     run(train, [*words, "--save.every", "5", "--run.dir", "one"], folder=folder).ok()
     resume = ["--run.dir", "two", "--run.resume", "one/checkpoints/step-00000010"]
@@ -291,10 +291,10 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_files(folder, case):
-    members, says = WRONG[case]
+    members, expected_text = WRONG[case]
     (folder / "wrong.py").write_text(f"import mine\n\nclass Wrong(mine.Annealed):\n{members}")
     rejected = run(train, ["wrong.py:Wrong", *COMMON, "--run.dir", "run"], folder=folder)
-    assert rejected.codes == [2] and says in rejected.output and not (folder / "run").exists()
+    assert rejected.codes == [2] and expected_text in rejected.output and not (folder / "run").exists()
 
 
 def _again_in_a_notebook() -> None:
@@ -349,7 +349,7 @@ def test_a_script_without_a_guard_is_not_trained_by_evaluate(folder):
     assert "oneloop launch --config_file single" in repeat and "script.py:Annealed --duration 3" in repeat
 
 
-def test_a_changed_file_is_told_of_when_its_run_has_ended(folder):
+def test_a_changed_file_is_reported_when_its_run_has_ended(folder):
     words = ["mine.py:Annealed", *COMMON, "--run.dir", "run"]
     run(train, words, folder=folder).ok()
     (folder / "mine.py").write_text(TASK + "# more\n")

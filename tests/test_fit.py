@@ -304,7 +304,7 @@ if __name__ == "__main__":
 
 
 def test_a_class_of_the_script_that_runs_is_found_again(tmp_path):
-    """The class is found by the script's file. A notebook's class cannot be found again; the error says so."""
+    """The class is found by the script's file. A notebook's class cannot be found again; the error reports it."""
     (tmp_path / "script.py").write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "3", done.stderr

@@ -118,13 +118,13 @@ COMMON = [
 
 
 @pytest.mark.parametrize(
-    ("words", "phase", "calls", "before", "says"),
+    ("words", "phase", "calls", "before", "expected_text"),
     [
         (["--task", "test_flops.SlowToLoad"], "share/data", 8, 4, "the device waits for data"),
         (["--optimizer.name", "test_flops.SlowSGD"], "share/update", 1, 0, "goes into the optimizer's update"),
     ],
 )
-def test_what_is_slow_is_named_with_its_share(tmp_path, words, phase, calls, before, says):
+def test_what_is_slow_is_named_with_its_share(tmp_path, words, phase, calls, before, expected_text):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
     taken = run(spent, ["r.yaml", *words, *COMMON], folder=tmp_path).ok()[0][before:]
     for number, line in enumerate(lines(tmp_path / "a")[:3]):
@@ -134,7 +134,7 @@ def test_what_is_slow_is_named_with_its_share(tmp_path, words, phase, calls, bef
             seconds = 160 / line["train/samples_per_second"]
             assert abs(line[phase] - sum(taken[20 * calls * number : 20 * calls * (number + 1)]) / seconds) < 0.05
     sentence = json.loads((tmp_path / "a" / "summary.json").read_text())["time"]
-    assert says in sentence and ": " not in sentence  # too short a run for advice
+    assert expected_text in sentence and ": " not in sentence  # too short a run for advice
 
 
 def test_a_slow_start_is_no_wait_for_data(tmp_path):
@@ -251,7 +251,7 @@ def test_tokens_per_second_by_hand(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shares", "workers", "says"),
+    ("shares", "workers", "expected_text"),
     [
         (
             {"share/data": 0.31, "share/compute": 0.6},
@@ -268,8 +268,8 @@ def test_tokens_per_second_by_hand(tmp_path):
         ({"share/data": 0.9}, 8, "all cores load already"),
     ],
 )
-def test_what_the_shares_mean(shares, workers, says):
-    assert says in diagnosis(shares, workers=workers, cores=8, eval_every=100, save_every=50)
+def test_what_the_shares_mean(shares, workers, expected_text):
+    assert expected_text in diagnosis(shares, workers=workers, cores=8, eval_every=100, save_every=50)
 
 
 @dataclass
@@ -365,7 +365,7 @@ class FullDisk:
 
 
 @pytest.mark.parametrize(
-    ("how", "track", "says"),
+    ("how", "track", "expected_text"),
     [
         (
             Raising(start=False),
@@ -380,10 +380,10 @@ class FullDisk:
         (FullDisk(), "none", "metrics.jsonl cannot be written (OSError"),
     ],
 )
-def test_trouble_with_what_is_written_is_told_once(tmp_path, how, track, says):
+def test_an_error_of_what_is_written_is_reported_once(tmp_path, how, track, expected_text):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
     world = run(how, ["r.yaml", *COMMON[:-4], "--track", track, "--run.dir", "a", "--log.every", "10"], folder=tmp_path)
     world.ok()
-    assert world.output.count(says) == world.output.count("cannot be written") == 1
+    assert world.output.count(expected_text) == world.output.count("cannot be written") == 1
     assert json.loads((tmp_path / "a" / "summary.json").read_text())["step"] == 60
     assert all(isinstance(line, dict) for line in lines(tmp_path / "a"))  # no truncated line

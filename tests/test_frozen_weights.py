@@ -78,7 +78,7 @@ def test_each_flipped_bit_and_a_missing_file_are_found(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("config", "ranks"), LAYOUTS)
-def test_what_is_damaged_is_made_anew_or_rejected(tmp_path, config, ranks):
+def test_what_is_damaged_is_rebuilt_or_rejected(tmp_path, config, ranks):
     save_file({**Normed().model().state_dict()}, tmp_path / "mine.safetensors")
     words = ["--init.from", str(tmp_path / "mine.safetensors")]
     trained(tmp_path, *words, config=config, ranks=ranks).ok()
@@ -159,9 +159,12 @@ def test_parts_of_other_weights_are_left_out(tmp_path):
     assert "init.leave_out: 2 tensors keep the task's initial values" in world.output
     last = load_file(tmp_path / "run" / "final" / "model.safetensors")
     assert all(torch.equal(last[name], other[name]) for name in FROZEN)
-    for given, says in (('["heads"]', "'heads' matches no parameter of the model"), ("[]", "is of another model")):
+    for given, expected_text in (
+        ('["heads"]', "'heads' matches no parameter of the model"),
+        ("[]", "is of another model"),
+    ):
         world = trained(tmp_path, *words, given, "--run.dir", "none")
-        assert world.codes == [2] and says in world.output
+        assert world.codes == [2] and expected_text in world.output
     world = trained(tmp_path, "--init.leave_out", '["head"]', "--run.dir", "none")
     assert world.codes == [2] and "has no effect with init.from null" in world.output
 

@@ -27,23 +27,23 @@ from worlds import here, run, train
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_resume_rejects_what_has_changed(tmp_path, name):
-    members, options, says = CHANGES[name]
+    members, options, expected_text = CHANGES[name]
     lay(tmp_path)
     run(here, WORDS, folder=tmp_path).ok()
     unfinished(tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     lay(tmp_path, members)
     rejected = run(here, WORDS, options=options, folder=tmp_path)
-    assert rejected.codes == [2] and says in rejected.output, rejected.output
+    assert rejected.codes == [2] and expected_text in rejected.output, rejected.output
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert {path.name for path in before.keys() ^ after.keys()} <= {".lock"}
     assert all(after[path] == content for path, content in before.items())
     if name != "a frozen layer":  # has a different optimizer state
         accepted = run(here, [*WORDS, "--run.accept_changes", "true"], options=options, folder=tmp_path)
-        assert accepted.codes == [0] and f"accepted: {says}" in accepted.output, accepted.output
+        assert accepted.codes == [0] and f"accepted: {expected_text}" in accepted.output, accepted.output
 
 
-def test_another_type_of_weights_is_rejected_and_changed_source_is_told(tmp_path):
+def test_another_type_of_weights_is_rejected_and_changed_source_is_reported(tmp_path):
     lay(tmp_path)
     run(here, WORDS, folder=tmp_path).ok()
     unfinished(tmp_path / "run")
@@ -96,7 +96,7 @@ def whole(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("kind", DAMAGE)
 @pytest.mark.parametrize("name", ["recipe.yaml", "metrics.jsonl", "examples.json"])
-def test_damaged_books_are_told_and_the_run_goes_on(tmp_path, whole, name, kind):
+def test_damaged_books_are_reported_and_the_run_continues(tmp_path, whole, name, kind):
     shutil.copytree(whole / "cut", tmp_path / "run")
     file = tmp_path / "run" / name
     file.write_bytes(DAMAGE[kind](file.read_bytes()))
@@ -255,15 +255,15 @@ def without_rows(path: Path, manifest: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "expected_text"),
     [(relabelled, "is I32 in rank-00000.safetensors, and F32"), (without_rows, "is not whole: 0 of")],
 )
-def test_forged_files_are_rejected(tmp_path, whole, change, says):
+def test_forged_files_are_rejected(tmp_path, whole, change, expected_text):
     shutil.copytree(whole / "cut", tmp_path / "run")
     newest = Store(tmp_path / "run" / "checkpoints").sealed()[-1]
     assert problems(newest) == []
     forged(newest, change)
-    assert any(says in wrong for wrong in problems(newest)), problems(newest)
+    assert any(expected_text in wrong for wrong in problems(newest)), problems(newest)
 
 
 def test_another_steps_name_and_links_are_rejected(tmp_path, whole):
@@ -295,7 +295,7 @@ OVER_FITTED = """    def eval_sets(self):  # the fit to the sine is best early o
 
 
 @pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
-def test_final_holds_what_it_says(tmp_path, ranks, config):
+def test_final_holds_what_it_states(tmp_path, ranks, config):
     os.umask(0o022)
     lay(tmp_path, OVER_FITTED)
     words = [*WORDS, "--eval.every", "1", "--optimizer.lr", "0.05", "--ema.half_life", "16"]
@@ -335,7 +335,7 @@ def in_order(words: list[str]) -> None:
     here(words)
 
 
-def test_metrics_are_on_the_disk_before_a_checkpoint_that_tells_of_them(tmp_path):
+def test_metrics_are_on_the_disk_before_a_checkpoint_that_refers_to_them(tmp_path):
     lay(tmp_path)
     world = run(in_order, [*WORDS, "--save.sync", "true"], folder=tmp_path)
     world.ok()
@@ -417,7 +417,7 @@ def test_odd_manifests_are_problems(tmp_path, whole, change):
 
 
 @pytest.mark.slow
-def test_an_unchanged_run_goes_on_whatever_its_repr_and_its_samples(tmp_path):
+def test_an_unchanged_run_continues_whatever_its_repr_and_its_samples(tmp_path):
     lay(
         tmp_path,
         "    def model(self):\n        model = super().model()\n"
@@ -479,13 +479,13 @@ def on_a_disk(folder: Path, options: str, fill: str = "true") -> subprocess.Comp
     return ended
 
 
-def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path):
+def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(tmp_path):
     ended = on_a_disk(tmp_path, "size=256k", "dd if=/dev/zero of=disk/full bs=1k count=240 2>/dev/null")
     assert ended.stdout.split()[-3:] == ["code", "2", "full"], ended.stdout + ended.stderr
     assert "the run needs about" in ended.stderr and "are free there" in ended.stderr
 
 
-def test_a_disk_that_cannot_be_written_is_told(tmp_path):
+def test_a_disk_that_cannot_be_written_is_reported(tmp_path):
     ended = on_a_disk(tmp_path, "ro,size=64m")
     assert ended.stdout.split()[-2:] == ["code", "2"] and "Read-only file system" in ended.stderr
 
@@ -508,7 +508,7 @@ def test_a_run_folder_runs_no_program(tmp_path, whole, capsys):
         assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
 
 
-def test_only_export_imports_what_a_recipe_names_and_says_so(tmp_path):
+def test_only_export_imports_what_a_recipe_names_and_reports_it(tmp_path):
     lay(tmp_path)
     run(here, WORDS, folder=tmp_path).ok()
     with (tmp_path / "mine.py").open("a") as file:

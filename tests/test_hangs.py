@@ -35,11 +35,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(("statuses", "expected"), CASES)
-def test_who_stands_still(statuses, expected):
+def test_who_hangs(statuses, expected):
     assert [one.rank for one in hung_ranks(statuses)] == expected
 
 
-def test_what_is_said():
+def test_what_is_reported():
     assert describe_hang(status(1, median=0.5)) == (
         "rank 1 hangs in training for 11 s (median step: 0.5 s): it is at task.py:3 in loss"
     )

@@ -149,7 +149,7 @@ def test_models_made_in_turn_leave_nothing_of_them_in_memory():
 
 
 @pytest.mark.slow
-def test_what_many_processes_need_is_said(tmp_path):
+def test_what_many_processes_need_is_reported(tmp_path):
     (tmp_path / "r.yaml").write_text("task: test_host_memory.Many\n")
     words = ["r.yaml", "--debug.dry_run", "true", "--batch.size", "8", "--track", "none", "--run.dir", "run"]
     world = run(train, words, ranks=2, config="fsdp2", folder=tmp_path, variables={"ROWS": "32000"}, timeout=300)

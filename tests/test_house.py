@@ -108,7 +108,7 @@ def test_tasks_import_their_libraries_when_they_use_them():
         assert named - set(sys.stdlib_module_names) <= AT_THE_TOP_OF_TASKS, file
 
 
-def test_every_room_says_what_is_in_it():
+def test_every_room_states_what_is_in_it():
     for room in {file.parent for file in files(PACKAGE)}:
         assert ast.get_docstring(ast.parse((room / "__init__.py").read_text())), room
     assert len(list(PACKAGE.glob("*.py"))) <= 10

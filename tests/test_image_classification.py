@@ -77,7 +77,7 @@ class Flat:
         return torch.full((1, 12, 12), float(index)), index % self.classes
 
 
-def test_mixup_is_what_its_paper_says_and_a_function_of_the_place():
+def test_mixup_is_what_its_paper_states_and_a_function_of_the_place():
     mixed = SeededSamples(Blended(Flat(50), 50, mixup=0.4, cutmix=0.0), seed=3)
     for index in range(50):
         (_, (image, label)), (_, (again, label_again)) = mixed[2, index], mixed[2, index]
@@ -228,10 +228,10 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_told(tmp_path, name):
-    spoil, options, says = BAD[name]
+def test_what_is_wrong_is_reported(tmp_path, name):
+    spoil, options, expected_text = BAD[name]
     shares(tmp_path / "data", spoil=spoil)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected_text):
         ImageClassification(str(tmp_path / "data"), image_size=8, **options)
 
 

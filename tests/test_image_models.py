@@ -131,13 +131,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_models_that_are_none_are_told(tmp_path, name):
-    (model, *pretrained), says = BAD[name]
+def test_models_that_are_none_are_reported(tmp_path, name):
+    (model, *pretrained), expected_text = BAD[name]
     torch.save({}, tmp_path / "weights.pth")
     save_file({"a": torch.zeros(2)}, tmp_path / "other.safetensors")
     places = {"PICKLE": tmp_path / "weights.pth", "OTHER": tmp_path / "other.safetensors", "NOWHERE": tmp_path}
     given = [str(places[one]) if isinstance(one, str) else one for one in pretrained]
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected_text):
         image_model(model, list("abc"), pretrained=given[0] if given else None)
 
 

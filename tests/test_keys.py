@@ -201,7 +201,7 @@ def test_the_table_holds_every_key_of_the_packaged_accelerate_configs():
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "expected_text"),
     [
         (["--fsdp_version", "1"], "fsdp_version 1 is not supported"),
         (["--fsdp_offload_params", "true"], "fsdp_offload_params true is not supported"),
@@ -212,13 +212,16 @@ def test_the_table_holds_every_key_of_the_packaged_accelerate_configs():
         ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "tensor, context or sequence"),
     ],
 )
-def test_settings_of_accelerate_are_rejected_or_said(tmp_path, options, says):
+def test_settings_of_accelerate_are_rejected_or_reported(tmp_path, options, expected_text):
     how = {"variables": options} if isinstance(options, dict) else {"options": options}
     world = run(train, ["digits", *SHORT], ranks=2, config="fsdp2", folder=tmp_path, **how)
-    assert world.codes == ([2, 2] if "=" not in says and says else [0, 0]) and says in world.output, world.output
+    assert (
+        world.codes == ([2, 2] if "=" not in expected_text and expected_text else [0, 0])
+        and expected_text in world.output
+    ), world.output
 
 
-def test_the_page_of_all_keys_is_what_the_schema_says():
+def test_the_page_of_all_keys_is_what_the_schema_states():
     import runpy
 
     page = runpy.run_path(str(ROOT / "docs" / "reference" / "make_keys.py"))

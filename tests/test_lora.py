@@ -23,13 +23,13 @@ from silent_cases import unfinished
 from worlds import after
 
 
-def on_each(layouts, folder: Path, words: list[str], says: str = "") -> dict[str, dict[str, torch.Tensor]]:
+def on_each(layouts, folder: Path, words: list[str], expected_text: str = "") -> dict[str, dict[str, torch.Tensor]]:
     """Train adapters with these options on each layout, each in its own folder, and return them."""
     for config, ranks in layouts:
         (folder / config).mkdir()
         world = of_words(folder / config, *words, config=config, ranks=ranks)
         world.ok()
-        assert says in world.output
+        assert expected_text in world.output
     return {config: adapters_of(folder / config) for config, _ in layouts}
 
 
@@ -206,7 +206,7 @@ def test_a_base_in_four_bits(base, tmp_path, splits):
 @pytest.mark.parametrize(
     ("config", "ranks"), [SPLITS[0], *(pytest.param(*split, marks=pytest.mark.slow) for split in SPLITS[1:])]
 )
-def test_figures_afterwards_are_those_of_the_run(base, tmp_path, config, ranks):
+def test_metrics_afterwards_are_those_of_the_run(base, tmp_path, config, ranks):
     words = ["--task.model", str(base), "--task.lora.rank", "4", "--duration", "4", "--task.lora.quantize", "fp4"]
     of_words(tmp_path, *words, config=config, ranks=ranks).ok()
     printed = json.loads((tmp_path / "run" / "summary.json").read_text())["eval/loss"]
@@ -287,12 +287,12 @@ def places(base, tmp_path_factory) -> dict[str, str]:
     return {name: str(place) for name, place in made.items()}
 
 
-@pytest.mark.parametrize(("words", "says"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
-def test_wrong_inputs_are_told(base, places, tmp_path, words, says):
+@pytest.mark.parametrize(("words", "expected_text"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
+def test_wrong_inputs_are_reported(base, places, tmp_path, words, expected_text):
     given = [places.get(word, word) for word in words]
     world = of_words(tmp_path, "--task.model", str(base), *given)
     assert world.codes == [2], world.output
-    assert says in world.output and "Traceback" not in world.output, world.output
+    assert expected_text in world.output and "Traceback" not in world.output, world.output
     assert not (tmp_path / "run").exists()
 
 

@@ -73,18 +73,18 @@ OTHER = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "says"), OTHER, ids=[str(changed) for changed, _ in OTHER])
-def test_adapters_of_other_kinds_are_rejected(trained, tmp_path, changed, says):
+@pytest.mark.parametrize(("changed", "expected_text"), OTHER, ids=[str(changed) for changed, _ in OTHER])
+def test_adapters_of_other_kinds_are_rejected(trained, tmp_path, changed, expected_text):
     folder = shutil.copytree(trained / "final", tmp_path / "given")
     file = folder / "adapter_config.json"
     assert adapters(str(folder), {}, pretrained=True).settings.alpha == 8
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
     with pytest.raises(ValueError) as rejected:
         adapters(str(folder), {}, pretrained=True)
-    assert f"task.model {str(folder)!r}" in str(rejected.value) and says in str(rejected.value)
+    assert f"task.model {str(folder)!r}" in str(rejected.value) and expected_text in str(rejected.value)
 
 
-def test_adapters_that_are_damaged_are_told(trained, tmp_path):
+def test_adapters_that_are_damaged_are_reported(trained, tmp_path):
     folder = shutil.copytree(trained / "final", tmp_path / "given")
     (folder / "adapter_model.safetensors").write_bytes((folder / "adapter_model.safetensors").read_bytes()[:100])
     with pytest.raises(ValueError, match="its adapters cannot be read"):
@@ -197,7 +197,7 @@ def test_matrices_that_training_does_not_round_are_not_rounded_afterwards():
         (torch.bfloat16, []),
     ],
 )
-def test_figures_afterwards_on_a_model_in_half(tmp_path, dtype, more):
+def test_metrics_afterwards_on_a_model_in_half(tmp_path, dtype, more):
     own = a_base(tmp_path / "half", dtype=dtype)
     of_words(tmp_path, "--task.model", str(own), "--duration", "4", *more).ok()
     printed = json.loads((tmp_path / "run" / "summary.json").read_text())["eval/loss"]

@@ -111,7 +111,7 @@ def test_nothing_fits_and_a_bug_is_not_a_lack_of_memory(tmp_path):
     )
 
 
-def test_out_of_memory_in_a_run_says_what_to_change(tmp_path):
+def test_out_of_memory_in_a_run_states_what_to_change(tmp_path):
     (tmp_path / "r.yaml").write_text("task: {name: test_micro_batch.Heavy, fits: 4}\n")
     world = run(heavy, ["r.yaml", *WORDS, "--batch.micro", "8", "--run.dir", "a"], folder=tmp_path)
     assert world.codes == [1]

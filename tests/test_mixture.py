@@ -73,7 +73,7 @@ def test_sets_with_an_order_of_their_own_keep_it():
 
 
 @pytest.mark.parametrize(
-    ("weights", "says"),
+    ("weights", "expected_text"),
     [
         ((-0.1, 1, 1), "the weights of a mixture are -0.1, 1, 1; expected numbers above 0"),
         ((0, 0, 0), "the weights of a mixture are 0, 0, 0"),
@@ -81,8 +81,8 @@ def test_sets_with_an_order_of_their_own_keep_it():
         ((0.123456789, 1, 1), "round them to four digits"),
     ],
 )
-def test_weights_that_say_nothing_are_rejected(weights, says):
-    with pytest.raises(ValueError, match=says):
+def test_weights_that_say_nothing_are_rejected(weights, expected_text):
+    with pytest.raises(ValueError, match=expected_text):
         mixture(weights)
 
 

@@ -91,7 +91,7 @@ def test_the_known_value(ranks, config, accumulate, ragged, each_batch, scaled):
         assert abs(found / expected - 1) < 0.1
 
 
-def test_a_run_logs_it_says_it_and_keeps_it(tmp_path):
+def test_a_run_logs_it_prints_it_and_keeps_it(tmp_path):
     words = [
         "digits",
         "--task.augment",
@@ -191,7 +191,7 @@ def test_measuring_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "batch", "says"),
+    ("value", "batch", "expected_text"),
     [
         (900.0, 64, "critical batch about 900; you use 64: up to 14x larger"),
         (64.0, 64, "about right"),
@@ -199,8 +199,8 @@ def test_measuring_changes_nothing(tmp_path):
         (None, 64, "n/a"),
     ],
 )
-def test_what_it_means(value, batch, says):
-    assert says in meaning(value, batch)
+def test_what_it_means(value, batch, expected_text):
+    assert expected_text in meaning(value, batch)
 
 
 @pytest.mark.slow

@@ -19,14 +19,14 @@ def laid(folder: Path, case: Case) -> set[Path]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_it_is_told_and_nothing_is_written(tmp_path, name):
+def test_it_is_reported_and_nothing_is_written(tmp_path, name):
     case = ALL[name]
     before = laid(tmp_path, case)
     world = run(here, words(case), ranks=case.ranks, config=case.config, folder=tmp_path)
     alone = "FSDP2" in name and "one rank alone" in name  # the other rank waits until the launcher ends it
     assert set(world.codes) == {case.code} or (alone and world.codes[1] == case.code), world.output
     errors = [line for line in world.output.splitlines() if line.startswith("oneloop: ")]
-    for part in case.says:
+    for part in case.expected_text:
         assert part in ("\n".join(errors) if case.code else world.output), world.output
     if case.code:
         assert len(errors) == 1 and ("Traceback" not in world.output or alone), world.output

@@ -38,17 +38,17 @@ def until(true, seconds: float = 90.0) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "says"),
+    ("fault", "expected_text"),
     [
         ("raise:CancelledError", "CancelledError: the fault"),
         ("raise:KeyboardInterrupt", "KeyboardInterrupt: the fault"),
         ("raise:Unspeakable", "Unspeakable: (its message cannot be printed: ValueError)"),
     ],
 )
-def test_whatever_is_raised_is_named(folder, fault, says):
+def test_whatever_is_raised_is_named(folder, fault, expected_text):
     world = faulty(folder, "--task.fault", fault, "--task.rank", "1", "--task.at", "100", config="ddp", ranks=2)
     assert world.codes == [1, 1]
-    assert summary(folder)["exit_reason"] == f"error: rank 1: {says}", world.output
+    assert summary(folder)["exit_reason"] == f"error: rank 1: {expected_text}", world.output
 
 
 @pytest.mark.parametrize("told", [False, pytest.param(True, marks=pytest.mark.slow)])

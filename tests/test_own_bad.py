@@ -139,11 +139,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_data_is_told(tmp_path, name):
+def test_bad_data_is_reported(tmp_path, name):
     lay, options = BAD[name]
-    says = lay(tmp_path / "data")
+    expected_text = lay(tmp_path / "data")
     world = run(train, [*TEXTS, "--task.data", str(tmp_path / "data"), *options], folder=tmp_path)
-    assert world.codes == [2] and all(word in world.output for word in says), world.output
+    assert world.codes == [2] and all(word in world.output for word in expected_text), world.output
     assert "Traceback" not in world.output and len(world.output.splitlines()) <= 3, world.output
     assert not (tmp_path / "run").exists()
 
@@ -198,10 +198,10 @@ def parts_that_number_their_classes_differently(folder: Path) -> str:
         parts_that_number_their_classes_differently,
     ],
 )
-def test_pictures_without_classes_are_told(tmp_path, lay):
-    says = lay(tmp_path / "data")
+def test_pictures_without_classes_are_reported(tmp_path, lay):
+    expected_text = lay(tmp_path / "data")
     world = run(train, [*PICTURES, "--task.data", str(tmp_path / "data")], folder=tmp_path)
-    assert world.codes == [2] and says in world.output and "Traceback" not in world.output, world.output
+    assert world.codes == [2] and expected_text in world.output and "Traceback" not in world.output, world.output
     assert not (tmp_path / "run").exists()
 
 
@@ -224,19 +224,19 @@ MIXED = {
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_bad_mixtures_are_told(tmp_path, name):
-    data, says = MIXED[name]
+def test_bad_mixtures_are_reported(tmp_path, name):
+    data, expected_text = MIXED[name]
     for number, place in enumerate("AB"):
         write(tmp_path / place, "parquet", rows(60, first=60 * number))
     (tmp_path / "E").mkdir()
     parquet.write_table(pa.Table.from_pylist(rows(1)).slice(0, 0), tmp_path / "E" / "none.parquet")
     world = run(train, [*TEXTS, "--task.data", json.dumps(data)], folder=tmp_path)
-    assert world.codes == [2] and says in world.output and "Traceback" not in world.output, world.output
+    assert world.codes == [2] and expected_text in world.output and "Traceback" not in world.output, world.output
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
-def test_a_mixture_trains_and_tells_the_loss_of_each_source(tmp_path, config, ranks):
+def test_a_mixture_trains_and_logs_the_loss_of_each_source(tmp_path, config, ranks):
     for number, place in enumerate(("books", "code", "talk")):
         write(tmp_path / place, "parquet" if number else "jsonl", rows(60, first=60 * number))
     data = [{"data": place, "weight": weight} for place, weight in (("books", 0.7), ("code", 0.2), ("talk", 0.1))]
@@ -252,7 +252,7 @@ def test_a_mixture_trains_and_tells_the_loss_of_each_source(tmp_path, config, ra
         assert min(each) <= line["eval/loss"] <= max(each)
 
 
-def test_pictures_take_what_a_metadata_file_says(tmp_path):
+def test_pictures_take_what_a_metadata_file_states(tmp_path):
     images(tmp_path / "data", "folders", each=8)
     files = sorted((tmp_path / "data").rglob("*.png"))
     lines = "".join(

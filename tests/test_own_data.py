@@ -152,7 +152,7 @@ def elastic(
 
 
 @pytest.mark.slow
-def test_parquet_larger_than_the_window_is_read_where_it_lies(tmp_path):
+def test_parquet_larger_than_the_window_is_read_in_place(tmp_path):
     total = bulk(tmp_path / "data", megabytes=30, files=20, group=33, letters=2950)
     elastic(tmp_path, tmp_path / "data", total, window=4, most=200, most_steps=total)
 

@@ -39,7 +39,7 @@ def move(folder: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "arrow", "pictures", "language"])
 @pytest.mark.parametrize("change", [touch, copy, move])
-def test_what_only_lies_elsewhere_goes_on(tmp_path, kind, change):
+def test_what_is_only_elsewhere_continues(tmp_path, kind, change):
     words = LANGUAGE if kind == "language" else TEXTS
     if kind == "pictures":
         words = ["digits", "--task.width", "8", "--task.image_size", "8", *COMMON]
@@ -80,10 +80,10 @@ def another_name(folder: Path) -> str:
 def test_what_is_other_data_is_rejected_with_what_changed(tmp_path, change):
     write(tmp_path / "data", "parquet", rows(90))
     started(tmp_path, TEXTS, tmp_path / "data")
-    says = change(tmp_path / "data")
+    expected_text = change(tmp_path / "data")
     before = sorted(path for path in (tmp_path / "run").rglob("*") if path.name != ".lock")
     world = again(tmp_path, TEXTS, tmp_path / "data")
-    assert world.codes == [2] and f"data (train, validation, test): {says}" in world.output, world.output
+    assert world.codes == [2] and f"data (train, validation, test): {expected_text}" in world.output, world.output
     assert before == sorted(path for path in (tmp_path / "run").rglob("*") if path.name != ".lock")
     accepted = run(
         train,
@@ -120,7 +120,7 @@ def test_a_finished_run_with_data_that_moved_is_finished_and_with_other_data_rej
     assert other.codes == [2] and "has different content" in other.output
 
 
-def test_a_set_of_the_users_own_says_what_it_is(tmp_path):
+def test_a_set_of_the_users_own_states_what_it_is(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
     words = ["digits", "--task", "mine.Own", *COMMON, "--run.dir", "run"]
     run(here, words, folder=tmp_path).ok()
@@ -182,7 +182,7 @@ def test_a_set_of_the_hub_is_its_commit(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_set_that_the_hub_has_not_is_told(tmp_path):
+def test_a_set_that_the_hub_has_not_is_reported(tmp_path):
     with Hub(tmp_path / "hub", "someone/texts") as hub:
         hub.commit({"train.parquet": rows(60)})
         code, output = typed([*TEXTS, "--task.data", "hf:someone/nothing", "--run.dir", "none"], tmp_path, hub)

@@ -80,7 +80,7 @@ def test_of_images_a_folder_of_a_class_is_no_part(tmp_path):
     assert set(found(tmp_path / "b").parts) == {"train", "validation", "test"}
 
 
-def test_links_are_followed_and_broken_ones_told(tmp_path):
+def test_links_are_followed_and_broken_ones_reported(tmp_path):
     lay(tmp_path / "far", "one.jsonl", "two.jsonl")
     folder = lay(tmp_path / "data", "three.jsonl")
     (folder / "more").symlink_to(tmp_path / "far")
@@ -94,7 +94,7 @@ def test_links_are_followed_and_broken_ones_told(tmp_path):
         found(folder)
 
 
-def test_packed_files_are_told(tmp_path):
+def test_packed_files_are_reported(tmp_path):
     with pytest.raises(ValueError, match="b.jsonl.gz is compressed"):
         found(lay(tmp_path, "a.jsonl", "b.jsonl.gz"))
 
@@ -135,7 +135,7 @@ def test_a_language_model_holds_out_what_is_asked(tmp_path, kind):
 # --- csv ---
 
 
-def test_csv_is_text_as_it_stands(tmp_path):
+def test_csv_is_text_as_it_is(tmp_path):
     lines = "".join(f'{n:03d},"{n} said ""yes"",\nand went",0{n % 3}\n' for n in range(60))
     (tmp_path / "a.csv").write_text(f"id,text,label\n{lines}")
     read = {row["text"]: row["label"] for part in texts(tmp_path / "a.csv").values() for row in part}
@@ -152,16 +152,16 @@ def test_quotes_in_tab_separated_files_are_letters(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected_text"),
     [
         ("text,label\nreview 0,a,1\nreview 1,b,0\n", "Expected 2 columns, got 3"),
         ("text,label,label\na,b,c\n", "has two columns 'label'"),
         ("", "a.csv is empty"),
     ],
 )
-def test_csv_that_does_not_fit_its_first_line_is_rejected(tmp_path, text, says):
+def test_csv_that_does_not_fit_its_first_line_is_rejected(tmp_path, text, expected_text):
     (tmp_path / "a.csv").write_text(text)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected_text):
         texts(tmp_path / "a.csv")
 
 
@@ -189,7 +189,7 @@ def test_numbers_that_are_none_are_found_before_training(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "expected_text"),
     [
         ({"tags": ["NAME"]}, "3 tokens and 1 tags"),
         ({"tokens": [], "tags": []}, "has no value in 'tokens'"),
@@ -197,11 +197,11 @@ def test_numbers_that_are_none_are_found_before_training(tmp_path):
         ({"tags": ["NAME", None, "O"]}, "has no value in 'tags'"),
     ],
 )
-def test_words_and_tags_are_checked_over_all_rows(tmp_path, change, says):
+def test_words_and_tags_are_checked_over_all_rows(tmp_path, change, expected_text):
     made = rows(90)
     made[63] |= change
     write(tmp_path / "data", "parquet", made)
-    with pytest.raises(ValueError, match=f"part-2.parquet, row 3.*{says}"):
+    with pytest.raises(ValueError, match=f"part-2.parquet, row 3.*{expected_text}"):
         TokenClassification(str(tmp_path / "data"), **SMALL)
 
 
@@ -279,7 +279,7 @@ def test_a_file_then_its_folder_then_another_content(tmp_path):
     assert sum(map(len, texts(folder).values())) == 40
 
 
-def test_a_damaged_cache_is_made_anew(tmp_path, monkeypatch):
+def test_a_damaged_cache_is_rebuilt(tmp_path, monkeypatch):
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
     write(tmp_path / "data", "jsonl", rows(90))
     whole = texts(tmp_path / "data")

@@ -118,7 +118,7 @@ def gpt(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("config", "ranks"), SPLITS)
-def test_a_language_model_goes_on_learning(tmp_path, config, ranks):
+def test_a_language_model_continues_learning(tmp_path, config, ranks):
     write(tmp_path / "data", "jsonl", rows(120))
     gpt(tmp_path / "gpt")
     words = ["digits", "--task", "causal_lm", "--task.data", "data", "--task.model", "gpt", "--task.block", "16"]
@@ -162,7 +162,7 @@ def test_a_language_model_goes_on_learning(tmp_path, config, ranks):
     assert total / math.log(2) / size == pytest.approx(printed["eval/bits_per_byte"], rel=1e-5)
 
 
-def test_a_language_model_that_does_not_fit_is_told(tmp_path):
+def test_a_language_model_that_does_not_fit_is_reported(tmp_path):
     write(tmp_path / "data", "jsonl", rows(60))
     own = {"data": str(tmp_path / "data"), "held_out": 0.2}
     with pytest.raises(ValueError, match="task.block 64 exceeds the 32 positions"):
@@ -247,14 +247,14 @@ def with_code(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_models_that_are_none_are_told(tmp_path, name):
-    make, says = BAD[name]
+def test_models_that_are_none_are_reported(tmp_path, name):
+    make, expected_text = BAD[name]
     write(tmp_path / "data", "jsonl", rows(30))
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected_text):
         TextClassification(str(tmp_path / "data"), model=make(tmp_path / "bert"), held_out=0.2, length=16).model()
 
 
-def test_texts_that_do_not_fit_are_told(tmp_path):
+def test_texts_that_do_not_fit_are_reported(tmp_path):
     own = str(bert(tmp_path / "bert"))
     with pytest.raises(ValueError, match="task.length 17 is more than the 16 positions"):
         reader(own, {"length": 17}).model(["a", "b"])

@@ -158,16 +158,16 @@ def test_documents_leak_where_attention_does_not_end(name, monkeypatch):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_that_would_leak_are_rejected(name):
-    kind, sizes, says = REFUSED[name]
+    kind, sizes, expected_text = REFUSED[name]
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**sizes))
     before = model.config._attn_implementation
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected_text):
         attention.attend_within_documents(model, packed=True)
     assert model.config._attn_implementation == before
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_where_documents_begin_says_as_much_as_their_numbers(name):
+def test_where_documents_begin_states_as_much_as_their_numbers(name):
     """The document starts that CUDA kernels get produce the same mask as document numbers."""
     task = Documents(name, packed=True)
     model = task.model()

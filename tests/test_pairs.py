@@ -1,5 +1,5 @@
 """Every pair of techniques under one process, DDP and FSDP2: the same weights as without what only changes how they are
-computed. docs/explanation/techniques.md says so."""
+computed. docs/explanation/techniques.md states it."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ def base(tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("pair", PAIRS, ids=[" ".join(pair) for pair in PAIRS])
-def test_a_pair_works_as_the_page_says(base, tmp_path, pair):
+def test_a_pair_works_as_the_page_states(base, tmp_path, pair):
     assert outcome(tmp_path, pair, base) == ["works"] * len(SPLITS)

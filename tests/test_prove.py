@@ -177,7 +177,7 @@ def test_the_config_file_decides_the_layout_and_precision(proved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "expected_text"),
     [
         (["digits", "--batch.sise", "3", "--config_file", "ddp"], "unknown key 'batch.sise'"),
         (["digits", "--batch.size", "3", "--config_file", "ddp"], "batch.size 3 cannot be split over 2 ranks"),
@@ -188,10 +188,10 @@ def test_the_config_file_decides_the_layout_and_precision(proved, tmp_path):
         (["nothing", "--config_file", "ddp"], "nothing"),
     ],
 )
-def test_bad_input_is_told_before_any_run(words, says, capsys):
+def test_bad_input_is_reported_before_any_run(words, expected_text, capsys):
     assert main(["prove", *words]) == 2
     captured = capsys.readouterr()
-    assert says in captured.err and "layout …" not in captured.err and not captured.out
+    assert expected_text in captured.err and "layout …" not in captured.err and not captured.out
 
 
 @pytest.mark.slow

@@ -133,15 +133,15 @@ def test_whole_weights_replace_adapters_of_an_earlier_push(trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_goes_wrong_on_the_way_is_told(trained, tmp_path, capsys):
+def test_what_goes_wrong_on_the_way_is_reported(trained, tmp_path, capsys):
     run, whole = str(trained / "run"), str(trained / "whole" / "run")
-    for words, says in (
+    for words, expected_text in (
         ([run, "--push", "so me/thing"], "is no name of a repository (ORG/NAME)"),
         ([run, "--to", str(tmp_path / "here"), "--public"], "--public and --license are of a repository of the hub"),
         ([run, "--weights", "ema"], "needs a folder to write to (--to DIR), or a repository of the hub"),
         ([whole, "--to", str(tmp_path / "here"), "--merged"], "the run trained no adapters"),
     ):
-        assert main(["export", *words]) == 2 and says in capsys.readouterr().err
+        assert main(["export", *words]) == 2 and expected_text in capsys.readouterr().err
     with Models(tmp_path / "hub") as hub:
         variables = hub.variables(tmp_path / "cache")
         wrong = [
@@ -149,7 +149,7 @@ def test_what_goes_wrong_on_the_way_is_told(trained, tmp_path, capsys):
             ([run, "--push", "some/thing"], {"HF_TOKEN": "guessed"}, "--push some/thing: the hub rejects it"),
             ([run, "--push", "some/thing"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub cannot be reached"),
         ]
-        for words, more, says in wrong:
+        for words, more, expected_text in wrong:
             code, output = typed(["oneloop", "export", *words], tmp_path, variables | more)
-            assert code == 2 and says in output and "Traceback" not in output, output
+            assert code == 2 and expected_text in output and "Traceback" not in output, output
         assert not hub.heads and not (tmp_path / "here").exists()

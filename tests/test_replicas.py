@@ -64,7 +64,7 @@ def test_one_flipped_bit_is_found_and_named(tmp_path, ranks, config, at):
     assert f"step 6: rank {at} differs from the others in inner.bias" in reason
 
 
-def test_sound_replicas_go_on_and_fsdp2_says_that_it_has_none(tmp_path):
+def test_sound_replicas_continue_and_fsdp2_states_that_it_has_none(tmp_path):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
     for ranks, config in ((2, "ddp"), (2, "fsdp2")):
         world = run(train, ["r.yaml", *WORDS[:-1], config], ranks=ranks, config=config, folder=tmp_path)

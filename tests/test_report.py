@@ -281,14 +281,14 @@ def test_charts_of_one_and_two_points_and_event_marks_can_be_read(tmp_path):
     assert "<dt>learning rate</dt><dd>0.003</dd>" in report([tmp_path])
 
 
-def test_what_is_no_run_is_said(tmp_path, capsys):
-    for words, says in (
+def test_what_is_no_run_is_reported(tmp_path, capsys):
+    for words, expected_text in (
         (["report", str(tmp_path)], "holds no run"),
         (["report"], "arguments are required: RUN"),
         (["report", "a", "--tu", "b"], "unrecognized arguments: --tu"),
     ):
         assert main(words) == 2
-        assert says in capsys.readouterr().err
+        assert expected_text in capsys.readouterr().err
 
 
 def test_names_cannot_run_code_in_the_page(tmp_path):

@@ -176,7 +176,7 @@ def steps_of(folder: Path, ranks: int, first: int) -> dict[int, list[int]]:
     return {first + n: [i for one in by_rank for i in one[n * share : (n + 1) * share]] for n in range(count)}
 
 
-def test_a_damaged_checkpoint_is_told_and_passed_over(tmp_path, recipe):
+def test_a_damaged_checkpoint_is_reported_and_passed_over(tmp_path, recipe):
     run(train, [recipe, "--run.dir", "alone"], folder=tmp_path).ok()
     cut(tmp_path / "alone", tmp_path / "hurt", 20)
     file = tmp_path / "hurt" / "checkpoints" / "step-00000020" / "rank-00000.safetensors"
@@ -231,7 +231,7 @@ def test_a_checkpoints_path_starts_another_run(tmp_path, recipe):
     assert missing.codes == [2] and "nowhere" in missing.output
 
 
-def test_a_stop_file_and_a_time_limit_stop_and_the_next_start_goes_on(tmp_path, recipe):
+def test_a_stop_file_and_a_time_limit_stop_and_the_next_start_continues(tmp_path, recipe):
     words = [
         "digits",
         "--duration",

@@ -61,7 +61,7 @@ def test_a_resolved_recipe_repeats_the_run(tmp_path, recipe):
     assert all(torch.equal(first[name], second[name]) for name in first)  # the same layout: bit-identical
 
 
-def test_a_finished_run_says_so_and_another_recipe_is_rejected(tmp_path, recipe):
+def test_a_finished_run_reports_it_and_another_recipe_is_rejected(tmp_path, recipe):
     run(train, [recipe], folder=tmp_path).ok()
     again = run(train, [recipe, "--batch.micro", "4", "--log.every", "5"], folder=tmp_path)
     assert again.codes == [0] and "finished at step 30: nothing to do" in again.output
@@ -143,7 +143,7 @@ def test_plateau_lowers_the_rate(tmp_path, recipe):
     assert rates[0] == 1e-12 and min(rates) <= 0.5e-12
 
 
-def test_a_tasks_own_bug_says_where(tmp_path, recipe):
+def test_a_tasks_own_bug_states_where(tmp_path, recipe):
     (tmp_path / "mine.py").write_text(
         "from oneloop.tasks.protocol import Task\n"
         "class Bad(Task):\n    def __init__(self):\n        raise ValueError('no such file')\n"
@@ -261,7 +261,7 @@ def test_hsdp_trains_the_same_weights_on_four_processes(tmp_path, recipe):
     assert distance(four, one) < 1e-10
 
 
-def test_dropout_and_batch_statistics_are_said(tmp_path, recipe):
+def test_dropout_and_batch_statistics_are_reported(tmp_path, recipe):
     world = run(train, [recipe, "--task.dropout", "0.1", "--debug.dry_run"], folder=tmp_path)
     assert "the model has dropout" in world.output
     words = ["digits", "--task.model", "resnet18", "--debug.dry_run", "--batch.size", "4"]

@@ -243,11 +243,11 @@ class Moving(Ragged):
 """
 
 
-def rejected(folder: Path, words: list[str], says: list[str], **how) -> None:
+def rejected(folder: Path, words: list[str], expected_text: list[str], **how) -> None:
     (folder / "moving.py").write_text(MOVING)
     world = run(train, ["digits", "--batch.grain", "8", *words], folder=folder, **how)
     assert world.codes == [2] * len(world.codes), world.output
-    assert all(part in world.output for part in says), world.output
+    assert all(part in world.output for part in expected_text), world.output
     assert "Traceback" not in world.output and not (folder / "runs").exists()
 
 
@@ -256,9 +256,9 @@ def test_what_cannot_be_exact_is_rejected(tmp_path, kind):
     rejected(tmp_path, *REFUSED[kind])
 
 
-@pytest.mark.parametrize(("ranks", "config", "words", "says"), WORLDS)
-def test_worlds_that_cannot_be_exact_are_rejected(tmp_path, ranks, config, words, says):
-    rejected(tmp_path, words, says, ranks=ranks, config=config)
+@pytest.mark.parametrize(("ranks", "config", "words", "expected_text"), WORLDS)
+def test_worlds_that_cannot_be_exact_are_rejected(tmp_path, ranks, config, words, expected_text):
+    rejected(tmp_path, words, expected_text, ranks=ranks, config=config)
 
 
 @pytest.mark.slow
@@ -278,7 +278,7 @@ def test_what_the_bits_rest_on_is_compared(tmp_path):
     assert other.returncode == 2 and "batch.grain), and device: cpu" in other.stderr and "-> cpu" in other.stderr
 
 
-def test_other_versions_are_told():
+def test_other_versions_are_reported():
     about = {"device": "cpu", "versions": {"torch": "2.11.0", "numpy": "2.0"}, "machine.matmul": "highest"}
     same = {"data": {}, "model": "", "trained": "", "precision": "", "rates": [], "recipe": {"task": {"data": ""}}}
     now = about | {"versions": {"torch": "2.12.0", "numpy": "2.0"}}
@@ -325,7 +325,7 @@ def test_a_loss_that_draws_and_metrics_that_are_no_sums(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "expected_text"),
     [
         (["verify", "--same", "one"], "arguments are required: RUN"),
         (["verify", "--same", "one", "two"], "one holds no run"),
@@ -334,7 +334,7 @@ def test_a_loss_that_draws_and_metrics_that_are_no_sums(tmp_path):
         (["worth", "digits", "--batch.grain", "8"], "remove batch.grain"),
     ],
 )
-def test_what_cannot_be_compared_is_told(tmp_path, monkeypatch, capsys, words, says):
+def test_what_cannot_be_compared_is_reported(tmp_path, monkeypatch, capsys, words, expected_text):
     monkeypatch.chdir(tmp_path)
     for name, line in (
         ("plain", b'{"step": 1, "train/loss": 1.0}'),
@@ -343,10 +343,10 @@ def test_what_cannot_be_compared_is_told(tmp_path, monkeypatch, capsys, words, s
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_bytes(line)
     assert main(words) == 2
-    assert says in capsys.readouterr().err
+    assert expected_text in capsys.readouterr().err
 
 
-def test_a_grain_takes_the_place_of_what_a_packaged_recipe_says():
+def test_a_grain_takes_the_place_of_what_a_packaged_recipe_states():
     recipe = read(["gpt", "--batch.grain", "4"])
     assert (recipe.batch.grain, recipe.eval.micro) == (4, None)
     assert read(["gpt", "--batch.grain", "null"]).eval.micro == 64

@@ -30,7 +30,7 @@ from worlds import run, train
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "expected_text"),
     [
         (["--schedule.final", "0.1"], "schedule.final 0.1 has no effect with schedule.name constant"),
         (
@@ -56,9 +56,9 @@ from worlds import run, train
         (["--guard.patience", "0"], "guard.patience must be at least 1"),
     ],
 )
-def test_a_setting_without_effect_is_rejected(tmp_path, words, says):
+def test_a_setting_without_effect_is_rejected(tmp_path, words, expected_text):
     (tmp_path / "plain.yaml").write_text("task: {name: image_classification}\n")
-    with pytest.raises(BadInput, match=says):
+    with pytest.raises(BadInput, match=expected_text):
         read([str(tmp_path / "plain.yaml"), *words])
 
 
@@ -92,7 +92,7 @@ def test_restarts_are_rejected():
 
 
 @pytest.mark.parametrize(
-    ("variables", "precision", "says"),
+    ("variables", "precision", "expected_text"),
     [
         ({"FSDP_OFFLOAD_PARAMS": "true", "FSDP_VERSION": "2"}, "no", "fsdp_offload_params true is not supported"),
         ({"PARALLELISM_CONFIG_TP_SIZE": "two", "FSDP_VERSION": "2"}, "no", "must be a whole number, got 'two'"),
@@ -101,7 +101,7 @@ def test_restarts_are_rejected():
         ({"ACCELERATE_USE_FSDP": "true"}, "fp8", "fp8 with FSDP2 is not supported"),
     ],
 )
-def test_accelerates_settings_are_one_message(monkeypatch, variables, precision, says):
+def test_accelerates_settings_are_one_message(monkeypatch, variables, precision, expected_text):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
@@ -109,7 +109,7 @@ def test_accelerates_settings_are_one_message(monkeypatch, variables, precision,
         processes._reject_strategy(sharding="FSDP_VERSION" in variables)
         processes._reject_precision(precision, torch.device("cpu"))
 
-    with pytest.raises(BadInput, match=says):
+    with pytest.raises(BadInput, match=expected_text):
         reject()
 
 
@@ -234,16 +234,16 @@ def test_a_task_that_came_with_a_run_folder_is_not_imported(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "expected_text"),
     [(b'{"text": "one"}\n{"text": \n', r"b\.jsonl, line 2: not JSON"), (b'{"text": "\xff"}\n', r"b\.jsonl, line 1")],
 )
-def test_a_broken_line_is_named_by_file_and_line(tmp_path, monkeypatch, content, says):
+def test_a_broken_line_is_named_by_file_and_line(tmp_path, monkeypatch, content, expected_text):
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.jsonl").write_text('{"text": "whole"}\n')
     (tmp_path / "data" / "b.jsonl").write_bytes(content)
     there = found(str(tmp_path / "data"), ["json"])
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected_text):
         tables.converted(there, "", there.files, {"content": str(content)})
 
 
@@ -328,4 +328,4 @@ def test_the_check_of_a_gpu_runs_without_one_as_far_as_it_can(tmp_path):
         *("bf16", "chunked_loss", "activation_checkpointing", "fused_adamw", "ema_weights", "checkpoint_and_resume"),
         *("two_processes_ddp", "two_processes_fsdp2", "bit_identical_on_two_processes"),
     }
-    assert all(check["says"] == "needs a GPU" for name, check in checks.items() if name not in passed)
+    assert all(check["expected_text"] == "needs a GPU" for name, check in checks.items() if name not in passed)

@@ -42,7 +42,7 @@ def test_the_start_shows_what_is_trained(alone):
     assert [piece.partition("»")[0] for piece in line.split("«")[2:]] == [f"{said}<|im_end|>" for said in first]
 
 
-def test_answers_are_kept_as_training_goes_on(alone):
+def test_answers_are_kept_as_training_continues(alone):
     samples = written(alone)
     assert len(samples) == 4
     for one in samples:
@@ -210,7 +210,7 @@ def test_the_ends_of_answers_are_those_of_whole_texts(tmp_path):
     assert set(task._ends) == {task.tokenizer.eos_token_id, task.tokenizer.convert_tokens_to_ids("<|im_end|>")}
 
 
-def test_questions_that_do_not_fit_keep_their_end_and_have_no_figures(tmp_path):
+def test_questions_that_do_not_fit_keep_their_end_and_have_no_metrics(tmp_path):
     lines(tmp_path / "pairs.jsonl", PAIRS)
     a_model(tmp_path / "model")
     words = ["sft", "--task.model", "model", "--task.data", "pairs.jsonl", "--task.length", "32", "--duration", "2"]
@@ -232,6 +232,6 @@ def test_questions_that_do_not_fit_keep_their_end_and_have_no_figures(tmp_path):
     assert not list(tmp_path.glob("*none*"))
 
 
-def test_a_recipe_that_is_a_task_is_told(tmp_path):
+def test_a_recipe_that_is_a_task_is_reported(tmp_path):
     world = run(train, ["causal_lm", "--task.data", "texts"], folder=tmp_path)
     assert world.codes == [2] and "'causal_lm' is a task, not a recipe" in world.output

@@ -63,7 +63,7 @@ def test_one_step_of_sgd_is_the_closed_form_of_each_group(tmp_path, strategy, ra
     assert torch.equal(weights["embedding.weight"], model.embedding.weight)
 
 
-def test_the_start_says_how_many_each_took_and_a_change_is_rejected(tmp_path):
+def test_the_start_states_how_many_each_took_and_a_change_is_rejected(tmp_path):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
     words = ["r.yaml", "--duration", "4", "--batch.size", "16", "--track", "none", "--run.dir", "run"]
     words += ["--ema.half_life", "32", "--optimizer.groups"]
@@ -96,11 +96,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_wrong_patterns_are_told(tmp_path, name):
-    groups, says = BAD[name]
+def test_wrong_patterns_are_reported(tmp_path, name):
+    groups, expected_text = BAD[name]
     words = ["digits", "--task", "tiny.Ragged", "--optimizer.groups", json.dumps(groups), "--run.dir", "run"]
     world = run(train, words, folder=tmp_path)
-    assert world.codes == [2] and says in world.output and "Traceback" not in world.output, world.output
+    assert world.codes == [2] and expected_text in world.output and "Traceback" not in world.output, world.output
     assert not (tmp_path / "run").exists()
 
 

@@ -146,7 +146,7 @@ def test_a_member_may_be_set_on_the_task_itself_and_a_stub_is_none():
         check(Mine(**dict.fromkeys(("model", "train_set", "collate", "weight"), lambda *_: None)))
 
 
-def test_what_is_no_task_is_told_what_it_lacks():
+def test_what_is_no_task_is_reported_what_it_lacks():
     class Half:
         def model(self): ...
         def metrics(self): ...

@@ -122,7 +122,7 @@ def test_nothing_on_other_ranks():
     assert shown(terminal=True, on=False) == ""
 
 
-def test_quiet_leaves_what_must_be_said():
+def test_quiet_leaves_what_must_be_printed():
     assert [line for line in shown(terminal=True, quiet=True).splitlines() if "eval/loss" not in line] == [
         "a line that stays [not markup]"
     ]
@@ -134,7 +134,7 @@ def test_json_lines():
     assert {"message": "a line that stays [not markup]"} in lines
 
 
-def test_json_is_json_whatever_the_figures_are():
+def test_json_is_json_whatever_the_metrics_are():
     text = io.StringIO()
     display = Display(as_json=True, quiet=True, console=Console(file=text))
     display.metrics(1, FIGURES)
@@ -293,7 +293,7 @@ def test_runs_stand_side_by_side_where_they_fit(tmp_path):
     assert max(map(len, below)) <= 70
 
 
-def test_a_run_that_is_cut_back_is_read_anew(tmp_path):
+def test_a_run_that_is_cut_back_is_read_again(tmp_path):
     run = Follower(written(tmp_path / "run", range(1, 11)))
     assert run.read() and run.lines[-2]["step"] == 10
     written(tmp_path / "run", range(11, 13))
@@ -344,15 +344,15 @@ def test_it_fits_into_a_terminal_of_24_lines(tmp_path, metrics):
     assert any("━ train/loss" in line for line in lines)  # the legend
 
 
-def test_what_cannot_be_watched_is_said(tmp_path, capsys):
-    for words, says in (
+def test_what_cannot_be_watched_is_reported(tmp_path, capsys):
+    for words, expected_text in (
         ([str(tmp_path / "nix")], "holds no run"),
         ([], "arguments are required: RUN"),
         ([str(tmp_path), "--every", "0"], "--every: must be a positive number, got 0"),
         ([str(tmp_path), "--onc"], "unrecognized arguments: --onc"),
     ):
         assert main(["watch", *words]) == 2
-        assert says in capsys.readouterr().err
+        assert expected_text in capsys.readouterr().err
     written(tmp_path / "run", range(1, 3))
     assert main(["watch", str(tmp_path / "run"), "--once", "--metrics", "train/loss"]) == 0
     assert "train/loss" in capsys.readouterr().out

@@ -69,14 +69,14 @@ def test_a_run_of_it_from_the_command_line(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("how", "expected_text"),
     [
         pytest.param("raise", "RuntimeError: no such kernel", marks=pytest.mark.slow),
         pytest.param("memory", "out of memory", marks=pytest.mark.slow),
         pytest.param("crash", "the process exited with code 7", marks=pytest.mark.slow),
     ],
 )
-def test_what_fails_is_a_line_of_the_table(tmp_path, monkeypatch, how, says):
+def test_what_fails_is_a_line_of_the_table(tmp_path, monkeypatch, how, expected_text):
     monkeypatch.chdir(tmp_path)
     typed = [
         "digits",
@@ -91,7 +91,7 @@ def test_what_fails_is_a_line_of_the_table(tmp_path, monkeypatch, how, says):
     ]
     assert main(["worth", *typed, *SHORT, "--to", "out"]) == 0
     rows = {row["name"]: row for row in json.loads((tmp_path / "out" / "worth.json").read_text())["techniques"]}
-    assert says in rows["accumulation"]["fault"] and "alone" not in rows["accumulation"]
+    assert expected_text in rows["accumulation"]["fault"] and "alone" not in rows["accumulation"]
     assert rows["clip"]["alone"]["median"] > 0 and not rows["clip"]["fault"]
 
 
@@ -127,7 +127,7 @@ def test_weights_at_the_end_are_those_of_the_run_itself(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("typed", "says"),
+    ("typed", "expected_text"),
     [
         (["worth", "digits", "--only", "magic"], "--only 'magic' is not a technique; known: fused, bf16"),
         (["worth", "digits", "--rounds", "0"], "--rounds: must be a positive integer, got 0"),
@@ -136,12 +136,12 @@ def test_weights_at_the_end_are_those_of_the_run_itself(tmp_path):
         (["worth"], "no recipe given"),
     ],
 )
-def test_bad_input_is_told(capsys, typed, says):
+def test_bad_input_is_reported(capsys, typed, expected_text):
     assert main(typed) == 2
-    assert says in capsys.readouterr().err
+    assert expected_text in capsys.readouterr().err
 
 
-def test_a_recipe_that_does_not_train_is_told():
+def test_a_recipe_that_does_not_train_is_reported():
     from oneloop.plan.worth import measured as worth
 
     with pytest.raises(BadInput, match="does not train"):

@@ -33,7 +33,7 @@ class Family(NamedTuple):
     training: str
     """the one that is trained with: its own, or TRL's of that file"""
     spoken: str
-    """what the assistant says, in its only group"""
+    """what the assistant answers, in its only group"""
     known_by: str
     tools: bool = True
     """the template writes calls and results of tools, and thoughts"""

@@ -48,7 +48,7 @@ class Mine(Base):
 class Case:
     """One user mistake."""
 
-    says: tuple[str, ...]
+    expected_text: tuple[str, ...]
     """what the message, or where the code is 0 the output, has to hold"""
     task: str = "    pass"
     """members of the class, indented"""
@@ -154,7 +154,7 @@ CONTRACT = {
 }
 
 GOOD = {
-    "a loss that says it is no sum": Case(
+    "a loss that declares that it is not a sum": Case(
         ("the task declares additive = False: its loss is not a sum over samples",),
         "    additive = False\n" + LOSS + "        return (each * len(each)).sum(), {}",
         code=0,
