@@ -240,3 +240,11 @@ def test_a_packaged_recipe_is_equal(proved, tmp_path, recipe, config):
 @pytest.mark.slow
 def test_hsdp_on_four_processes_is_equal(proved):
     assert proved("odd.py:Odd", "--config_file", "hsdp", *SMALL)["layout"] == "hsdp on 4 processes"
+
+
+def test_as_typed(tmp_path):
+    """Through the launcher, which must not take the number of steps for a recipe."""
+    words = [sys.executable, "-m", "oneloop", "prove", "digits", "--config_file", "single", "--steps", "1", "--json"]
+    environment = {**os.environ, "ONELOOP_CACHE": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0 and json.loads(ended.stdout)["verdict"] == "equal", ended.stderr

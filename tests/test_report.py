@@ -131,16 +131,16 @@ def logged(folder: Path, figure: str, weights: str | None = None) -> tuple[list,
 def check(charts: list[dict], folder: Path, *, quality: str, tokens: bool) -> None:
     by_title = {chart["title"]: {trace["name"]: trace for trace in chart["data"]} for chart in charts}
     expected = {
-        ("Loss", "loss"): ("train/loss", None),
+        ("Loss", "train/loss"): ("train/loss", None),
         ("Loss", "eval/loss"): ("eval/loss", "raw"),
         ("Loss", "eval/loss (ema)"): ("eval/loss", "ema"),
         ("Learning rate", "lr"): ("train/lr", None),
-        ("Gradient norm", "grad_norm"): ("train/grad_norm", None),
+        ("Gradient norm, before clipping", "grad_norm"): ("train/grad_norm", None),
         (quality.replace("_", " ").capitalize(), f"eval/{quality} (ema)"): (f"eval/{quality}", "ema"),
         ("Gradient noise scale, in samples", "noise_scale"): ("train/noise_scale", None),
-        ("Share of the device's peak (MFU)", "mfu"): ("speed/mfu", None),
-        ("Where the time goes", "data"): ("share/data", None),
-        ("Peak memory of a process, in GiB", "peak_gib"): ("memory/peak_gib", None),
+        ("MFU: share of the device's peak FLOP/s (0 to 1)", "mfu"): ("speed/mfu", None),
+        ("Where the time goes (shares)", "data"): ("share/data", None),
+        ("Peak memory in GiB (of a GPU, or RAM)", "peak_gib"): ("memory/peak_gib", None),
     }
     if tokens:
         expected["Tokens per second", "tokens_per_second"] = ("speed/tokens_per_second", None)
@@ -163,8 +163,8 @@ def test_a_run_that_was_killed_five_times_is_one_curve_with_five_marks(folder, b
     charts = opened(browser, folder / "other" / "report.html")
     traces = {trace["name"]: trace for trace in charts[0]["data"]}
     steps, losses = logged(folder / "whole", "train/loss")
-    assert traces["loss"]["x"] == steps == list(range(5, 65, 5))
-    assert traces["loss"]["y"] == losses, "the curve is not that of the run left alone"
+    assert traces["train/loss"]["x"] == steps == list(range(5, 65, 5))
+    assert traces["train/loss"]["y"] == losses, "the curve is not that of the run left alone"
     assert len(traces["resume"]["x"]) == 5 and max(traces["resume"]["x"]) >= 45
     assert traces["save"]["x"][-1] == 60 and len(set(traces["save"]["x"])) == len(traces["save"]["x"])
 
@@ -210,23 +210,24 @@ def test_two_runs_are_laid_over_one_another(folder, browser, capsys):
     assert main(["report", str(folder / "digits"), str(folder / "other"), "--to", str(page)]) == 0
     charts = {chart["title"]: chart["data"] for chart in opened(browser, page)}
     expected = {
-        "Loss": ("train/loss", "loss", None),
+        "Loss": ("train/loss", "train/loss", None),
         "Learning rate": ("train/lr", "lr", None),
-        "Gradient norm": ("train/grad_norm", "grad_norm", None),
+        "Gradient norm, before clipping": ("train/grad_norm", "grad_norm", None),
         "Accuracy": ("eval/accuracy", "eval/accuracy (ema)", "ema"),
         "Macro f1": ("eval/macro_f1", "eval/macro_f1", "raw"),
         "Samples per second": ("train/samples_per_second", "samples_per_second", None),
-        "Update relative to weights (typically about 1e-3)": ("train/update_ratio", "update_ratio", None),
+        "Update relative to weights (typically about 0.001)": ("train/update_ratio", "update_ratio", None),
         "Gradient noise scale, in samples": ("train/noise_scale", "noise_scale", None),
-        "Share of the device's peak (MFU)": ("speed/mfu", "mfu", None),
-        "Peak memory of a process, in GiB": ("memory/peak_gib", "peak_gib", None),
+        "MFU: share of the device's peak FLOP/s (0 to 1)": ("speed/mfu", "mfu", None),
+        "Peak memory in GiB (of a GPU, or RAM)": ("memory/peak_gib", "peak_gib", None),
     }
     for name in ("digits", "other"):
         for title, (figure, trace, weights) in expected.items():
             drawn = next(one for one in charts[title] if one["name"] == f"{name} {trace}")
             steps, values = logged(folder / name, figure, weights)
             assert steps and drawn["x"] == steps and drawn["y"] == pytest.approx(values), (name, title)
-        assert f"Where the time goes: {name}" in charts and f"Confusion: rows are the true classes: {name}" in charts
+        titles = (f"Where the time goes (shares): {name}", f"Confusion: rows are the true classes: {name}")
+        assert all(title in charts for title in titles)
     text = browser.execute_script("return document.body.innerText")
     assert "optimizer.lr" in text and "0.003" in text and "0.001" in text and "Differences between the recipes" in text
 
@@ -271,7 +272,7 @@ def test_charts_of_one_and_two_points_and_event_marks_can_be_read(tmp_path):
     lines += [{"step": 5, "event": "resume"}, {"step": 6, "event": "save"}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     drawn = {chart["title"]: chart for chart in charts([read_record(tmp_path)])}
-    assert list(drawn) == ["Loss", "Accuracy (1 point)", "Peak memory of a process, in GiB (2 points)"]
+    assert list(drawn) == ["Loss", "Accuracy (1 point)", "Peak memory in GiB (of a GPU, or RAM) (2 points)"]
     low, high = drawn["Accuracy (1 point)"]["layout"]["yaxis"]["range"]
     assert low < 0.9 < high and high - low < 0.5
     marks = {trace["name"]: trace for trace in drawn["Loss"]["data"] if trace.get("yaxis") == "y2"}

@@ -64,8 +64,8 @@ def test_an_own_model(tmp_path):
     run(train, [*command(text, "cells.py:Cells --duration"), *QUIET], folder=tmp_path).ok()
     assert summary(tmp_path / "runs" / "cells")["eval/accuracy"] > 0.95
     program(tmp_path, "new_cells.py")
-    run(apply, ["predict", "runs/cells", "--data", "new_cells.csv", "--to", "predictions.csv"], folder=tmp_path).ok()
-    assert all(float(row["benign"]) < 0.01 for row in csv.DictReader((tmp_path / "predictions.csv").open()))
+    run(apply, ["predict", "runs/cells", "--data", "new_cells.csv", "--to", "benign.csv"], folder=tmp_path).ok()
+    assert all(float(row["benign"]) < 0.01 for row in csv.DictReader((tmp_path / "benign.csv").open()))
 
 
 def test_a_contrastive_loss(tmp_path):

@@ -58,7 +58,7 @@ def launch(
     known = _known_options(words)
     training = known[1] if known else launch_options(words)[1]
     launched = "oneloop.apply" if training[0] in after else module
-    if launched != "oneloop.apply":
+    if launched == "oneloop.train":  # other modules take other words
         check_keys(training)
     environment = _of_one_process(known[0]) if known else None
     parent = None if environment else os.getpid()

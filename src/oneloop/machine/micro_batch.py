@@ -41,15 +41,10 @@ class Attempt:
 
 
 def search(candidates: Sequence[int], attempt: Callable[[int], Attempt], *, fastest: bool = False) -> Attempt:
-    """Return the largest candidate that fits into memory; if ``fastest``, the one with the least time per sample.
+    """Return the largest of the micro-batch sizes ``candidates`` that fits into memory, as ``attempt`` finds out.
 
-    Args:
-        candidates: micro-batch sizes.
-        attempt: tries one size.
-        fastest: whether to compare times; tries all sizes below the largest that fits.
-
-    Raises:
-        MemoryError: not even the smallest fits.
+    ``fastest`` tries all sizes below it, too, and returns the one with the least time per sample. Raise MemoryError if
+    not even the smallest fits.
     """
     ordered = sorted(candidates)
     fitting = [tried for tried in [attempt(ordered[-1])] if tried.fits]
@@ -83,11 +78,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 class Child:
     """A child process that runs trial steps; after it ran out of memory, the next attempt starts a new one.
 
-    Args:
-        make: called in the child, where it must be importable; builds the model and returns the steps.
-        environment: variables to set in the child first; None removes one.
-        wait: called repeatedly with two flags: whether this process has an answer, and whether the attempt failed.
-            Returns whether all processes have an answer, and whether any failed. (One process: the same flags.)
+    ``make``, which the child must be able to import, builds the model and returns the steps, after the ``environment``
+    is set (None removes a variable). ``wait`` is called repeatedly with two flags: whether this process has an answer,
+    and whether the attempt failed. It returns whether all processes have one, and whether any failed.
     """
 
     def __init__(

@@ -33,10 +33,8 @@ class Reduction:
     DDP and FSDP2 are set to sum over ranks instead of averaging. So autograd sees the same loss under every parallel
     layout, which matters if a backward is not linear (for example, a hook that clamps gradients).
 
-    Args:
-        model: as prepared: on one process, under DDP, or sharded by FSDP2.
-        accumulate: micro-batches per step on each process.
-        checks: checks of each micro-batch.
+    The model is as prepared: on one process, under DDP, or sharded by FSDP2. Each process has ``accumulate``
+    micro-batches per step, to which the ``checks`` apply.
     """
 
     def __init__(self, model: nn.Module, *, accumulate: int, checks: Checks | None = None) -> None:
@@ -80,13 +78,9 @@ class Reduction:
 class Tree(Reduction):
     """Gradient sums in one fixed binary tree over the leaves of a step: bit-identical on any number of processes.
 
-    Args:
-        model: as prepared: on one process, under DDP, or sharded by FSDP2 over one dimension.
-        parameters: trained parameters.
-        ranks: number of processes, a power of two.
-        accumulate: leaves per process, a power of two.
-        checks: checks of each leaf.
-        see: under FSDP2, called with the gradients of a leaf before they are summed.
+    The model is as for :class:`Reduction`; under FSDP2, it is sharded over one dimension. The numbers of processes
+    (``ranks``) and of leaves per process (``accumulate``) are powers of two. ``parameters`` are the trained ones. Under
+    FSDP2, ``see`` is called with the gradients of a leaf before they are summed.
     """
 
     def __init__(

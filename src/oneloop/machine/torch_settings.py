@@ -12,19 +12,11 @@ _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
 def channels_last(model: nn.Module, wanted: bool | Literal["auto"], *, device: str, sharded: bool = False) -> bool:
-    """Convert 2-d convolutions to the channels-last memory format, in place; ``auto``: on CUDA, without FSDP2.
+    """Convert 2-d convolutions of a model that is not yet wrapped to the channels-last memory format, in place.
 
-    Args:
-        model: not yet wrapped.
-        wanted: the value of machine.channels_last.
-        device: type of the device that the model will run on.
-        sharded: whether FSDP2 will shard the model, which requires contiguous weights.
-
-    Returns:
-        Whether the model was converted.
-
-    Raises:
-        ValueError: ``wanted`` is True, and the model has no 2-d convolution, or FSDP2 will shard it.
+    ``wanted`` is the value of machine.channels_last (``auto``: on a CUDA ``device``, without FSDP2, which needs
+    contiguous weights). Return whether the model was converted. Raise ValueError if ``wanted`` is True, and the model
+    has no 2-d convolution or will be ``sharded``.
     """
     has = any(isinstance(module, _CONVOLUTIONS) for module in model.modules())
     if wanted is True and not has:

@@ -62,13 +62,8 @@ class Operations(FlopCounterMode):
 def training_flops(
     model: nn.Module, loss: Callable[[nn.Module, Any], tuple[Tensor, Any]], batch: Mapping[str, Any]
 ) -> float:
-    """Return the floating-point operations of one forward and backward of ``batch``; it leaves gradients in ``.grad``.
-
-    Args:
-        model: in training mode.
-        loss: a task's ``loss(model, batch)``.
-        batch: one batch, on the model's device.
-    """
+    """Return the floating-point operations of one forward and backward of ``batch`` (on the model's device) by a task's
+    ``loss(model, batch)``; the model is in training mode. It leaves gradients in ``.grad``."""
     counted = Operations()
     with counted:
         value, _ = loss(model, batch)

@@ -266,4 +266,5 @@ _WANTED = {
 
 
 def _extra(module: str | None) -> str:
-    return " (pip install 'oneloop[recipes]')" if module in {"sklearn", "torchvision", "transformers"} else ""
+    packages = {"sklearn": "scikit-learn", "torchvision": "torchvision", "transformers": "transformers"}
+    return f" (pip install {packages[module]})" if module in packages else ""

@@ -33,11 +33,14 @@ def start_lines(
     number = job.built.number
     strategy = "FSDP2" if run.sharded else "DDP" if run.ranks > 1 else "one process"
     sizes, precision = f"{number:,} parameters, {len(job.train_set):,} samples", run.accelerator.mixed_precision
-    yield f"{recipe.name}: {sizes}, {strategy} on {run.device.type}, precision {precision}"
+    mixed = "no mixed precision" if precision == "no" else precision
+    yield f"{recipe.name}: {sizes}, {strategy} on {run.device.type}, {mixed}"
     yield f"{layout}; {job.steps:,} steps ({recipe.duration}, {job.steps * layout.size:,} samples)"
     yield f"{recipe.optimizer.name}, learning rate {job.rate.peak:.3g} at most; schedule {recipe.schedule.name}"
     if job.eval_sets:
         yield f"evaluation data: {', '.join(f'{name} {len(part):,} samples' for name, part in job.eval_sets.items())}"
+    if recipe.eval.best != "eval/loss":
+        yield f"eval.best {recipe.eval.best}: {'larger' if job.upward else 'smaller'} is better"
     yield _promise(job, run, model, seen)
     if about := getattr(job.train_set, "about", lambda: None)():
         yield f"data: {about}"
@@ -94,4 +97,5 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
         what = "the model has dropout" if has_dropout(model) else "model, loss or collate draw random numbers"
         return f"{what}: another parallel layout draws other random numbers; the same layout is bit-identical"
     exact_in = "1e-12" if job.recipe.machine.dtype == "float64" else "1e-6"
-    return f"any parallel layout gives the same gradients (to {exact_in}); the same layout is bit-identical"
+    same = f"the same gradients (relative difference up to {exact_in})"
+    return f"any parallel layout gives {same}; the same layout is bit-identical"

@@ -193,7 +193,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     kinds = dict.fromkeys(averages.get(name, "weights") for name in names)
     final = summary.get("final") or {}
     of = f" (best, of step {final.get('step'):,})" if final.get("weights") == "best" else ""
-    heads = (Column(_plain(f"{kind}{of}")) for kind in kinds)
+    own = "value" if len(kinds) == 1 else "raw weights"
+    heads = (Column(_plain(f"{own if kind == 'weights' else kind}{of}")) for kind in kinds)
     table = Table("", *heads, title=None, show_edge=False, pad_edge=False)
     for row in dict.fromkeys(name.removeprefix(f"{averages.get(name, '')}/") for name in names):
         values = [summary.get(row if kind == "weights" else f"{kind}/{row}") for kind in kinds]

@@ -47,9 +47,11 @@ def plotted(curves: Sequence[PlotCurve], *, width: int, height: int) -> list[str
 
 
 def _round(least: float) -> float:
-    """Return the smallest of 1, 2, 2.5, 5 times a power of ten that is not below ``least``."""
+    """Return the smallest round number (one digit, 1.5 or 2.5, times a power of ten) that is not below ``least``."""
     power = 10.0 ** math.floor(math.log10(least))
-    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= least * (1 - 1e-9))
+    return next(
+        factor * power for factor in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if factor * power >= least * (1 - 1e-9)
+    )
 
 
 _LABEL = 10  # columns between two labels of plotille's x axis
@@ -144,7 +146,7 @@ def _head(run: Follower, most: int) -> Table:
     counts = {kind: events.count(kind) for kind in dict.fromkeys(events)}
     if counts:
         seen = " (in the sampled lines)" if run.sampled else ""
-        table.add_row("events", Text(", ".join(f"{count} {kind}" for kind, count in counts.items()) + seen))
+        table.add_row("events", Text(", ".join(f"{kind}: {count}" for kind, count in counts.items()) + seen))
     return table
 
 
@@ -169,6 +171,7 @@ def chart(
             legend.append(f"━ {printable(name)}  ", style=colour)
     if not curves:
         return Text(f"{printable(head)} no metrics", style="dim")
+    legend.append("(by step)", style="dim")
     return Group(legend, Text.from_ansi("\n".join(plotted(curves, width=width - 16, height=height))))
 
 

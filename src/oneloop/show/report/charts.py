@@ -11,14 +11,14 @@ _MARKS = {"resume": "triangle-up", "save": "square", "skip": "x", "rewind": "tri
 _TRAINING = ("train/", "speed/", "share/", "memory/", "device/")
 _SINGLE = {
     "train/lr": "Learning rate",
-    "train/grad_norm": "Gradient norm",
-    "train/update_ratio": "Update relative to weights (typically about 1e-3)",
+    "train/grad_norm": "Gradient norm, before clipping",
+    "train/update_ratio": "Update relative to weights (typically about 0.001)",
     "train/noise_scale": "Gradient noise scale, in samples",
     "train/samples_per_second": "Samples per second",
     "speed/tokens_per_second": "Tokens per second",
-    "speed/mfu": "Share of the device's peak (MFU)",
+    "speed/mfu": "MFU: share of the device's peak FLOP/s (0 to 1)",
     "device/utilisation": "Share of time the device was busy (NVML)",
-    "memory/peak_gib": "Peak memory of a process, in GiB",
+    "memory/peak_gib": "Peak memory in GiB (of a GPU, or RAM)",
 }
 
 
@@ -65,11 +65,19 @@ def _shares(run: Record, *, several: bool) -> dict[str, Any]:
     phases = [name.removeprefix("share/") for name in run.metrics() if name.startswith("share/")]
     for phase, colour in zip(phases, _COLOURS, strict=False):
         stacked += [
-            {**trace, "stackgroup": "one", "mode": "lines", "name": phase, "line": {"color": colour, "width": 0}}
+            trace
+            | {"stackgroup": "one", "mode": "lines", "name": phase, "line": {"color": colour, "width": 0}}
+            | {axis: averaged(trace[axis]) for axis in "xy"}
             for trace in _traces(run, f"share/{phase}", [run])
             if any(trace["y"])
         ]
-    return _chart(f"Where the time goes{f': {run.name}' if several else ''}", stacked)
+    return _chart(f"Where the time goes (shares){f': {run.name}' if several else ''}", stacked)
+
+
+def averaged(values: Sequence[float], most: int = 60) -> list[float]:
+    """Return the means of at most ``most`` stretches of the values, so that an area can be read."""
+    width = max(1, -(-len(values) // most))
+    return [sum(values[at : at + width]) / len(values[at : at + width]) for at in range(0, len(values), width)]
 
 
 def _traces(run: Record, metric: str, runs: Sequence[Record]) -> list[dict[str, Any]]:
@@ -79,7 +87,7 @@ def _traces(run: Record, metric: str, runs: Sequence[Record]) -> list[dict[str, 
         steps, values = run.curve(metric, weights)
         if not steps:
             continue
-        label = metric if evaluation else metric.partition("/")[2]
+        label = metric if evaluation or metric == "train/loss" else metric.partition("/")[2]
         words = [run.name if len(runs) > 1 else "", label, f"({weights})" if weights not in (None, "raw") else ""]
         number = runs.index(run) if len(runs) > 1 else 1 + run.weights().index(weights) if weights else 0
         dash = "solid" if weights is None else "dot" if weights == "raw" else "dash"
@@ -157,7 +165,14 @@ def _confusion(confusion: dict[str, Any], of: str) -> dict[str, Any]:
     chart = _chart(f"Confusion: rows are the true classes{of}", [trace])
     chart["layout"] |= {"height": 420, "hovermode": "closest"}
     chart["layout"]["xaxis"] = {"type": "category", "title": {"text": "predicted"}, "showgrid": False}
-    chart["layout"]["yaxis"] = {"type": "category", "autorange": "reversed", "showgrid": False, "automargin": True}
+    chart["layout"]["showlegend"] = False
+    chart["layout"]["yaxis"] = {
+        "type": "category",
+        "title": {"text": "true"},
+        "autorange": "reversed",
+        "showgrid": False,
+        "automargin": True,
+    }
     return chart
 
 
@@ -189,13 +204,13 @@ def _chart(
     title: str, data: list[dict[str, Any]], *, log: bool = False, marks: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
     layout: dict[str, Any] = {
-        "margin": {"l": 55, "r": 15, "t": 40 if len(data) > 1 else 10, "b": 40},
+        "margin": {"l": 55, "r": 15, "t": 40, "b": 40},
         "height": 320,
         "hovermode": "x unified",
         "xaxis": {"title": {"text": "step"}},
-        "yaxis": {"type": "log", "tickformat": "~g"} if log else {"type": "linear", "exponentformat": "e"},
+        "yaxis": {"type": "log" if log else "linear", "tickformat": "~g", "automargin": True},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
-        "showlegend": len(data) > 1,
+        "showlegend": True,
     }
     if data and data[0]["type"] == "scatter":
         points, last = max((len(trace["x"]), max(trace["x"])) for trace in data)

@@ -70,14 +70,14 @@ def _verdict(sample: Mapping[str, Any]) -> str:
     words = []
     if "prediction" in sample:
         right = sample["prediction"] == sample.get("target")
-        sure = f", {100 * number(sample['confidence']):.0f} %" if "confidence" in sample else ""
+        sure = f", confidence {100 * number(sample['confidence']):.0f} %" if "confidence" in sample else ""
         mark, kind = "", "soft"
         if "right" in sample or not (_measured(sample["prediction"]) or "target" not in sample):
             right = bool(sample.get("right", right))
             mark, kind = ("✓ ", "right") if right else ("✗ ", "wrong")
         words.append(f'<b class="{kind}">{mark}{_safe(sample["prediction"])}{sure}</b>')
         if not right and "target" in sample:
-            words.append(f"is {_safe(sample['target'])}")
+            words.append(f"label {_safe(sample['target'])}")
     elif "target" in sample:
         words.append(_safe(sample["target"]))
     if sample.get("loss") is not None:

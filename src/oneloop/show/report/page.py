@@ -103,11 +103,11 @@ def chart_section(number: int, chart: dict[str, Any]) -> str:
     """Return the HTML of a chart's container and of its metrics as a table."""
     head, lines = rows(chart)
     every = math.ceil(len(lines) / _TABLE_ROWS)
-    more = f" (every {every}-th of {len(lines)})" if every > 1 else ""
+    more = f" (one of {every}, of {len(lines):,})" if every > 1 else ""
     title = _safe(chart["title"])
     return (
         f'<figure><figcaption><h2>{title}</h2></figcaption><div id="chart-{number}" class="chart" role="img"'
-        f' aria-label="Chart: {title}. Its metrics follow as a table."></div><details><summary>Metrics{more}</summary>'
+        f' aria-label="Chart: {title}. Its metrics follow as a table."></div><details><summary>Values{more}</summary>'
         f"{_region(chart['title'], table(head, lines[:: max(1, every)]))}</details></figure>"
     )
 
@@ -117,16 +117,19 @@ def _headline(run: Record, *, several: bool) -> str:
     best = summary.get("best")
     best = best if isinstance(best, dict) else {}
     cards = [
-        (name.partition("/")[2].replace("_", " ") + (" (test)" if name.startswith("test/") else ""), _short(value))
+        (name.replace("/", " ").replace("_", " "), _short(value))
         for name, value in summary.items()
         if name.startswith(("eval/", "test/")) and isinstance(value, float)
     ]
     if best.get("value") is not None:
-        metric = str(best.get("metric")).partition("/")[2]
+        metric = str(best.get("metric")).replace("/", " ")
         cards.append((f"best {metric}, at step {best.get('step')}", _short(best["value"])))
     cards += [
-        (name, f"{number(summary[name]):,.0f}{unit}")
-        for name, unit in (("step", ""), ("samples", ""), ("tokens", ""), ("seconds", " s"))
+        (title, f"{number(summary[name]):,.0f}{unit}")
+        for name, title, unit in (
+            *((name, name, "") for name in ("step", "samples", "tokens")),
+            ("seconds", "time", " s"),
+        )
         if name in summary
     ]
     if (rate := constant(run, "train/lr")) is not None:
@@ -171,7 +174,7 @@ def _events(run: Record) -> str:
     events_shown = f"{len(events)}" if len(events) < EVENTS else "some of many"
     events_table = table(["step", "event", "why", "samples"], lines)
     return (
-        f"<section><details><summary>Events of {_safe(run.name)} ({events_shown})</summary>"
+        f"<section><details><summary>Events of {_safe(run.name)}: saves, resumes, bad steps ({events_shown})</summary>"
         f"{_region('Events', events_table)}</details></section>"
     )
 

@@ -25,7 +25,7 @@ def add_adapters(model: nn.Module, wanted: Adapters, *, stats: object = None) ->
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise ValueError("task.lora needs peft, which is not installed (pip install 'oneloop[lora]')") from error
+        raise ValueError("task.lora needs peft, which is not installed (pip install peft)") from error
     settings = wanted.settings
     assert settings.rank is not None
     layers = _targets(model, settings.targets)

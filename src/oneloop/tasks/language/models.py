@@ -20,7 +20,7 @@ def four_bit_options(kind: FourBits, *, double_quant: bool) -> dict[str, Any]:
     """Return options of from_pretrained for linear layers (except the output layer) in 4 bits. Raise ValueError if
     bitsandbytes is missing."""
     if not import_quietly():
-        raise ValueError(f"task.lora.quantize {kind} needs bitsandbytes (pip install 'oneloop[lora]')")
+        raise ValueError(f"task.lora.quantize {kind} needs bitsandbytes (pip install bitsandbytes)")
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double_quant)
