@@ -246,7 +246,7 @@ def test_bf16_trains_under_every_strategy(tmp_path, recipe):
         world.ok()
         found[config] = load_file(tmp_path / config / "final" / "model.safetensors")
         assert all(tensor.dtype == torch.float32 for tensor in found[config].values())
-        assert "precision bf16" in world.output
+        assert "bf16 mixed precision" in world.output
     assert distance(found["ddp"], found["single"]) < 0.02
     assert distance(found["fsdp2"], found["single"]) < 0.02
 

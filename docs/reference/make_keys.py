@@ -12,8 +12,8 @@ SCHEDULES = ("cosine", "linear", "wsd", "constant", "plateau")
 HEAD = """# All keys
 
 This page lists every key of a recipe with its type, default and meaning. A DURATION is a number of steps (`500`),
-`20ep`, `1M samples`, `2B tokens`, or a share of the run (`10%`). In YAML, a key is written in its group:
-`batch: {size: 128}`. On the command line it is `--batch.size 128`, in Python `batch={"size": 128}`.
+`20ep`, `1M samples`, `2B tokens`, or a share of the run (`10%`). The key `batch.size` is `batch: {size: 128}` in YAML,
+`--batch.size 128` on the command line and `batch={"size": 128}` in Python. An empty last cell repeats the one above.
 """
 ROW = tuple[str, str, str, str]
 CHOICES = {"task": TASKS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
@@ -21,7 +21,7 @@ CHOSEN = {group: choices[0] for group, choices in CHOICES.items()}
 
 
 def rows(**chosen: str) -> Iterator[ROW]:
-    """Key, type, default and meaning of each key of these choices."""
+    """Yield key, type, default and meaning of each key of these choices."""
     for action in parser(**CHOSEN | chosen)._actions:
         if action.dest != "help" and action.default != "==SUPPRESS==":
             cells = (action.dest, str(action.metavar or ""), str(action.default), action.help or "")
@@ -30,20 +30,24 @@ def rows(**chosen: str) -> Iterator[ROW]:
 
 
 def merged(group: str) -> Iterator[str]:
-    """Table rows of a group whose keys depend on its name; keys of one meaning are one row."""
+    """Yield table rows of a group whose keys depend on its name; keys of one meaning are one row."""
     found: dict[tuple[str, str], dict[str, tuple[str, str]]] = {}
     for choice in CHOICES[group]:
         for key, kind, default, meaning in rows(**{group: choice}):
             if key.startswith(f"{group}."):
                 found.setdefault((key, meaning), {})[choice] = (kind, default)
-    for (key, meaning), by in found.items():
+    above: list[str] = []
+    for (key, meaning), by in sorted(
+        found.items(), key=lambda row: (-len(row[1]), CHOICES[group].index(next(iter(row[1]))))
+    ):
         columns = (" / ".join(dict.fromkeys(values)) for values in zip(*by.values(), strict=True))
-        names = "all" if len(by) == len(CHOICES[group]) else ", ".join(by)
+        names = "" if [*by] == above else "all" if len(by) == len(CHOICES[group]) else ", ".join(by)
+        above = [*by]
         yield f"| `{key}` | {' | '.join(columns)} | {meaning} | {names} |"
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     lines = [HEAD]
     for group in CHOICES:
         lines += [f"## {group}", "", f"| key | type | default | meaning | {group}.name |", "|---|---|---|---|---|"]

@@ -33,8 +33,7 @@ def start_lines(
     number = job.built.number
     strategy = "FSDP2" if run.sharded else "DDP" if run.ranks > 1 else "one process"
     sizes, precision = f"{number:,} parameters, {len(job.train_set):,} samples", run.accelerator.mixed_precision
-    mixed = "no mixed precision" if precision == "no" else precision
-    yield f"{recipe.name}: {sizes}, {strategy} on {run.device.type}, {mixed}"
+    yield f"{recipe.name}: {sizes}, {strategy} on {run.device.type}, {precision} mixed precision"
     yield f"{layout}; {job.steps:,} steps ({recipe.duration}, {job.steps * layout.size:,} samples)"
     yield f"{recipe.optimizer.name}, learning rate {job.rate.peak:.3g} at most; schedule {recipe.schedule.name}"
     if job.eval_sets:

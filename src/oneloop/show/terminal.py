@@ -193,7 +193,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     kinds = dict.fromkeys(averages.get(name, "weights") for name in names)
     final = summary.get("final") or {}
     of = f" (best, of step {final.get('step'):,})" if final.get("weights") == "best" else ""
-    own = "value" if len(kinds) == 1 else "raw weights"
+    own = "value" if len(kinds) == 1 and not of else "raw weights"
     heads = (Column(_plain(f"{own if kind == 'weights' else kind}{of}")) for kind in kinds)
     table = Table("", *heads, title=None, show_edge=False, pad_edge=False)
     for row in dict.fromkeys(name.removeprefix(f"{averages.get(name, '')}/") for name in names):
