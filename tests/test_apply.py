@@ -122,6 +122,19 @@ def test_a_task_of_ones_own_states_its_outputs(tmp_path):
     assert [row["row"] for row in predictions] == list(range(len(predictions))) and set(predictions[0]) > {"row"}
 
 
+def test_an_error_of_samples_of_names_its_line(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from tiny import Normed\n\n\nclass Mine(Normed):\n    def samples_of(self, data, *, labelled):\n"
+        "        return [open(data).read().split(',')[9]]\n"
+    )
+    words = ["mine.py:Mine", "--duration", "4", "--batch.size", "16", "--track", "none", "--run.dir", "run"]
+    run(train, words, folder=tmp_path).ok()
+    (tmp_path / "new.csv").write_text("1,2")
+    world = after(tmp_path, "evaluate", "run", "--data", "new.csv")
+    assert world.codes == [2] and "Traceback" not in world.output
+    assert "--data new.csv: " in world.output and "IndexError" in world.output and "mine.py:6" in world.output
+
+
 BAD = {
     "no run": (["evaluate", "nowhere"], "nowhere holds no run (no recipe.yaml)"),
     "no such weights": (["evaluate", "run", "--weights", "mean"], "has no EMA"),

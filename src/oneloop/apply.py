@@ -3,6 +3,7 @@
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ from oneloop.launch.signals import leave
 from oneloop.machine.torch_settings import float32_products
 from oneloop.prediction import ENDINGS, predictions, write
 from oneloop.tasks.protocol import check_sets
+from oneloop.tasks.protocol_checks import theirs
 
 _PAGES = {
     "evaluate": """Print loss and metrics of a run's weights on its own validation and test sets, or on other data.""",
@@ -114,7 +116,7 @@ def _sets(of: Trained, data: str | None, *, labelled: bool) -> dict[str, Any]:
         raise ValueError(f"--data {data}: {type(of.task).__name__} has no samples_of() to open it; remove --data")
     else:
         try:
-            sets = {"data": of.task.samples_of(data, labelled=labelled)}
+            sets = {"data": theirs(of.task, "samples_of", partial(of.task.samples_of, data, labelled=labelled))}
         except ValueError as error:
             raise ValueError(f"--data {data}: {str(error).removeprefix('task.data: ')}") from error
     check_sets(next(iter(sets.values())), sets)
