@@ -103,7 +103,7 @@ def chart_section(number: int, chart: dict[str, Any]) -> str:
     """Return the HTML of a chart's container and of its metrics as a table."""
     head, lines = rows(chart)
     every = math.ceil(len(lines) / _TABLE_ROWS)
-    more = f" (one of {every}, of {len(lines):,})" if every > 1 else ""
+    more = f" (1 of every {every} rows; {len(lines):,} in all)" if every > 1 else ""
     title = _safe(chart["title"])
     return (
         f'<figure><figcaption><h2>{title}</h2></figcaption><div id="chart-{number}" class="chart" role="img"'
