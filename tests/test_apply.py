@@ -286,6 +286,9 @@ def test_predictions_do_not_need_the_training_data(pictures, tmp_path, name):
         world = after(folder, "predict", "run", "--data", new, "--to", str(to), "--micro", "4")
         made.append(to.read_bytes() if not any(world.codes) else world.output)
         if hidden:
+            other = "text_regression" if name != "text_regression" else "text_classification"
+            world = after(folder, "predict", "run", "--data", new, "--to", str(tmp_path / "no.jsonl"), "--task", other)
+            assert world.codes == [2], world.output  # another task does not use the recorded classes
             world = after(folder, "evaluate", "run", "--data", new)
             (folder / "elsewhere").rename(folder / "data")
             assert world.codes == [2], world.output  # class weights and the validation split need the data

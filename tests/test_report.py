@@ -139,7 +139,7 @@ def check(charts: list[dict], folder: Path, *, quality: str, tokens: bool) -> No
         (quality.replace("_", " ").capitalize(), f"eval/{quality} (ema)"): (f"eval/{quality}", "ema"),
         ("Gradient noise scale, in samples", "noise_scale"): ("train/noise_scale", None),
         ("MFU: share of the device's peak FLOP/s (0 to 1)", "mfu"): ("speed/mfu", None),
-        ("Where the time goes (shares)", "data"): ("share/data", None),
+        ("Where the time goes (mean shares)", "data"): ("share/data", None),
         ("Peak memory in GiB (of a GPU, or RAM)", "peak_gib"): ("memory/peak_gib", None),
     }
     if tokens:
@@ -226,7 +226,7 @@ def test_two_runs_are_laid_over_one_another(folder, browser, capsys):
             drawn = next(one for one in charts[title] if one["name"] == f"{name} {trace}")
             steps, values = logged(folder / name, figure, weights)
             assert steps and drawn["x"] == steps and drawn["y"] == pytest.approx(values), (name, title)
-        titles = (f"Where the time goes (shares): {name}", f"Confusion: rows are the true classes: {name}")
+        titles = (f"Where the time goes (mean shares): {name}", f"Confusion: rows are the true classes: {name}")
         assert all(title in charts for title in titles)
     text = browser.execute_script("return document.body.innerText")
     assert "optimizer.lr" in text and "0.003" in text and "0.001" in text and "Differences between the recipes" in text
@@ -269,9 +269,12 @@ def test_charts_of_one_and_two_points_and_event_marks_can_be_read(tmp_path):
     lines = [{"step": step, "train/loss": 1.0 / step, "train/lr": 3e-3} for step in (2, 4, 6)]
     lines += [{"step": 6, "eval/accuracy": 0.9, "weights": "raw"}, {"step": 4, "event": "save"}]
     lines += [{"step": step, "memory/peak_gib": value} for step, value in ((4, 0.5), (6, 0.7))]
+    lines += [{"step": step, "share/data": share} for step, share in ((2, 0.5), (4, "nan"), (6, 0.25))]
     lines += [{"step": 5, "event": "resume"}, {"step": 6, "event": "save"}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     drawn = {chart["title"]: chart for chart in charts([read_record(tmp_path)])}
+    (shares,) = drawn.pop("Where the time goes (mean shares)")["data"]
+    assert shares["y"] == [0.5, None, 0.25]
     assert list(drawn) == ["Loss", "Accuracy (1 point)", "Peak memory in GiB (of a GPU, or RAM) (2 points)"]
     low, high = drawn["Accuracy (1 point)"]["layout"]["yaxis"]["range"]
     assert low < 0.9 < high and high - low < 0.5

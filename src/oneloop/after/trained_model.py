@@ -122,7 +122,8 @@ def trained(
     if not named and recipe.task.name in CHOICES["task"] and options.get("pretrained") not in (None, False):
         options = {**options, "pretrained": False}  # the run's weights replace the pretrained ones
     bare = replace(recipe, init=InitConfig(), machine=plain, task=replace(recipe.task, options=options))
-    recorded = None if own_data or recipe.task.name not in CHOICES["task"] else _recorded(run).get("recorded")
+    recorded = None if own_data else _recorded(run).get("recorded")
+    recorded = recorded if recorded and recorded["task"] == recipe.task.name else None  # --task may name another one
     token = RECORDED.set(recorded)
     try:
         task = make_task(bare)

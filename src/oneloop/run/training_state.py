@@ -18,7 +18,7 @@ from oneloop.launch.processes import Run
 from oneloop.measure.meter import Meter
 from oneloop.measure.noise_scale import NoiseScale
 from oneloop.optim.bad_step_guard import Guard
-from oneloop.recipe.class_paths import source
+from oneloop.recipe.class_paths import CHOICES, source
 from oneloop.run.compatibility import InputCheck, inputs_of
 from oneloop.run.counters import Best, Counters, Results, RunLog
 from oneloop.run.export import TASK
@@ -86,8 +86,8 @@ class State(RunState):
                 about["eval_micro"] = recipe.eval.micro or job.layout.each
                 if file := source("task", recipe.task.name):
                     about["task"] = str(file)
-                if recorded := getattr(job.task, "recorded", None):  # of a packaged task
-                    about["recorded"] = recorded
+                if recipe.task.name in CHOICES["task"] and hasattr(job.task, "recorded"):
+                    about["recorded"] = {"task": recipe.task.name, **job.task.recorded}
                 if skipped := getattr(job.task, "skipped_rows", None):
                     about["skipped_rows"] = skipped
                 folder.begin(recipe.yaml(), environment(command=[*run.command], **about))

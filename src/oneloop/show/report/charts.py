@@ -71,13 +71,14 @@ def _shares(run: Record, *, several: bool) -> dict[str, Any]:
             for trace in _traces(run, f"share/{phase}", [run])
             if any(trace["y"])
         ]
-    return _chart(f"Where the time goes (shares){f': {run.name}' if several else ''}", stacked)
+    return _chart(f"Where the time goes (mean shares){f': {run.name}' if several else ''}", stacked)
 
 
-def averaged(values: Sequence[float], most: int = 60) -> list[float]:
-    """Return the means of at most ``most`` stretches of the values, so that an area can be read."""
-    width = max(1, -(-len(values) // most))
-    return [sum(values[at : at + width]) / len(values[at : at + width]) for at in range(0, len(values), width)]
+def averaged(values: Sequence[float | None], most: int = 60) -> list[float | None]:
+    """Return the means of at most ``most`` stretches of the values, so that an area can be read. None: no value."""
+    starts = range(0, len(values), max(1, -(-len(values) // most)))
+    stretches = ([value for value in values[at : at + starts.step] if value is not None] for at in starts)
+    return [sum(stretch) / len(stretch) if stretch else None for stretch in stretches]
 
 
 def _traces(run: Record, metric: str, runs: Sequence[Record]) -> list[dict[str, Any]]:
