@@ -218,14 +218,16 @@ def test_masks_are_pictures():
 
 def test_what_is_judged():
     assert _verdict({"prediction": "cat", "target": "dog", "index": 1}).startswith(
-        '<b class="wrong">✗ cat</b> · label dog'
+        '<b class="wrong">✗ prediction cat</b> · label dog'
     )
     assert _verdict({"prediction": "2.5", "target": "2.25", "index": 1}).startswith(
-        '<b class="soft">2.5</b> · label 2.25'
+        '<b class="soft">prediction 2.5</b> · label 2.25'
     )
     assert "· label" not in _verdict({"prediction": "cat", "index": 1})
-    assert _verdict({"prediction": "97.9% of pixels", "index": 0}).startswith('<b class="soft">97.9% of pixels</b> · <')
-    assert "✓ 3" in _verdict({"prediction": "3", "target": "3", "index": 1})
+    assert _verdict({"prediction": "97.9% of pixels", "index": 0}).startswith(
+        '<b class="soft">prediction 97.9% of pixels</b> · <'
+    )
+    assert "✓ prediction 3" in _verdict({"prediction": "3", "target": "3", "index": 1})
 
 
 def test_names_with_a_slash_and_large_metrics():

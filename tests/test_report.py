@@ -18,6 +18,7 @@ import pytest
 from oneloop.cli import main
 from worlds import ROOT, run, train
 
+LOSS = "Loss (train: mean since the previous point)"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(
     not (CHROMIUM and shutil.which("chromedriver")), reason="needs chromium and chromedriver"
@@ -131,9 +132,9 @@ def logged(folder: Path, figure: str, weights: str | None = None) -> tuple[list,
 def check(charts: list[dict], folder: Path, *, quality: str, tokens: bool) -> None:
     by_title = {chart["title"]: {trace["name"]: trace for trace in chart["data"]} for chart in charts}
     expected = {
-        ("Loss", "train/loss"): ("train/loss", None),
-        ("Loss", "eval/loss"): ("eval/loss", "raw"),
-        ("Loss", "eval/loss (ema)"): ("eval/loss", "ema"),
+        (LOSS, "train/loss"): ("train/loss", None),
+        (LOSS, "eval/loss"): ("eval/loss", "raw"),
+        (LOSS, "eval/loss (ema)"): ("eval/loss", "ema"),
         ("Learning rate", "lr"): ("train/lr", None),
         ("Gradient norm, before clipping", "grad_norm"): ("train/grad_norm", None),
         (quality.replace("_", " ").capitalize(), f"eval/{quality} (ema)"): (f"eval/{quality}", "ema"),
@@ -173,7 +174,7 @@ def test_a_run_that_was_killed_five_times_is_one_curve_with_five_marks(folder, b
 def test_samples_mistakes_and_confusion_are_on_the_page(folder, browser):
     charts = {chart["title"]: chart["data"] for chart in opened(browser, folder / "digits" / "report.html")}
     examples = json.loads((folder / "digits" / "examples.json").read_text())
-    (matrix,) = charts["Confusion: rows are the true classes"]
+    (matrix,) = charts["Confusion of the validation set: rows are the true classes"]
     assert matrix["counts"] == examples["confusion"]["counts"] and matrix["x"] == examples["confusion"]["classes"]
     pictures = browser.execute_script(
         "return [...document.querySelectorAll('.samples img')].map(i => [i.alt, i.naturalWidth])"
@@ -185,7 +186,7 @@ def test_samples_mistakes_and_confusion_are_on_the_page(folder, browser):
     ]
     opened(browser, folder / "gpt" / "report.html")
     text = browser.execute_script("return document.body.innerText")
-    assert "Generated texts, at step 30" in text and "The largest losses, at step 30" in text
+    assert "Generated texts, at step 30" in text and "Validation samples with the largest losses, at step 30" in text
     shaded = browser.execute_script("return [...document.querySelectorAll('.samples pre span[style]')].length")
     assert shaded > 50 and len(browser.find_elements("css selector", ".samples mark")) == 8
 
@@ -210,7 +211,7 @@ def test_two_runs_are_laid_over_one_another(folder, browser, capsys):
     assert main(["report", str(folder / "digits"), str(folder / "other"), "--to", str(page)]) == 0
     charts = {chart["title"]: chart["data"] for chart in opened(browser, page)}
     expected = {
-        "Loss": ("train/loss", "train/loss", None),
+        LOSS: ("train/loss", "train/loss", None),
         "Learning rate": ("train/lr", "lr", None),
         "Gradient norm, before clipping": ("train/grad_norm", "grad_norm", None),
         "Accuracy": ("eval/accuracy", "eval/accuracy (ema)", "ema"),
@@ -226,7 +227,10 @@ def test_two_runs_are_laid_over_one_another(folder, browser, capsys):
             drawn = next(one for one in charts[title] if one["name"] == f"{name} {trace}")
             steps, values = logged(folder / name, figure, weights)
             assert steps and drawn["x"] == steps and drawn["y"] == pytest.approx(values), (name, title)
-        titles = (f"Where the time goes (mean shares): {name}", f"Confusion: rows are the true classes: {name}")
+        titles = (
+            f"Where the time goes (mean shares): {name}",
+            f"Confusion of the validation set: rows are the true classes: {name}",
+        )
         assert all(title in charts for title in titles)
     text = browser.execute_script("return document.body.innerText")
     assert "optimizer.lr" in text and "0.003" in text and "0.001" in text and "Differences between the recipes" in text
@@ -275,12 +279,12 @@ def test_charts_of_one_and_two_points_and_event_marks_can_be_read(tmp_path):
     drawn = {chart["title"]: chart for chart in charts([read_record(tmp_path)])}
     (shares,) = drawn.pop("Where the time goes (mean shares)")["data"]
     assert shares["y"] == [0.5, None, 0.25]
-    assert list(drawn) == ["Loss", "Accuracy (1 point)", "Peak memory in GiB (of a GPU, or RAM) (2 points)"]
+    assert list(drawn) == [LOSS, "Accuracy (1 point)", "Peak memory in GiB (of a GPU, or RAM) (2 points)"]
     low, high = drawn["Accuracy (1 point)"]["layout"]["yaxis"]["range"]
     assert low < 0.9 < high and high - low < 0.5
-    marks = {trace["name"]: trace for trace in drawn["Loss"]["data"] if trace.get("yaxis") == "y2"}
+    marks = {trace["name"]: trace for trace in drawn[LOSS]["data"] if trace.get("yaxis") == "y2"}
     assert marks["save"]["x"] == [4, 6] and marks["resume"]["x"] == [5]
-    layout = drawn["Loss"]["layout"]
+    layout = drawn[LOSS]["layout"]
     assert layout["yaxis2"]["domain"][1] < layout["yaxis"]["domain"][0], "the marks are not below the curves"
     assert "<dt>learning rate</dt><dd>0.003</dd>" in report([tmp_path])
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.recipe.class_paths import arguments
 from oneloop.recipe.key_parser import OPTIONS, parser
 from oneloop.recipe.parse import check_keys, read
 from oneloop.recipe.synonyms import suggestion
+from oneloop.recipe.training_keys import TaskConfig
 
 NEWCOMERS = {
     "epochs": "duration",
@@ -115,12 +118,50 @@ def test_a_wrong_key_is_rejected_without_torch_and_accelerate(words, tmp_path):
             assert done.returncode == 0 and REJECTED[words] in done.stderr, done.stderr
 
 
-def test_right_keys_pass_and_keys_of_a_task_wait_for_it():
+PACKAGED = (
+    "image_classification",
+    "causal_lm",
+    "sft",
+    "text_classification",
+    "text_regression",
+    "token_classification",
+)
+
+
+@pytest.mark.parametrize("task", PACKAGED)
+def test_the_arguments_of_packaged_tasks_are_known_without_an_import(task):
+    keys = {action.dest.split(".")[1] for action in parser(task, "adamw", "cosine")._actions if "task." in action.dest}
+    common = {field.name for field in fields(TaskConfig)}
+    assert keys - common <= (arguments(task) or set())
+    with pytest.raises(BadInput, match=r"unknown key 'task.nothing'"):
+        check_keys(["--task", task, "--task.nothing", "1"])
+
+
+OWN = {
+    "own.py": "class Own:\n    def __init__(self, width: int = 3, *, lora: dict = {}): ...\n",
+    "open.py": "class Own:\n    def __init__(self, width: int = 3, **more): ...\n",
+    "inherits.py": "from oneloop.tasks.sft import SFT\nclass Own(SFT):\n    pass\n",
+    "broken.py": "class Own:\n    def __init__(\n",
+}
+
+
+def test_the_arguments_of_own_tasks_are_read_from_their_file(tmp_path):
+    for name, text in OWN.items():
+        (tmp_path / name).write_text(text)
+    for name in OWN:
+        check_keys([f"{tmp_path / name}:Own", "--task.width", "2", "--task.lora.inside", "2"])
+    with pytest.raises(BadInput, match=r"unknown key 'task.widht'; did you mean 'task.width'"):
+        check_keys([f"{tmp_path / 'own.py'}:Own", "--task.widht", "2"])
+    for name in list(OWN)[1:]:  # only the imported task can tell
+        check_keys([f"{tmp_path / name}:Own", "--task.widht", "2"])
+
+
+def test_right_keys_pass_and_keys_inside_an_argument_wait_for_the_task():
     for words in ("--batch.size 32", "--optimizer muon --optimizer.iterations 3", "--schedule wsd --schedule.decay 5%"):
         check_keys(["digits", *words.split()])
-    check_keys(["digits", "--task.nothing", "1"])  # only the task can tell
-    with pytest.raises(BadInput, match="unknown key 'task.nothing'"):
-        read(["digits", "--task.nothing", "1"])
+    check_keys(["sft", "--task.lora.nothing", "1"])  # only the task can tell
+    with pytest.raises(BadInput, match=r"unknown key 'task.lora.nothing'"):
+        read(["sft", "--task.lora.nothing", "1"])
 
 
 FILES = {

@@ -98,10 +98,7 @@ def only_task(file: str) -> str:
     A task is a class that defines ``model`` and ``loss``, itself or in a base class: of the file or of oneloop.tasks.
     """
     file = file.removesuffix(":")
-    try:
-        tree = ast.parse(Path(file).expanduser().read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError) as error:
-        raise BadInput(f"task.name {file!r} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    tree = _read(Path(file))
     packaged = {
         alias.asname or alias.name
         for node in ast.walk(tree)
@@ -118,6 +115,38 @@ def only_task(file: str) -> str:
         found = f"has {len(names)} tasks ({', '.join(names)})" if names else "has no class with model() and loss()"
         raise BadInput(f"task.name {file!r} {found}; name the class: {file}:{names[0] if names else 'MyTask'}")
     return f"{file}:{names[0]}"
+
+
+def _read(file: Path) -> ast.Module:
+    try:
+        return ast.parse(file.expanduser().read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise BadInput(
+            f"task.name {f'{file}'!r} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
+
+
+def arguments(task: str) -> set[str] | None:
+    """Return the names of a task's arguments, and maybe more names, without an import; None if its file does not show
+    them."""
+    module, name = _split("task", task)
+    packaged = module.startswith("oneloop.tasks.")
+    if not packaged and ":" not in task:
+        return None
+    try:
+        tree = _read(Path(__file__).parents[2] / f"{module.replace('.', '/')}.py" if packaged else Path(module))
+    except BadInput:
+        return None
+    imported = {one.name: node.module for node in tree.body if isinstance(node, ast.ImportFrom) for one in node.names}
+    for kind in (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name):
+        for start in (node for node in kind.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"):
+            if start.args.kwarg and not packaged:
+                return None
+            found = {one.arg for one in (*start.args.args[1:], *start.args.kwonlyargs)}
+            for base in map(ast.unparse, kind.bases if start.args.kwarg else ()):  # which gets the other arguments
+                found |= arguments(f"{imported[base]}.{base}") or set()
+            return found
+    return None
 
 
 def source(group: str, name: str) -> Path | None:

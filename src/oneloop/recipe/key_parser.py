@@ -17,16 +17,9 @@ from oneloop.recipe.schema import GROUPS
 register_type(Duration, serializer=lambda duration: duration.text, deserializer=Duration)
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
-_NOT_OPTIONS = {
-    "task": frozenset[str](),
-    "optimizer": frozenset(
-        {"params", "model", "lr", "weight_decay", "foreach", "fused", "capturable", "maximize"}
-        | {"differentiable", "decoupled_weight_decay"}
-    ),
-    "schedule": frozenset({"step", "total", "final", "reductions"}),
-}
-
-
+_NOT_OPTIONS: dict[str, set[str | int]] = {"task": set(), "schedule": {"step", "total", "final", "reductions"}}
+_NOT_OPTIONS["optimizer"] = {"params", "model", "lr", "weight_decay", "foreach", "fused", "capturable", "maximize"}
+_NOT_OPTIONS["optimizer"] |= {"differentiable", "decoupled_weight_decay"}
 OPTIONS = {
     "optimizer": {
         "adamw": ("betas", "eps"),
@@ -102,7 +95,7 @@ def _parser(task: str, optimizer: str, schedule: str, options: bool) -> Argument
             if taken and chosen[name] not in CHOICES[name]:
                 raise BadInput(f"{name}.name {chosen[name]!r}: rename the argument {taken.pop()!r}, a key of oneloop")
             add = section.add_class_arguments if isinstance(target, type) else section.add_function_arguments
-            add(target, name, skip=set(_NOT_OPTIONS[name]), as_group=False, fail_untyped=False)
+            add(target, name, skip=_NOT_OPTIONS[name], as_group=False, fail_untyped=False)
             for action in [action for action in made._actions if action.dest.endswith(".help")]:
                 action.container._remove_action(action)  # type: ignore[attr-defined]
             parameters = signature(target).parameters.values()  # jsonargparse gives one without a type null

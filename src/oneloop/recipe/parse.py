@@ -16,12 +16,12 @@ from jsonargparse import ArgumentParser, Namespace
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import one_line
-from oneloop.recipe.class_paths import resolve
+from oneloop.recipe.class_paths import arguments, resolve
 from oneloop.recipe.key_parser import OPTIONS, parser
 from oneloop.recipe.key_rules import wanted, without_effect
 from oneloop.recipe.read import find_recipe, flat, from_python, load, long
 from oneloop.recipe.schema import GROUPS, Recipe
-from oneloop.recipe.synonyms import may_be_of_task, suggestion
+from oneloop.recipe.synonyms import OF_TASKS, may_be_of_task, suggestion
 from oneloop.recipe.training_keys import OptimizerConfig, ScheduleConfig, TaskConfig
 
 
@@ -49,8 +49,11 @@ def _check_without_imports(chosen: dict[str, str], written: dict[str, Any], type
     known = set(_types(made)) | {
         f"{group}.{option}" for group, names in OPTIONS.items() for option in names.get(chosen[group], ())
     }
-    foreign = ("task.", *(f"{group}." for group, names in OPTIONS.items() if chosen[group] not in names))
-    late = {key for key in given.keys() - known if key.startswith(foreign) or may_be_of_task(key)}
+    if (own := arguments(chosen["task"])) is not None:
+        known |= {f"task.{name}" for name in own} | {key for key in OF_TASKS if key.split(".")[1] in own}
+    inside = ("task.",) if own is None else (f"task.{name}." for name in own)  # keys that only the task itself knows
+    foreign = (*inside, *(f"{group}." for group, names in OPTIONS.items() if chosen[group] not in names))
+    late = {key for key in given.keys() - known if key.startswith(foreign) or (own is None and may_be_of_task(key))}
     _reject_unknown([key for key in given if key not in late], known)
     early = {key: value for key, value in given.items() if key in _types(made)}
     if None not in early.values():  # a flag, or a key without its value

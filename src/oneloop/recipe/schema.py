@@ -1,52 +1,15 @@
 """The recipe as typed, frozen dataclasses; :mod:`oneloop.recipe.parse` reads it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from oneloop.basics.duration import Duration
+from oneloop.recipe import run_keys, training_keys
 from oneloop.recipe.key_rules import reject_inexact
-from oneloop.recipe.run_keys import (
-    DebugConfig,
-    EvalConfig,
-    LogConfig,
-    MachineConfig,
-    RunConfig,
-    SaveConfig,
-    StopConfig,
-    WatchConfig,
-)
-from oneloop.recipe.training_keys import (
-    BatchConfig,
-    EmaConfig,
-    GuardConfig,
-    InitConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    TaskConfig,
-)
-
-GROUPS: dict[str, type] = {
-    "task": TaskConfig,
-    "init": InitConfig,
-    "batch": BatchConfig,
-    "optimizer": OptimizerConfig,
-    "schedule": ScheduleConfig,
-    "ema": EmaConfig,
-    "guard": GuardConfig,
-    "eval": EvalConfig,
-    "save": SaveConfig,
-    "stop": StopConfig,
-    "log": LogConfig,
-    "watch": WatchConfig,
-    "machine": MachineConfig,
-    "run": RunConfig,
-    "debug": DebugConfig,
-}
-"""the groups of keys, as ``--help`` lists them"""
 
 
 @dataclass(frozen=True)
@@ -57,21 +20,21 @@ class Recipe:
     seed: int
     duration: Duration
     track: tuple[str, ...]
-    task: TaskConfig
-    init: InitConfig
-    batch: BatchConfig
-    optimizer: OptimizerConfig
-    schedule: ScheduleConfig
-    ema: EmaConfig
-    guard: GuardConfig
-    eval: EvalConfig
-    save: SaveConfig
-    stop: StopConfig
-    log: LogConfig
-    watch: WatchConfig
-    machine: MachineConfig
-    run: RunConfig
-    debug: DebugConfig
+    task: training_keys.TaskConfig
+    init: training_keys.InitConfig
+    batch: training_keys.BatchConfig
+    optimizer: training_keys.OptimizerConfig
+    schedule: training_keys.ScheduleConfig
+    ema: training_keys.EmaConfig
+    guard: training_keys.GuardConfig
+    eval: run_keys.EvalConfig
+    save: run_keys.SaveConfig
+    stop: run_keys.StopConfig
+    log: run_keys.LogConfig
+    watch: run_keys.WatchConfig
+    machine: run_keys.MachineConfig
+    run: run_keys.RunConfig
+    debug: run_keys.DebugConfig
     resolved: Mapping[str, Any]
 
     def __post_init__(self) -> None:
@@ -84,3 +47,7 @@ class Recipe:
 
     def yaml(self) -> str:
         return yaml.safe_dump(dict(self.resolved), sort_keys=False)
+
+
+GROUPS: dict[str, Any] = {one.name: one.type for one in fields(Recipe) if is_dataclass(one.type)}
+"""the groups of keys and their classes, as ``--help`` lists them"""

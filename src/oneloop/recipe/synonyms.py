@@ -68,6 +68,7 @@ for _line in _NAMES.split("\n")[1:-1]:
     _key, _, _names = _line.partition(": ")
     for _name in _names.split():
         _KEYS.setdefault(_name, []).append(_key)
+OF_TASKS = {key for keys in _KEYS.values() for key in keys if key.startswith("task.")}
 _OF_LAUNCHER = {
     "--mixed_precision bf16": "mixed_precision precision bf16 fp16 amp amp_dtype half autocast",
     "--num_processes 2": "num_processes devices nproc_per_node num_gpus gpus world_size",
@@ -94,4 +95,4 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 def may_be_of_task(word: str) -> bool:
     """Whether an unknown key is another name of a task's key, which only the imported task knows."""
-    return any(key.startswith("task.") for key in _KEYS.get(word.rpartition(".")[2], ()))
+    return not OF_TASKS.isdisjoint(_KEYS.get(word.rpartition(".")[2], ()))

@@ -14,6 +14,7 @@ from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics, has_dropout
 from oneloop.machine.mixed_precision import HALF
 from oneloop.machine.replicas import replica_group
+from oneloop.tasks.evaluation_metrics import prefix
 
 _IGNORED: dict[str, tuple[str, ...]] = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1",),
@@ -29,15 +30,15 @@ def start_lines(
     job: Job, run: Run, model: nn.Module, optimizer: Optimizer, emas: Sequence[EMA], seen: Preflight
 ) -> Iterator[str]:
     """Yield the lines of the start-up log."""
-    recipe, layout = job.recipe, job.layout
-    number = job.built.number
+    recipe, layout, number = job.recipe, job.layout, job.built.number
     strategy = "FSDP2" if run.sharded else "DDP" if run.ranks > 1 else "one process"
     sizes, precision = f"{number:,} parameters, {len(job.train_set):,} samples", run.accelerator.mixed_precision
     yield f"{recipe.name}: {sizes}, {strategy} on {run.device.type}, {precision} mixed precision"
     yield f"{layout}; {job.steps:,} steps ({recipe.duration}, {job.steps * layout.size:,} samples)"
     yield f"{recipe.optimizer.name}, learning rate {job.rate.peak:.3g} at most; schedule {recipe.schedule.name}"
     if job.eval_sets:
-        yield f"evaluation data: {', '.join(f'{name} {len(part):,} samples' for name, part in job.eval_sets.items())}"
+        sets = (f"{name} {len(part):,} samples ({prefix(name)}/…)" for name, part in job.eval_sets.items())
+        yield f"evaluation data: {', '.join(sets)}"
     if recipe.eval.best != "eval/loss":
         yield f"eval.best {recipe.eval.best}: {'larger' if job.upward else 'smaller'} is better"
     yield _promise(job, run, model, seen)
@@ -95,6 +96,5 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
     if has_dropout(model) or seen.draws:
         what = "the model has dropout" if has_dropout(model) else "model, loss or collate draw random numbers"
         return f"{what}: another parallel layout draws other random numbers; the same layout is bit-identical"
-    exact_in = "1e-12" if job.recipe.machine.dtype == "float64" else "1e-6"
-    same = f"the same gradients (relative difference up to {exact_in})"
+    same = f"the same gradients (relative difference up to 1e-{12 if job.recipe.machine.dtype == 'float64' else 6})"
     return f"any parallel layout gives {same}; the same layout is bit-identical"

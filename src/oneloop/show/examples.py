@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from oneloop.show.pictures import data_url, side_by_side
 
+_Load = Callable[[list[int]], Any]
 _PICTURES = ("image", "target", "prediction")
 
 
@@ -57,14 +58,7 @@ class Examples:
         self._indices = indices[positions]
 
     def look(
-        self,
-        task: Shows,
-        model: nn.Module,
-        number: int,
-        load: Callable[[list[int]], Any],
-        *,
-        micro: int,
-        accelerator: Accelerator,
+        self, task: Shows, model: nn.Module, number: int, load: _Load, *, micro: int, accelerator: Accelerator
     ) -> None:
         """Load and show the chosen samples of a set of ``number`` samples. Collective: call on every rank.
 
@@ -85,14 +79,7 @@ class Examples:
         chosen = accelerator.gather(indices)[positions]
         return {index: loss for index, loss in zip(chosen.tolist(), largest.tolist(), strict=True) if loss > -torch.inf}
 
-    def _show(
-        self,
-        task: Shows,
-        model: nn.Module,
-        indices: list[int],
-        known: Mapping[int, float],
-        load: Callable[[list[int]], Any],
-    ) -> None:
+    def _show(self, task: Shows, model: nn.Module, indices: list[int], known: Mapping[int, float], load: _Load) -> None:
         samples, batch = load(indices)
         _, outputs = task.loss(model, batch)
         outputs = outputs if isinstance(outputs, Mapping) else {}

@@ -191,9 +191,9 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     names = [name for name, value in summary.items() if "/" in name and isinstance(value, float)]
     averages = {name: name.partition("/")[0] for name in names if name.partition("/")[2] in summary}
     kinds = dict.fromkeys(averages.get(name, "weights") for name in names)
-    final = summary.get("final") or {}
-    of = f" (best, of step {final.get('step'):,})" if final.get("weights") == "best" else ""
-    own = "value" if len(kinds) == 1 and not of else "raw weights"
+    final = {} if summary.get("exit_code") else summary.get("final") or {}
+    of = f" ({final['weights']}, of step {final['step']:,})" if final else ""
+    own = "weights" if len(kinds) == 1 else "raw weights"
     heads = (Column(_plain(f"{own if kind == 'weights' else kind}{of}")) for kind in kinds)
     table = Table("", *heads, title=None, show_edge=False, pad_edge=False)
     for row in dict.fromkeys(name.removeprefix(f"{averages.get(name, '')}/") for name in names):

@@ -27,23 +27,26 @@ def plotted(curves: Sequence[PlotCurve], *, width: int, height: int) -> list[str
 
     ``width`` (characters) and ``height`` (lines) are the size of the area inside the axes.
     """
+    low = min(min(values) for _, values, _ in curves)
+    high = max(max(values) for _, values, _ in curves)
+    row = _round((high - low or max(abs(high) * 0.1, 1e-9)) / (height - 1.5))  # between two labels
+    bottom = row * math.floor(low / row)
+    if high <= 1 < (top := bottom + row * (height - 1)) <= 1 + bottom:  # a share: the axis ends at 1
+        bottom -= top - 1
     figure: Any = plotille.Figure()
     figure.width, figure.height = width, height
     figure.color_mode, figure.with_colors = "names", any(colour for *_, colour in curves)
     figure.x_label = figure.y_label = ""
+    figure.origin = False  # it would be drawn in a curve's colour
     figure.x_ticks_fkt = lambda low, _: f"{low:,.0f}"
-    figure.y_ticks_fkt = lambda low, _: f"{low:.4g}"
+    figure.y_ticks_fkt = lambda low, _: f"{row * round(low / row + 0.5, 2) + 0.0:.4g}"  # the middle of a line
     for steps, values, colour in curves:
         draw = figure.plot if len(steps) > 1 else figure.scatter
         draw(steps, values, lc=colour)
-    low = min(min(values) for _, values, _ in curves)
-    high = max(max(values) for _, values, _ in curves)
-    row = _round((high - low or max(abs(high) * 0.1, 1e-9)) / (height - 1))  # between two labels
-    bottom = row * math.floor(low / row)
     column = max(1.0, _round(max(1, *(steps[-1] for steps, _, _ in curves)) / max(1, width // _LABEL)))
     figure.set_x_limits(0, column * width / _LABEL)
-    figure.set_y_limits(bottom, bottom + row * height)
-    return [line.replace("-> ()", "") for line in figure.show().splitlines()[1:]]  # without the axes' names
+    figure.set_y_limits(bottom - row / 2, bottom + row * (height - 0.5))
+    return [line.replace("-> ()", "") for line in figure.show().splitlines()[2:]]  # without names and an empty line
 
 
 def _round(least: float) -> float:
@@ -140,9 +143,9 @@ def _head(run: Follower, most: int) -> Table:
     shares = {name.partition("/")[2]: number(last[name]) for name in last if name.startswith("share/")}
     if shares:
         parts = sorted(shares.items(), key=lambda part: -part[1])[:3]
-        table.add_row("time", Text(printable(", ".join(f"{100 * share:.0f} % {name}" for name, share in parts))))
+        table.add_row("time, now", Text(printable(", ".join(f"{100 * share:.0f} % {name}" for name, share in parts))))
     if "train/samples_per_second" in last:
-        table.add_row("speed", f"{number(last['train/samples_per_second']):,.0f} samples/s")
+        table.add_row("speed, now", f"{number(last['train/samples_per_second']):,.0f} samples/s")
     counts = {kind: events.count(kind) for kind in dict.fromkeys(events)}
     if counts:
         seen = " (in the sampled lines)" if run.sampled else ""
@@ -156,7 +159,7 @@ def _chart(run: Follower, names: Sequence[str], *, width: int) -> RenderableType
         for line in (line for line in run.lines if name in line):
             series.setdefault((name, line.get("weights", "raw")), []).append((line["step"], number(line[name])))
     named = [(name if w == "raw" else f"{name} ({w})", points) for (name, w), points in series.items()]
-    return chart(named, head="" if series else ", ".join(names), width=width, height=_CHART - 4)
+    return chart(named, head="" if series else ", ".join(names), width=width, height=_CHART - 3)
 
 
 def chart(

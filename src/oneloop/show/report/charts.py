@@ -32,7 +32,12 @@ def _all(runs: Sequence[Record]) -> Iterable[dict[str, Any]]:
         return [trace for run in runs for metric in metrics for trace in _traces(run, metric, runs)]
 
     losses = [*traces_of("train/loss"), *traces_of("eval/loss")]
-    yield _chart("Loss", losses, log=_is_logarithmic(runs, "train/loss"), marks=_event_marks(runs))
+    yield _chart(
+        "Loss (train: mean since the previous point)",
+        losses,
+        log=_is_logarithmic(runs, "train/loss"),
+        marks=_event_marks(runs),
+    )
     evaluated = dict.fromkeys(name for run in runs for name in run.metrics() if name.startswith("eval/"))
     own = dict.fromkeys(name for run in runs for name in run.metrics() if name.startswith("train/"))
     for name in own:
@@ -67,6 +72,7 @@ def _shares(run: Record, *, several: bool) -> dict[str, Any]:
         stacked += [
             trace
             | {"stackgroup": "one", "mode": "lines", "name": phase, "line": {"color": colour, "width": 0}}
+            | {"fillcolor": colour}
             | {axis: averaged(trace[axis]) for axis in "xy"}
             for trace in _traces(run, f"share/{phase}", [run])
             if any(trace["y"])
@@ -146,34 +152,19 @@ def matrix_of(confusion: Any) -> dict[str, Any] | None:
 def _confusion(confusion: dict[str, Any], of: str) -> dict[str, Any]:
     classes, counts = confusion["classes"], confusion["counts"]
     shares = [[count / max(1, sum(row)) for count in row] for row in counts]
-    trace = {
-        "type": "heatmap",
-        "x": classes,
-        "y": classes,
-        "z": shares,
-        "name": "samples",
-        "zmin": 0,
-        "zmax": 1,
-        "customdata": counts,
-        "showscale": False,
-        "xgap": 1,
-        "ygap": 1,
-        "colorscale": [[0, "rgba(47,111,222,0)"], [0.02, "rgba(47,111,222,0.15)"], [1, "rgba(47,111,222,0.55)"]],
-        "hovertemplate": "label %{y}, prediction %{x}: %{customdata}<extra></extra>",
-    }
+    trace = {"type": "heatmap", "x": classes, "y": classes, "z": shares, "customdata": counts, "name": "samples"}
+    trace |= {"zmin": 0, "zmax": 1, "showscale": False, "xgap": 1, "ygap": 1}
+    shades = ((0, 0.0), (0.02, 0.15), (1, 0.55))
+    trace |= {"colorscale": [[at, f"rgba(47,111,222,{opacity})"] for at, opacity in shades]}
+    trace |= {"hovertemplate": "label %{y}, prediction %{x}: %{customdata}<extra></extra>"}
     if len(classes) <= 20:
         trace |= {"text": [[count or "" for count in row] for row in counts], "texttemplate": "%{text}"}
-    chart = _chart(f"Confusion: rows are the true classes{of}", [trace])
+    chart = _chart(f"Confusion of the validation set: rows are the true classes{of}", [trace])
     chart["layout"] |= {"height": 420, "hovermode": "closest"}
-    chart["layout"]["xaxis"] = {"type": "category", "title": {"text": "predicted"}, "showgrid": False}
+    for axis, title in (("xaxis", "predicted"), ("yaxis", "true")):
+        chart["layout"][axis] |= {"type": "category", "title": {"text": title}, "showgrid": False}
+    chart["layout"]["yaxis"] |= {"autorange": "reversed"}
     chart["layout"]["showlegend"] = False
-    chart["layout"]["yaxis"] = {
-        "type": "category",
-        "title": {"text": "true"},
-        "autorange": "reversed",
-        "showgrid": False,
-        "automargin": True,
-    }
     return chart
 
 
@@ -208,11 +199,14 @@ def _chart(
         "margin": {"l": 55, "r": 15, "t": 40, "b": 40},
         "height": 320,
         "hovermode": "x unified",
-        "xaxis": {"title": {"text": "step"}},
-        "yaxis": {"type": "log" if log else "linear", "tickformat": "~g", "automargin": True},
+        "xaxis": {"title": {"text": "step"}, "rangemode": "tozero"},
+        "yaxis": {"type": "log", "title": {"text": "logarithmic"}, "exponentformat": "power"}
+        if log
+        else {"type": "linear", "tickformat": "~g"},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
         "showlegend": True,
     }
+    layout["yaxis"]["automargin"] = True
     if data and data[0]["type"] == "scatter":
         points, last = max((len(trace["x"]), max(trace["x"])) for trace in data)
         layout["xaxis"] |= {"dtick": 1} if last < 8 else {}

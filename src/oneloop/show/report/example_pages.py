@@ -47,9 +47,17 @@ def sections(examples: Mapping[str, Any], *, of: str = "") -> list[str]:
             shown.append(_section(f"Trained tokens of a sample{of}, {at}", [_card(part[0])], "texts"))
         fixed = []
     if fixed:
-        shown.append(_section(f"Predictions{of}, {at}", [_card(sample) for sample in fixed], _kind(fixed)))
+        shown.append(
+            _section(f"Predictions for validation samples{of}, {at}", [_card(sample) for sample in fixed], _kind(fixed))
+        )
     if worst:
-        shown.append(_section(f"The largest losses{of}, {at}", [_card(sample) for sample in worst], _kind(worst)))
+        shown.append(
+            _section(
+                f"Validation samples with the largest losses{of}, {at}",
+                [_card(sample) for sample in worst],
+                _kind(worst),
+            )
+        )
     return shown
 
 
@@ -75,7 +83,7 @@ def _verdict(sample: Mapping[str, Any]) -> str:
         if "right" in sample or not (_measured(sample["prediction"]) or "target" not in sample):
             right = bool(sample.get("right", right))
             mark, kind = ("✓ ", "right") if right else ("✗ ", "wrong")
-        words.append(f'<b class="{kind}">{mark}{_safe(sample["prediction"])}{sure}</b>')
+        words.append(f'<b class="{kind}">{mark}prediction {_safe(sample["prediction"])}{sure}</b>')
         if not right and "target" in sample:
             words.append(f"label {_safe(sample['target'])}")
     elif "target" in sample:

@@ -114,8 +114,7 @@ def chart_section(number: int, chart: dict[str, Any]) -> str:
 
 def _headline(run: Record, *, several: bool) -> str:
     summary = run.summary
-    best = summary.get("best")
-    best = best if isinstance(best, dict) else {}
+    best, final = (value if isinstance(value := summary.get(key), dict) else {} for key in ("best", "final"))
     cards = [
         (name.replace("/", " ").replace("_", " "), _short(value))
         for name, value in summary.items()
@@ -136,6 +135,9 @@ def _headline(run: Record, *, several: bool) -> str:
         cards.append(("learning rate", _short(rate)))
     shown = "".join(f"<div><dt>{_safe(name)}</dt><dd>{_safe(value)}</dd></div>" for name, value in cards)
     reason = summary.get("exit_reason") or (f"at step {run.last:,}" if run.last is not None else "not begun")
+    if final and not summary.get("exit_code"):
+        of = f"{final.get('weights')}{' raw' * (len(run.weights()) > 1)} weights, of step {final.get('step')}"
+        reason = f"{reason}; eval and test metrics: {of}"
     sentences = [
         text for key in ("time", "noise_scale") if (text := str(summary.get(key) or "")) and " n/a" not in text
     ]
