@@ -46,7 +46,8 @@ def plotted(curves: Sequence[PlotCurve], *, width: int, height: int) -> list[str
     column = max(1.0, _round(max(1, *(steps[-1] for steps, _, _ in curves)) / max(1, width // _LABEL)))
     figure.set_x_limits(0, column * width / _LABEL)
     figure.set_y_limits(bottom - row / 2, bottom + row * (height - 0.5))
-    return [line.replace("-> ()", "") for line in figure.show().splitlines()[2:]]  # without names and an empty line
+    lines = figure.show().replace("-> ()", "").replace("\N{BRAILLE PATTERN BLANK}", " ").splitlines()
+    return lines[2:]  # without names and an empty line
 
 
 def _round(least: float) -> float:
