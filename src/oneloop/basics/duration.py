@@ -8,6 +8,7 @@ from fractions import Fraction
 _MULTIPLE = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 _UNITS = {"": "steps", "ep": "ep", "epoch": "ep", "epochs": "ep", "%": "%"}
 _UNITS |= {word: f"{unit}s" for unit in ("step", "sample", "token") for word in (unit, f"{unit}s")}
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)")
 _FORM = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMB]?)\s*([a-z]*|%)\s*", re.ASCII)
 
 
@@ -69,6 +70,14 @@ class Scale:
     batch: int  # samples of one step, over all processes
     epoch: int  # samples of one epoch
     sample_tokens: float | None = None  # tokens per sample, if equal for all samples
+
+
+def seconds(text: str, key: str) -> float:
+    """Parse a time, as ``55min`` or ``3.5h``. Raise ValueError for anything else."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{key} {text!r} is not a time; write 90s, 55min, 3.5h or 2d")
+    return float(match[1]) * {"s": 1, "min": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 def is_time(step: int, every: int, total: int) -> bool:

@@ -104,6 +104,7 @@ def _watch(parent: int) -> None:
 
 
 FILE = "ONELOOP_EXIT_FILE"  # variable with the path of the file in which ``oneloop launch`` expects the exit code
+HOST = "ONELOOP_HOST"  # variable with the name of this node, if there are several
 _LAUNCHER = "launcher"
 
 

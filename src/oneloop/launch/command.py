@@ -1,5 +1,6 @@
 """``oneloop launch``: accelerate's launcher, with oneloop's exit codes."""
 
+import json
 import math
 import os
 import signal
@@ -9,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, suppress
+from dataclasses import asdict
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -18,6 +20,7 @@ import yaml
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED, BadInput
 from oneloop.basics.launcher import die_with, exit_file_variable, is_alive, on_stops
+from oneloop.launch.nodes import ACCELERATE, PORT, Nodes, nodes, options
 
 _PACKAGE = Path(__file__).parents[1]
 _FOLDERS = (_PACKAGE / "accelerate_configs", _PACKAGE.parents[1] / "accelerate_configs")
@@ -36,6 +39,7 @@ def config_file(asked: str) -> str:
     return str(found) if found else asked
 
 
+_CPP_LOG = "TORCH_CPP_LOG_LEVEL"  # the store of a rendezvous warns about each client without a host name
 _INTERVAL = 0.2  # seconds between two checks
 
 
@@ -55,20 +59,27 @@ def launch(
     """
     from oneloop.recipe.parse import check_keys  # 0.3 s, which no other command needs
 
-    known = _known_options(words)
+    own, words = options(words)
+    found, known, given = nodes(own, os.environ), _known_options(words), list[str]()
+    environment = _of_one_process(known[0]) if known and found is None else None
     training = known[1] if known else launch_options(words)[1]
     launched = "oneloop.apply" if training[0] in after else module
     if launched == "oneloop.train":  # other modules take other words
         check_keys(training)
-    environment = _of_one_process(known[0]) if known else None
+    if environment is None and found is None:
+        given, training, found = launch_options(words)
     parent = None if environment else os.getpid()
-    command = [sys.executable, "-m", launched, *training]
-    if environment is None:
-        options, training = launch_options(words)
-        accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-        command = [*accelerate, *options, "-m", launched, *training]
-        environment = {"PET_SIGNALS_TO_HANDLE": "SIGTERM"}
     with tempfile.TemporaryDirectory(prefix="oneloop-") as folder:
+        command = [sys.executable, "-m", launched, *training]
+        if found is not None:
+            task = {"nodes": asdict(found), "words": words, "module": launched, "folder": folder}
+            command, environment = (
+                [sys.executable, "-m", "oneloop.launch.elastic", json.dumps(task)],
+                {_CPP_LOG: os.environ.get(_CPP_LOG, "ERROR")},
+            )
+        elif environment is None:
+            accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+            command, environment = [*accelerate, *given, *command[1:]], {"PET_SIGNALS_TO_HANDLE": "SIGTERM"}
         environment = {**os.environ, **exit_file_variable(Path(folder)), **environment}
         begin = partial(_begin, parent)
         process = subprocess.Popen(command, env=environment, preexec_fn=begin, stdout=output, stderr=output)
@@ -174,8 +185,9 @@ class _Launched:
         return [pid for pid in pids if is_alive(int(pid))]
 
 
-def launch_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split accelerate's options from the rest with accelerate's own parser. Raise BadInput for invalid options."""
+def launch_options(words: Sequence[str]) -> tuple[list[str], list[str], Nodes | None]:
+    """Split accelerate's options from the rest with accelerate's own parser; also return the nodes if the options or
+    the config file name several. Raise BadInput for invalid options."""
     from accelerate.commands.launch import launch_command_parser
     from accelerate.utils import is_fp8_available
 
@@ -195,12 +207,12 @@ def launch_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
         example = f"oneloop launch --config_file single RECIPE {unknown[0]} …"
         raise BadInput(f"{unknown[0]} is not an option of accelerate launch; keys follow the recipe: {example}")
     training = [parsed.training_script, *parsed.training_script_args]
-    options, file = list(words[: len(words) - len(training)]), parsed.config_file
-    precision = parsed.mixed_precision
+    given, file = list(words[: len(words) - len(training)]), parsed.config_file
+    precision, config = parsed.mixed_precision, dict[str, Any]()
     if file is not None:
         path = config_file(file)
         typed = (file, f"--config_file={file}", f"--config-file={file}")
-        options = [option.replace(file, path) if option in typed else option for option in options]
+        given = [option.replace(file, path) if option in typed else option for option in given]
         try:
             config = yaml.safe_load(Path(path).read_text())
             precision = precision or config.get("mixed_precision")
@@ -209,9 +221,14 @@ def launch_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
             raise BadInput(f"--config_file {file} cannot be read: {error.strerror}; known: {known}") from error
         except (yaml.YAMLError, AttributeError) as error:
             raise BadInput(f"--config_file {file} is not an accelerate config file") from error
-    if str(parsed.max_restarts or 0) != "0":
-        advice = "remove it, and start the same command again to resume"
-        raise BadInput(f"--max_restarts {parsed.max_restarts}: oneloop launch does not restart a run; {advice}")
     if precision == "fp8" and not is_fp8_available():
         raise BadInput("mixed_precision fp8 needs torchao or transformer-engine, and neither is installed; use bf16")
-    return options, training
+    names = ("num_machines", "num_processes", "main_process_ip", "main_process_port")
+    found = {name: getattr(parsed, name) or config.get(name) for name in names}
+    number, processes = int(found["num_machines"] or 1), int(found["num_processes"] or 0)
+    if number == 1:
+        return given, training, None
+    if not found["main_process_ip"] or processes % number:
+        raise BadInput(f"{number} machines need --main_process_ip, and --num_processes that they can share equally")
+    place = str(found["main_process_ip"]), int(found["main_process_port"] or PORT)
+    return given, training, Nodes(number, number, *place, processes // number, source=ACCELERATE)

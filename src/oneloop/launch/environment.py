@@ -23,12 +23,13 @@ _COMPUTE = ("bitsandbytes", "numpy", "oneloop", "peft", "timm", "torch", "torchv
 """packages whose version may change computed values"""
 
 
-def _versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
-    versions = {}
+def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
+    """Return the versions of the installed ones of these packages."""
+    found = {}
     for package in packages:
         with suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    return versions
+            found[package] = version(package)
+    return found
 
 
 def _git_revision() -> str | None:
@@ -42,17 +43,17 @@ def environment(**more: Any) -> dict[str, Any]:
     """Return versions, machine, git revision and accelerate's settings, for environment.json."""
     settings = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("ACCELERATE_", "FSDP_"))}
     host = {"host": socket.gethostname(), "cpus": len(os.sched_getaffinity(0)), "git": _git_revision()}
-    system = {"python": platform.python_version(), "platform": platform.platform(), "versions": _versions()}
+    system = {"python": platform.python_version(), "platform": platform.platform(), "versions": versions()}
     return {**system, **host, "accelerate": settings, **more}
 
 
 def computed_by(recipe: Recipe, device: torch.device) -> dict[str, Any]:
     """Return what bit-identical results require besides the recipe: device, versions, matmul and compile settings."""
-    machine, versions = recipe.machine, _versions(_COMPUTE)
+    machine, found = recipe.machine, versions(_COMPUTE)
     if device.type == "cuda":
-        versions |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
+        found |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
     compiled = f"{machine.compile}, {machine.compile_mode}" if machine.compile != "none" else "none"
-    about = {"device": _kind(device), "versions": versions}
+    about = {"device": _kind(device), "versions": found}
     return {**about, "machine.matmul": machine.matmul, "machine.compile": compiled}
 
 

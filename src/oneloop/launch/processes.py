@@ -96,7 +96,7 @@ def start(
         torch.backends.cudnn.benchmark = False
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     sharding = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    _reject_strategy(sharding=sharding)
+    reject_strategy(sharding=sharding)
     on_cpu = not torch.accelerator.is_available()  # with cpu=True, accelerate uses gloo
     # Before the ranks connect: all raise the same error, and none waits for another.
     kind = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
@@ -137,7 +137,8 @@ def _sharding(state: PartialState, precision: str, *, exact: bool) -> FullyShard
     return FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
 
 
-def _reject_strategy(*, sharding: bool) -> None:
+def reject_strategy(*, sharding: bool, elastic: bool = False) -> None:
+    """Raise BadInput for accelerate's settings that oneloop does not support, or not with ``elastic`` nodes."""
     for name in ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "FSDP_MIN_NUM_PARAMS", *_AXES):
         if not os.environ.get(name, "0").isdigit():
             raise BadInput(f"{name} must be a whole number, got {os.environ[name]!r}; correct accelerate's config file")
@@ -145,6 +146,10 @@ def _reject_strategy(*, sharding: bool) -> None:
         raise BadInput("fsdp_offload_params true is not supported: it was never tried; set it to false")
     if sharding and os.environ.get("FSDP_VERSION", "1") != "2":
         raise BadInput("fsdp_version 1 is not supported; set fsdp_version: 2")
+    if elastic and int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1)) > 1:
+        raise BadInput(
+            "hybrid sharding (HSDP) has a fixed number of processes; give one number of --nodes, or use fsdp2"
+        )
     for other in ("DEEPSPEED", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{other}", "false").lower() == "true":
             raise BadInput(f"{other} is not supported; use one of the config files in accelerate_configs/ (DDP, FSDP2)")

@@ -31,7 +31,7 @@ def leave(code: int, *, main: bool) -> NoReturn:
     several = ranks() > 1
     CHANNEL.send(ended=code)
     if has_exit_file() and (code != exit_codes.ERROR or not several):
-        if main:
+        if main or os.environ.get("LOCAL_RANK") == "0":  # the file is on this node
             report_exit_code(code)
         code = 0
     elif code == exit_codes.STOPPED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):

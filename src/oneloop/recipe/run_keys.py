@@ -1,10 +1,9 @@
 """Keys that do not change the trained model: machine, evaluation, saving, logging, the run folder."""
 
-import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from oneloop.basics.duration import Duration, span
+from oneloop.basics.duration import Duration, seconds, span
 from oneloop.basics.exit_codes import BadInput, at_least, within
 
 
@@ -107,12 +106,10 @@ class StopConfig:
     @property
     def seconds(self) -> float:
         """``after`` in seconds; infinite without a limit. Raise BadInput if it is not a time."""
-        if self.after is None:
-            return float("inf")
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)", self.after)
-        if match is None:
-            raise BadInput(f"stop.after {self.after!r} is not a time; write 90s, 55min, 3.5h or 2d")
-        return float(match[1]) * {"s": 1, "min": 60, "h": 3600, "d": 86400}[match[2]]
+        try:
+            return float("inf") if self.after is None else seconds(self.after, "stop.after")
+        except ValueError as error:
+            raise BadInput(str(error)) from error
 
     def __post_init__(self) -> None:
         at_least(0, stop__patience=self.patience)

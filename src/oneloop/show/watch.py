@@ -46,7 +46,7 @@ def plotted(curves: Sequence[PlotCurve], *, width: int, height: int) -> list[str
     column = max(1.0, _round(max(1, *(steps[-1] for steps, _, _ in curves)) / max(1, width // _LABEL)))
     figure.set_x_limits(0, column * width / _LABEL)
     figure.set_y_limits(bottom - row / 2, bottom + row * (height - 0.5))
-    lines = figure.show().replace("-> ()", "").replace("\N{BRAILLE PATTERN BLANK}", " ").splitlines()
+    lines: list[str] = figure.show().replace("-> ()", "").replace("\N{BRAILLE PATTERN BLANK}", " ").splitlines()
     return lines[2:]  # without names and an empty line
 
 

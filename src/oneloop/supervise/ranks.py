@@ -5,9 +5,12 @@ import os
 import secrets
 import selectors
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
+
+from oneloop.basics.launcher import HOST
 
 ADDRESS = "ONELOOP_WATCHED_AT"
 """variable that tells rank 0's training process where its supervisor listens: HOST PORT TOKEN"""
@@ -24,6 +27,8 @@ class SupervisorConnection:
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self._buffer = connection, b""
         connection.setblocking(False)
+        self.host = ""  # name of its node, if there are several
+        self.heard = time.monotonic()  # when the last message arrived
         self.rank: int | None = None  # rank of the other side, once it is authenticated
 
     def messages(self) -> list[dict[str, Any]] | None:
@@ -31,6 +36,7 @@ class SupervisorConnection:
         try:
             while more := self.connection.recv(1 << 16):
                 self._buffer += more
+                self.heard = time.monotonic()
                 if len(self._buffer) > (_MAX_BYTES_UNKNOWN if self.rank is None else _MAX_BYTES_KNOWN):
                     return None
             return None
@@ -95,7 +101,7 @@ class Supervisors:
         with suppress(OSError):
             peer = SupervisorConnection(socket.create_connection((host, int(port)), timeout=5.0))
             peer.rank = 0
-            peer.send(rank=self.rank, word=token)
+            peer.send(rank=self.rank, word=token, host=os.environ.get(HOST, ""))
             self.others.append(peer)
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
 
@@ -104,6 +110,27 @@ class Supervisors:
         """Whether all supervisors that this one talks to are connected."""
         known = [peer for peer in self.others if peer.rank is not None]
         return len(known) == (self.ranks - 1 if self.rank == 0 else 1)
+
+    def lost(self, limit: float) -> SupervisorConnection | None:
+        """Return a supervisor on another node that has sent nothing for ``limit`` seconds; None if there is none."""
+        late = (peer for peer in self.others if peer.rank is not None and time.monotonic() - peer.heard > limit)
+        return None if os.environ.get("LOCAL_WORLD_SIZE") == str(self.ranks) else next(late, None)
+
+    def reset_timers(self) -> None:
+        """Restart all timers: this host was suspended."""
+        for peer in self.others:
+            peer.heard = time.monotonic()
+
+    def name(self, rank: int, host: str) -> None:
+        """Store the node of another rank."""
+        for peer in self.others:
+            peer.host = host if peer.rank == rank else peer.host
+
+    def on(self, rank: int) -> str:
+        """Return " on NODE" for a rank, if there are several nodes."""
+        host = os.environ.get(HOST, "") if rank == self.rank else ""
+        host = host or next((peer.host for peer in self.others if peer.rank == rank), "")
+        return f" on {host}" if host else ""
 
     def read(self, readable: object) -> Iterator[tuple[int, dict[str, Any] | None]]:
         """Yield received messages as (rank, message); the message is None if that rank's connection is closed."""
@@ -131,7 +158,7 @@ class Supervisors:
                 if not known or not isinstance(rank, int):
                     self._forget(readable)
                     return
-                readable.rank = rank
+                readable.rank, readable.host = rank, str(message.get("host"))
             else:
                 yield readable.rank, message
 

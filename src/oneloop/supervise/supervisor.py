@@ -7,12 +7,12 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED
-from oneloop.basics.launcher import launcher_waits, on_stops, register_process, report_exit_code, stop_signals
+from oneloop.basics.launcher import HOST, launcher_waits, on_stops, register_process, report_exit_code, stop_signals
 from oneloop.supervise.crash_report import Cause, describe_exit, stopped_early, write_page, write_stacks, write_summary
 from oneloop.supervise.hangs import RankStatus, Watch, describe_hang
 from oneloop.supervise.pipe import TICK
@@ -25,6 +25,7 @@ _EARLY = 5.0  # seconds to exit if a stop is requested before the run begins
 _OVER = 60.0
 """seconds to exit after this rank or rank 0 has finished, for threads and exit handlers of the user's code"""
 _LEAVING = 10.0  # the same, if a stop is requested meanwhile
+_LOST = 8.0  # seconds without a message after which a rank on another node counts as lost
 _OTHERS = 1.0  # seconds to wait for causes from other ranks
 
 
@@ -113,6 +114,8 @@ class Supervisor:
             case None:
                 if self._reported_code is None and not self.watch.has_ended(rank):
                     self._add_cause(Cause(rank, f"rank {rank} and its supervisor process were killed", follows=True))
+            case {"host": str() as host}:
+                self.peers.name(rank, host)
             case {"status": status}:
                 self.watch.update(RankStatus(**status))
             case {"ended": code}:
@@ -139,12 +142,16 @@ class Supervisor:
         if now - self._last_check > 8 * _INTERVAL:  # this process was stopped too: by the user, or with the machine
             self.child.reset_timers()
             self.watch.reset()
+            self.peers.reset_timers()
         self._last_check = now
         while self._signals:
             self._forward(self._signals.pop(0))
         if self._started_by not in (None, os.getppid()) and not self._orphan:
             self._orphan = True
-            self._forward(signal.SIGTERM, by="its launcher, which has gone")
+            if HOST in os.environ:  # the other nodes go on without this one
+                self._add_cause(Cause(self.child.rank, f"the launcher of rank {self.child.rank} was killed"))
+            else:
+                self._forward(signal.SIGTERM, by="its launcher, which has gone")
         if not self.child.alive():
             self._read(self.child)
             self._child_ended()
@@ -157,9 +164,17 @@ class Supervisor:
             if unmet and status.late(stop_requested=False):
                 self._causes, self._decide_at = [Cause(status.rank, describe_hang(status), hung=True)], now
             self.watch.update(status)
-            if self.peers.rank != 0 and now - self._last_sent > TICK:
-                self._last_sent = now
+        if now - self._last_sent > TICK:
+            self._last_sent = now
+            if status is not None and self.peers.rank != 0:
                 self.peers.send(status=asdict(status))
+            else:
+                self.peers.send(host=os.environ.get(HOST, ""))
+        if not self._causes and (lost := self.peers.lost(_LOST * (self.child.patience or float("inf")))):
+            words = (
+                f"rank {lost.rank} does not answer for {now - lost.heard:.0f} s; its node, or the link to it, is lost"
+            )
+            self._add_cause(Cause(lost.rank or 0, words))
         if self.peers.rank == 0 and not self._causes and (cause := self.watch.look(self._ask_for_stacks)):
             self._causes, self._decide_at = [cause], now
         if now > self._decide_at:
@@ -240,7 +255,8 @@ class Supervisor:
 
     def _end_with_error(self) -> NoReturn:
         cause = next((cause for cause in self._causes if not cause.follows), self._causes[0])
-        alone = self.peers.rank == 0 or not self.peers.all_connected
+        cause = replace(cause, words=cause.words + self.peers.on(cause.rank))
+        alone = self.peers.rank == 0 or not self.peers.all_connected or cause.rank == 0
         self.peers.send(end=ERROR)
         self.child.kill()
         folder = self._folder if alone and not self.watch.has_ended(0) else None

@@ -1,0 +1,312 @@
+"""The agent of one node: it starts the node's training processes, and starts them again after a failure.
+
+``oneloop launch`` runs it if there are several nodes, or restarts. It is torch's elastic agent, with oneloop's exit
+codes: only an error (1) leads to a restart, and each attempt reports its exit code in a file of its own. Ranks that the
+batch size has no use for are spares: no process is started for them.
+"""
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED, BadInput
+from oneloop.basics.launcher import FILE, HOST, on_stops, register_process
+from oneloop.launch.before_imports import read_once
+from oneloop.launch.command import launch_options
+from oneloop.launch.node_checks import compared, facts, foreign_folder
+from oneloop.launch.nodes import ACCELERATE, Nodes, address_towards, is_here
+from oneloop.recipe.schema import Recipe
+from oneloop.supervise.supervisor import say
+
+_BEAT, _BEATS = 2, 3  # seconds between two signs of life of a node, and how many may be missing
+_LAST_CALL = 3.0  # seconds in which more nodes may join once there are enough
+_LOST = 10.0  # seconds without an answer after which the node of the rendezvous counts as lost
+_END = 5.0  # seconds in which all nodes should end a run
+_SAVE = 600  # seconds for a last checkpoint before a node joins
+
+
+def usable_ranks(ranks: int, recipe: Recipe) -> int:
+    """Return how many ranks can train: the largest number, up to ``ranks``, that divides batch.size / micro-batch."""
+    batch = recipe.batch
+    micro = batch.grain or (batch.micro if isinstance(batch.micro, int) else 1)
+    return max(number for number in range(1, ranks + 1) if number == 1 or batch.size // micro % number == 0)
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent, for a training command with oneloop's exit codes."""
+
+    def __init__(self, spec: WorkerSpec, nodes: Nodes, folder: Path, recipe: Recipe | None, store: Store) -> None:
+        super().__init__(spec, DefaultLogsSpecs(), exit_barrier_timeout=_END, shutdown_timeout=_SAVE)
+        self._nodes, self.folder, self._recipe, self._everything = nodes, folder, recipe, store
+        self._name = os.environ[HOST]
+        self._attempt, self._stop_requested = 0, False
+        self.code, self.ended = ERROR, False
+
+    def kill(self) -> None:
+        """Kill the training processes of this node."""
+        self._shutdown(signal.SIGKILL, timeout=2)
+
+    def stop(self, number: int, frame: object) -> None:
+        """Handle a stop signal, which the training processes get too; without any, end at once."""
+        self._stop_requested = True
+        if self._pcontext is None or not self._worker_group.workers:
+            say(f"stopped by {signal.Signals(number).name}; no process trains on this node")
+            os._exit(STOPPED)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._worker_group.workers = []
+        with _announced(f"waiting for nodes: at least {self._nodes.least}, for up to {self._nodes.rejoin:.0f} s"):
+            super()._rendezvous(worker_group)
+
+    def _assign_worker_ranks(self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec) -> Any:
+        address = address_towards(self._nodes.host, self._nodes.port)
+        mine = facts(self._name, address, spec.local_world_size, self._recipe, first=group_rank == 0)
+        every = _exchanged(store, "facts", mine, group_rank, group_world_size)
+        seen = _exchanged(store, "seen", foreign_folder(self._name, every[0]), group_rank, group_world_size)
+        if group_rank == 0 and "file" in mine:
+            Path(mine["file"]).unlink(missing_ok=True)
+        if wrong := compared(every) or next(filter(None, seen), ""):
+            raise BadInput(wrong)
+        workers = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+        ranks = workers[0].world_size
+        used = ranks if self._recipe is None else usable_ranks(ranks, self._recipe)
+        if group_rank == 0 and used < ranks:
+            batch = self._recipe.batch if self._recipe else None
+            say(
+                f"{used} of {ranks} ranks train, the others stand by: batch.size {batch.size if batch else 0} does not"
+                " divide evenly over more"
+            )
+        for worker in workers:
+            worker.world_size = worker.role_world_size = used
+        return [worker for worker in workers if worker.global_rank < used]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._attempt += 1
+        os.environ[FILE] = str(self.folder / f"exit_code-{self._attempt}")
+        return super()._start_workers(worker_group) if worker_group.workers else {}
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        joins = worker_group.state is WorkerState.HEALTHY
+        if joins and worker_group.group_rank == 0:
+            say("a node joins: saving, and starting again with it")
+        self._shutdown(signal.SIGTERM if joins else signal.SIGKILL, timeout=_SAVE)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        store = self._store
+        assert store is not None
+        if self._stop_requested:
+            store.set("stop", "1")
+        result = super()._monitor_workers(worker_group) if worker_group.workers else RunResult(WorkerState.HEALTHY)
+        if result.state is WorkerState.HEALTHY and not worker_group.workers and store.check(["ended"]):
+            result = RunResult(WorkerState.SUCCEEDED)
+            self.code = int(store.get("ended"))
+        elif result.state is WorkerState.SUCCEEDED:
+            file = Path(os.environ[FILE])
+            self.code = int(file.read_text()) if file.exists() else 0
+        if result.state is WorkerState.HEALTHY:
+            return RunResult(WorkerState.FAILED) if self._failed_elsewhere(store) else result
+        joins = self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0 and not store.check(["stop"])
+        if result.state is WorkerState.SUCCEEDED and self.code == STOPPED and joins:
+            return RunResult(WorkerState.HEALTHY)  # stopped only for a node that joins
+        if result.state is WorkerState.SUCCEEDED and self.code != ERROR:
+            store.set("ended", str(self.code))
+            return result
+        self._count_failure(store)
+        return RunResult(WorkerState.FAILED)
+
+    def _failed_elsewhere(self, store: Store) -> bool:
+        if not store.check(["failed"]):
+            return False
+        self._count_failure(store)
+        return True
+
+    def _count_failure(self, store: Store) -> None:
+        """Count one failure of the whole run, whichever nodes notice it, and what remains of its restarts."""
+        if store.add("failed", 1) == 1:
+            self._everything.add("failures", 1)
+            store.set("counted", "1")
+        store.wait(["counted"], timedelta(seconds=_END))
+        self._remaining_restarts = max(0, self._nodes.restarts - self._everything.add("failures", 0) + 1)
+        left = self._remaining_restarts - 1
+        say(f"{self._name}: restarting; {left} more restarts" if left >= 0 else f"{self._name}: no restarts are left")
+
+
+def _exchanged(store: Store, name: str, mine: Any, rank: int, ranks: int) -> list[Any]:
+    """Return the values of all nodes, in order."""
+    store.set(f"{name}/{rank}", json.dumps(mine))
+    return [json.loads(store.get(f"{name}/{other}")) for other in range(ranks)]
+
+
+@contextmanager
+def _announced(words: str, after: float = 3.0) -> Iterator[None]:
+    """Print the words if the block takes longer than ``after`` seconds."""
+    timer = threading.Timer(after, say, [words])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _store(nodes: Nodes) -> tuple[TCPStore, bool]:
+    """Return the store of the rendezvous, and whether this process holds it: the first one on its node does. Raise
+    ConnectionError if nobody answers."""
+    timeout = timedelta(seconds=30)
+    if is_here(nodes.host):
+        with suppress(RuntimeError):  # another agent on this host has opened it
+            return TCPStore(nodes.host, nodes.port, is_master=True, multi_tenant=True, timeout=timeout), True
+    until = time.monotonic() + nodes.rejoin
+    with _announced(f"waiting for the rendezvous at {nodes.host}:{nodes.port}, for up to {nodes.rejoin:.0f} s"):
+        while not _answers(nodes):
+            if time.monotonic() > until:
+                advice = f"start the same command on {nodes.host}, or check the address and the firewall"
+                raise ConnectionError(f"no answer from {nodes.host}:{nodes.port} in {nodes.rejoin:.0f} s; {advice}")
+            time.sleep(0.5)
+    return TCPStore(nodes.host, nodes.port, is_master=False, timeout=timeout), False
+
+
+def _answers(nodes: Nodes) -> bool:
+    try:
+        with socket.create_connection((nodes.host, nodes.port), timeout=_BEAT):
+            return True
+    except OSError:
+        return False
+
+
+def _end_without_rendezvous(agent: Agent, nodes: Nodes) -> None:
+    """End this node if the node of the rendezvous does not answer any more."""
+    last = time.monotonic()
+    while time.monotonic() - last < _LOST:
+        time.sleep(_BEAT)
+        last = time.monotonic() if _answers(nodes) else last
+    if not agent.ended:
+        say(
+            f"{nodes.host}:{nodes.port} does not answer for {_LOST:.0f} s: that node, or the link to it, is lost;"
+            " start the run again to resume it"
+        )
+        agent.kill()
+        _exit(agent.folder, ERROR)
+
+
+def accelerate_variables(words: Sequence[str], nodes: Nodes) -> tuple[dict[str, str], list[str], int]:
+    """Return the variables that accelerate's launcher would set for its options, the recipe's words, and the number of
+    processes per node. Raise BadInput."""
+    import torch
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    options, training, _ = launch_options(words)
+    if nodes.source != ACCELERATE and any(
+        option.partition("=")[0].replace("-", "_") == "__num_processes" for option in options
+    ):
+        raise BadInput("--num_processes counts the processes of all nodes; give --processes_per_node")
+    args = launch_command_parser().parse_args([*options, "-m", *training])
+    try:
+        args = _validate_launch_command(args)[0]
+        processes = nodes.processes or torch.accelerator.device_count()
+        processes = processes or (1 if nodes.most > 1 else args.num_processes)
+        if not (args.multi_gpu or args.use_fsdp) and processes * nodes.most > 1:
+            raise BadInput(f"--config_file {args.config_file} is for one process; use ddp or fsdp2")
+        args.num_machines, args.num_processes, args.main_process_port = 1, processes, 0
+        made = prepare_multi_gpu_env(args)
+    except (ValueError, RuntimeError) as error:
+        raise BadInput(f"accelerate rejects the options: {error}") from error
+    return {name: value for name, value in made.items() if os.environ.get(name) != value}, training, processes
+
+
+def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
+    """Train on this node until the run ends; return oneloop's exit code. Raise BadInput."""
+    variables, training, processes = accelerate_variables(words, nodes)
+    os.environ |= variables | {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from oneloop.launch.processes import reject_strategy
+
+    reject_strategy(sharding=os.environ.get("ACCELERATE_USE_FSDP") == "true", elastic=nodes.least < nodes.most)
+    recipe = read_once(tuple(training)) if module == "oneloop.train" else None
+    say(str(nodes if nodes.processes else f"{nodes}, {processes} per node"))
+    store, holds = _store(nodes)
+    address = address_towards(nodes.host, nodes.port)
+    name = f"{socket.gethostname()} ({address})"
+    os.environ[HOST] = name
+    timeout = RendezvousTimeout(timedelta(seconds=nodes.rejoin), timedelta(seconds=_LAST_CALL), timedelta(seconds=_END))
+    backend, beat = (
+        C10dRendezvousBackend(store, "oneloop"),
+        {"keep_alive_interval": _BEAT, "keep_alive_max_attempt": _BEATS},
+    )
+    handler = DynamicRendezvousHandler.from_backend(
+        "oneloop", store, backend, nodes.least, nodes.most, address, timeout, **beat
+    )
+    spec = WorkerSpec(
+        "oneloop",
+        processes,
+        handler,
+        entrypoint=sys.executable,
+        args=("-m", module, *training),
+        max_restarts=nodes.restarts,
+        monitor_interval=0.2,
+    )
+    agent = Agent(spec, nodes, folder, recipe, store)
+    on_stops(agent.stop)
+    if not holds:
+        threading.Thread(target=_end_without_rendezvous, args=(agent, nodes), daemon=True).start()
+    try:
+        agent.run()
+        store.set("final", str(agent.code))
+    except RendezvousTimeoutError:
+        say(f"fewer than {nodes.least} nodes joined in {nodes.rejoin:.0f} s; start the run again on more nodes")
+    except RendezvousClosedError:
+        agent.code = int(store.get("final")) if store.check(["final"]) else ERROR
+        say("the run has ended on the other nodes")
+    except RendezvousError as error:
+        say(f"the rendezvous failed: {error}")
+    finally:
+        agent.ended = True
+        with suppress(RendezvousError):
+            handler.shutdown()
+    return agent.code
+
+
+def main() -> NoReturn:
+    """Run the agent that ``oneloop launch`` describes in the first argument, and exit with oneloop's exit code."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its messages name no remedy
+    given = json.loads(sys.argv[1])
+    folder = Path(given["folder"])
+    register_process()
+    on_stops(lambda number, _: os._exit(STOPPED))
+    try:
+        code = run(Nodes(**given["nodes"]), given["words"], given["module"], folder)
+    except BadInput as error:
+        say(str(error))
+        code = BAD_INPUT
+    except OSError as error:
+        say(str(error))
+        code = ERROR
+    _exit(folder, code)
+
+
+def _exit(folder: Path, code: int) -> NoReturn:
+    (folder / "exit_code").write_text(str(code))
+    os._exit(code)  # without destructors: the store of another node may be gone
+
+
+if __name__ == "__main__":
+    main()

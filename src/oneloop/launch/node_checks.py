@@ -1,0 +1,80 @@
+"""The preflight check of several nodes: versions, clocks, processes, network names and the run folder."""
+
+import fcntl
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from oneloop.launch.environment import versions
+from oneloop.recipe.schema import Recipe
+
+_CLOCK = 5.0  # seconds; a rendezvous takes a node whose clock is further off for dead
+_SEEN = 5.0  # seconds until a shared file system shows a new file to the other nodes
+
+
+def facts(name: str, address: str, processes: int, recipe: Recipe | None, *, first: bool) -> dict[str, Any]:
+    """Return what must fit on all nodes; the first one leaves a file where it would write the run folder."""
+    found: dict[str, Any] = {"name": name, "processes": processes, "time": time.time(), "versions": versions()}
+    found["loopback"] = loopback(name, address)
+    if recipe is not None and first:
+        folder = next(path for path in (recipe.folder.absolute(), *recipe.folder.absolute().parents) if path.is_dir())
+        found["file"] = str(folder / f".oneloop-{uuid4().hex[:8]}")
+        Path(found["file"]).touch()
+    return found
+
+
+def foreign_folder(name: str, first: Mapping[str, Any]) -> str:
+    """Return an error message if this node does not see the file of the ``first`` node; else nothing."""
+    until = time.monotonic() + _SEEN
+    while "file" in first and not Path(first["file"]).exists():
+        if time.monotonic() > until:
+            folder = Path(first["file"]).parent
+            return f"{name} does not see the files of {first['name']} in {folder}; put run.dir on shared storage"
+        time.sleep(0.1)
+    return ""
+
+
+def compared(every: Sequence[Mapping[str, Any]]) -> str:
+    """Return an error message if the facts of the nodes do not fit together; else nothing."""
+    first = every[0]
+    for other in every[1:]:
+        if other["processes"] != first["processes"]:
+            each = ", ".join(f"{one['name']} {one['processes']}" for one in every)
+            return f"the nodes have unequal numbers of processes: {each}; give the smallest as --processes_per_node"
+        for package in first["versions"].keys() | other["versions"].keys():
+            both = [one["versions"].get(package, "none") for one in (first, other)]
+            if both[0] != both[1]:
+                where = f"{both[0]} on {first['name']} and {both[1]} on {other['name']}"
+                return f"{package} is {where}; install the same version on all nodes"
+        if abs(apart := other["time"] - first["time"]) > _CLOCK:
+            return f"the clocks of {first['name']} and {other['name']} differ by {abs(apart):.0f} s; set them (NTP)"
+    return next((one["loopback"] for one in every if one["loopback"] and len(every) > 1), "")
+
+
+def loopback(name: str, address: str) -> str:
+    """Return an error message if gloo would connect to this node by a loopback address; else nothing."""
+    if address.startswith("127.") or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return ""
+    try:
+        own = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        own = "no address"
+    if not own.startswith("127.") and own != "no address":
+        return ""
+    interface = next((card for _, card in socket.if_nameindex() if _address(card) == address), "INTERFACE")
+    advice = f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}"
+    return f"the host name of {name} resolves to {own}, which no other node can reach; {advice}"
+
+
+def _address(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            request = struct.pack("256s", interface.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(asked.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR
+        except OSError:
+            return ""

@@ -1,0 +1,175 @@
+"""The nodes (hosts) of a run, from the options of ``oneloop launch`` or from the environment of a scheduler.
+
+>>> found = nodes(["--nodes", "2:8", "--rendezvous", "10.0.0.1:29400", "--config_file", "ddp", "digits"], os.environ)
+>>> found.least, found.most
+(2, 8)
+"""
+
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from oneloop.basics.duration import seconds
+from oneloop.basics.exit_codes import BadInput
+
+OPTIONS = ("nodes", "rendezvous", "processes_per_node", "max_restarts", "rejoin")
+PORT = 29400
+ACCELERATE = "accelerate's options"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a run."""
+
+    least: int  # the run trains if at least this many nodes have joined
+    most: int
+    host: str  # name or address of the node that holds the rendezvous
+    port: int = PORT
+    processes: int | None = None  # per node; None: one per GPU, or one
+    restarts: int = 0  # restarts after a failure; a node that joins does not count
+    rejoin: float = 300.0  # seconds to wait for the least number of nodes
+    source: str = "options"
+
+    def __str__(self) -> str:
+        number = f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
+        each = f", {self.processes} processes each" if self.processes else ""
+        return f"{number} nodes{each}, rendezvous at {self.host}:{self.port} (from {self.source})"
+
+
+def options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Split the options of :data:`OPTIONS`, which precede the recipe, from the other words. Raise BadInput."""
+    own: dict[str, str] = {}
+    rest, left, follows = list[str](), list(words), False  # follows: an option of accelerate, which may take a value
+    while left and (left[0].startswith("--") or follows):
+        word = left.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        follows = word.startswith("--") and not equals and name not in OPTIONS
+        if not word.startswith("--") or name not in OPTIONS:
+            rest.append(word)
+        elif equals or left:
+            own[name] = value if equals else left.pop(0)
+        else:
+            raise BadInput(f"--{name} needs a value")
+    return own, [*rest, *left]
+
+
+def nodes(given: Mapping[str, str], environ: Mapping[str, str]) -> Nodes | None:
+    """Return the nodes that the options or the environment name; None for one node without restarts. Raise BadInput."""
+    found = [one for read in _SOURCES if (one := read(environ)) is not None]
+    for other in found[1:]:
+        if (other.least, other.most) != (found[0].least, found[0].most):
+            raise BadInput(f"two sources disagree: {found[0]}; {other}; give --nodes and --rendezvous")
+    known = found[0] if found else None
+    if "nodes" in given:
+        least, most = _range(given["nodes"])
+        known = replace(known, least=least, most=most) if known else Nodes(least, most, "")
+    elif known is None and given:
+        known = Nodes(1, 1, "127.0.0.1")
+    if known is None:
+        return None
+    if "rendezvous" in given:
+        host, port = _endpoint(given["rendezvous"])
+        known = replace(known, host=host, port=port)
+    elif known.most == 1:
+        known = replace(known, host="127.0.0.1", port=0)
+    if not known.host:
+        example = f"--nodes {given['nodes']} --rendezvous FIRST_HOST:{PORT}"
+        raise BadInput(f"--nodes {given['nodes']} needs the address of one node, the same on all of them: {example}")
+    if "processes_per_node" in given:
+        known = replace(known, processes=_whole(given, "processes_per_node", 1))
+    if "max_restarts" in given:
+        known = replace(known, restarts=_whole(given, "max_restarts", 0))
+    if "rejoin" in given:
+        known = replace(known, rejoin=_time(given["rejoin"]))
+    return replace(known, source="options") if {"nodes", "rendezvous"} & given.keys() else known
+
+
+def is_here(host: str) -> bool:
+    """Return whether an address is one of this host: only then can a socket be bound to it."""
+    try:
+        with socket.create_server((socket.gethostbyname(host), 0)):
+            return True
+    except OSError:
+        return False
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return the address of this host on the network that leads to another one. Raise OSError if none does."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:  # connecting a datagram socket sends nothing
+        unsent.connect((host, port or 9))
+        return str(unsent.getsockname()[0])
+
+
+def _range(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if least < 1:
+        raise BadInput(f"--nodes {text} must be a number of nodes, or the least and the most of them: 2, 2:8")
+    if least > most:
+        raise BadInput(f"--nodes {text}: the minimum {least} is above the maximum {most}; write {most}:{least}")
+    return least, most
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":") if ":" in text else (text, "", str(PORT))
+    if not host or not port.isdigit():
+        raise BadInput(f"--rendezvous {text} must be the address of one node, and a free port there: HOST:{PORT}")
+    return host, int(port)
+
+
+def _whole(given: Mapping[str, str], name: str, least: int) -> int:
+    if not given[name].isdigit() or int(given[name]) < least:
+        raise BadInput(f"--{name} must be a whole number, at least {least}; got {given[name]}")
+    return int(given[name])
+
+
+def _time(text: str) -> float:
+    try:
+        return seconds(text, "--rejoin")
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+
+
+def _of_torchrun(environ: Mapping[str, str]) -> Nodes | None:
+    """torchrun's variables, as Kubeflow Trainer sets them."""
+    if environ.get("PET_NNODES", "1") in ("1", "1:1"):
+        return None
+    least, most = _range(environ["PET_NNODES"])
+    place = environ.get("PET_RDZV_ENDPOINT") or environ.get("PET_MASTER_ADDR", "")
+    if "PET_RDZV_ENDPOINT" not in environ and environ.get("PET_MASTER_PORT"):
+        place += f":{environ['PET_MASTER_PORT']}"
+    each = environ.get("PET_NPROC_PER_NODE", "")
+    host, port = _endpoint(place) if place else ("", PORT)
+    return Nodes(least, most, host, port, int(each) if each.isdigit() else None, source="PET_NNODES, …")
+
+
+def _of_slurm(environ: Mapping[str, str]) -> Nodes | None:
+    """Slurm's variables inside a step of srun; salloc's shell and a batch script have other ones, and are not one."""
+    number = environ.get("SLURM_STEP_NUM_NODES", "1")
+    if number == "1" or int(environ.get("SLURM_STEP_ID", "-1")) not in range(1 << 31):  # above: not from srun
+        return None
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    if not re.fullmatch(r"1(\(x\d+\))?", tasks):
+        raise BadInput(f"srun starts {tasks} tasks per node, and oneloop launch needs one; add --ntasks-per-node=1")
+    first = re.match(r"([^,\[]*)(?:\[(\d+))?([^\],\[]*)", environ.get("SLURM_STEP_NODELIST", ""))
+    host = f"{first[1]}{first[2] or ''}" if first else ""
+    port = 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 10000  # two jobs may share a node
+    gpus = environ.get("SLURM_GPUS_ON_NODE", "")
+    each = int(gpus) if gpus.isdigit() else None
+    return Nodes(int(number), int(number), host, port, each, source="SLURM_STEP_NUM_NODES, …")
+
+
+def _of_skypilot(environ: Mapping[str, str]) -> Nodes | None:
+    hosts, each = environ.get("SKYPILOT_NODE_IPS", "").split(), environ.get("SKYPILOT_NUM_GPUS_PER_NODE", "0")
+    number = len(hosts)
+    return Nodes(number, number, hosts[0], PORT, int(each) or None, source="SKYPILOT_NODE_IPS") if number > 1 else None
+
+
+def _of_dstack(environ: Mapping[str, str]) -> Nodes | None:
+    number, host = int(environ.get("DSTACK_NODES_NUM", "1")), environ.get("DSTACK_MASTER_NODE_IP", "")
+    each = int(environ.get("DSTACK_GPUS_PER_NODE", "0")) or None
+    return Nodes(number, number, host, PORT, each, source="DSTACK_NODES_NUM, …") if number > 1 else None
+
+
+_SOURCES: tuple[Callable[[Mapping[str, str]], Nodes | None], ...] = (_of_torchrun, _of_slurm, _of_skypilot, _of_dstack)
