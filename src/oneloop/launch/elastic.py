@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -184,6 +184,11 @@ def _store(nodes: Nodes) -> tuple[TCPStore, bool]:
     return TCPStore(nodes.host, nodes.port, is_master=False, timeout=timeout), False
 
 
+def _lost(nodes: Nodes) -> str:
+    lost = f"the rendezvous at {nodes.host}:{nodes.port} does not answer: that node, or the link to it, is lost"
+    return f"{lost}; start the run again to resume it"
+
+
 def _answers(nodes: Nodes) -> bool:
     try:
         with socket.create_connection((nodes.host, nodes.port), timeout=_BEAT):
@@ -199,10 +204,7 @@ def _end_without_rendezvous(agent: Agent, nodes: Nodes) -> None:
         time.sleep(_BEAT)
         last = time.monotonic() if _answers(nodes) else last
     if not agent.ended:
-        say(
-            f"{nodes.host}:{nodes.port} does not answer for {_LOST:.0f} s: that node, or the link to it, is lost;"
-            " start the run again to resume it"
-        )
+        say(_lost(nodes))
         agent.kill()
         _exit(agent.folder, ERROR)
 
@@ -276,11 +278,11 @@ def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
     except RendezvousClosedError:
         agent.code = int(store.get("final")) if store.check(["final"]) else ERROR
         say("the run has ended on the other nodes")
-    except RendezvousError as error:
-        say(f"the rendezvous failed: {error}")
+    except (RendezvousError, DistError):
+        say(_lost(nodes))
     finally:
         agent.ended = True
-        with suppress(RendezvousError):
+        with suppress(RendezvousError, DistError):
             handler.shutdown()
     return agent.code
 

@@ -27,7 +27,6 @@ class SupervisorConnection:
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self._buffer = connection, b""
         connection.setblocking(False)
-        self.host = ""  # name of its node, if there are several
         self.heard = time.monotonic()  # when the last message arrived
         self.rank: int | None = None  # rank of the other side, once it is authenticated
 
@@ -71,6 +70,7 @@ class Supervisors:
     def __init__(self, rank: int, ranks: int, selector: selectors.BaseSelector) -> None:
         self.rank, self.ranks, self._selector = rank, ranks, selector
         self.others: list[SupervisorConnection] = []
+        self.hosts = {rank: os.environ.get(HOST, "")}  # name of each rank's node, if there are several
         self._token = ""
         self._server: socket.socket | None = None
 
@@ -121,16 +121,9 @@ class Supervisors:
         for peer in self.others:
             peer.heard = time.monotonic()
 
-    def name(self, rank: int, host: str) -> None:
-        """Store the node of another rank."""
-        for peer in self.others:
-            peer.host = host if peer.rank == rank else peer.host
-
     def on(self, rank: int) -> str:
-        """Return " on NODE" for a rank, if there are several nodes."""
-        host = os.environ.get(HOST, "") if rank == self.rank else ""
-        host = host or next((peer.host for peer in self.others if peer.rank == rank), "")
-        return f" on {host}" if host else ""
+        """Return "; node NAME" for a rank, if there are several nodes."""
+        return f"; node {self.hosts[rank]}" if self.hosts.get(rank) else ""
 
     def read(self, readable: object) -> Iterator[tuple[int, dict[str, Any] | None]]:
         """Yield received messages as (rank, message); the message is None if that rank's connection is closed."""
@@ -158,7 +151,8 @@ class Supervisors:
                 if not known or not isinstance(rank, int):
                     self._forget(readable)
                     return
-                readable.rank, readable.host = rank, str(message.get("host"))
+                readable.rank = rank
+                self.hosts[rank] = str(message.get("host") or "")
             else:
                 yield readable.rank, message
 

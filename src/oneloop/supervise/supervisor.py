@@ -115,7 +115,7 @@ class Supervisor:
                 if self._reported_code is None and not self.watch.has_ended(rank):
                     self._add_cause(Cause(rank, f"rank {rank} and its supervisor process were killed", follows=True))
             case {"host": str() as host}:
-                self.peers.name(rank, host)
+                self.peers.hosts[rank] = host
             case {"status": status}:
                 self.watch.update(RankStatus(**status))
             case {"ended": code}:
