@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 TASK = '''
@@ -26,7 +27,7 @@ class Slow(ImageClassification):
 
     def loss(self, model, batch):
         import os, pathlib
-        while model.training and pathlib.Path(f"hang-{{os.environ['RANK']}}").exists():
+        while model.training and pathlib.Path(f"hang-{{os.environ.get('RANK')}}").exists():
             time.sleep(0.1)
         if model.training:
             time.sleep({seconds})
@@ -35,8 +36,11 @@ class Slow(ImageClassification):
 KEYS = "--batch.size 64 --batch.micro 16 --save.every 10 --save.forever 10 --log.every 5 --track none --eval.every 0"
 
 
+NODES: list[Node] = []  # all that were started; a test kills them at its end
+
+
 class Node:
-    """One ``oneloop launch`` in a session of its own, with the times of its output; ``space``: its network namespace."""
+    """One ``oneloop launch`` in a session of its own, with the times of its output. ``space``: network namespace."""
 
     def __init__(self, words: Sequence[str], folder: Path, *, space: int | None = None) -> None:
         self.space, self.lines, self.began = space, list[tuple[float, str]](), time.monotonic()
@@ -46,6 +50,7 @@ class Node:
         command = [*inside, sys.executable, "-m", "oneloop", "launch", *words]
         how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
         self.process = subprocess.Popen(command, cwd=folder, env=environment, **how)
+        NODES.append(self)
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -55,16 +60,6 @@ class Node:
     @property
     def output(self) -> str:
         return "\n".join(line for _, line in self.lines)
-
-    def when(self, *words: str, since: float = 0.0, seconds: float = 90.0) -> float:
-        """Wait for a line that contains one of the words, printed at or after ``since``; return its time."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            for at, line in list(self.lines):
-                if at >= since and any(word in line for word in words):
-                    return at
-            time.sleep(0.05)
-        raise AssertionError(f"no {words} in {seconds:.0f} s:\n{self.output}")
 
     def processes(self) -> list[int]:
         """Return the ids of all running processes of this node."""
@@ -96,7 +91,11 @@ class Node:
     def trainers(self) -> list[int]:
         """Return the ids of the training processes (the children of their supervisors)."""
         workers = self.running("-m oneloop.train")
-        return [pid for pid in workers if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) in workers]
+        return [
+            pid
+            for pid in workers
+            if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) in workers
+        ]
 
     def kill(self) -> None:
         """Kill every process of this node at once."""
@@ -112,6 +111,25 @@ class Node:
             time.sleep(0.1)
         assert not self.processes(), self.output
         return code
+
+
+def when(nodes: Sequence[Node], *words: str, since: float = 0.0, seconds: float = 90.0) -> float:
+    """Wait for a line of any node that contains one of the words, printed after ``since``; return its time."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        found = [at for node in nodes for at, line in list(node.lines) if at > since and any(w in line for w in words)]
+        if found:
+            return min(found)
+        time.sleep(0.05)
+    raise AssertionError(f"no {words} in {seconds:.0f} s:\n" + "\n\n".join(node.output for node in nodes))
+
+
+def until(file: Path, seconds: float = 90.0) -> None:
+    """Wait until the file or folder exists."""
+    end = time.monotonic() + seconds
+    while not file.exists():
+        assert time.monotonic() < end, f"no {file}:\n" + "\n\n".join(node.output for node in NODES)
+        time.sleep(0.05)
 
 
 def written_task(folder: Path, seconds: float = 0.05) -> str:
@@ -150,6 +168,7 @@ def why_no_namespaces() -> str | None:
 @contextmanager
 def two_hosts() -> Iterator[None]:
     """Make two network namespaces, h1 (10.77.0.1) and h2 (10.77.0.2), with a link between them."""
+
     def ip(words: str) -> None:
         subprocess.run(["ip", *words.split()], check=True, capture_output=True)
 
@@ -175,3 +194,62 @@ def two_hosts() -> Iterator[None]:
 def link(state: str) -> None:
     """Set the link between the two hosts "up" or "down"."""
     subprocess.run(["ip", "-n", "h1", "link", "set", "v1", state], check=True)
+
+
+CASES = ("link cut", "host killed", "store killed", "host added", "agent killed", "rank killed", "rank hanging")
+
+
+@dataclass
+class Outcome:
+    """Seconds after a fault: until it was reported, until the processes that it concerns ended, until the first new
+    step (None: the run ends, as it must)."""
+
+    reported: float
+    ended: float
+    first_step: float | None
+    resumed: int | None  # step of the checkpoint
+    codes: list[int]
+    output: str
+
+
+def fault(case: str, folder: Path, keys: str, *, port: int = 29400) -> Outcome:
+    """Train on two hosts, cause one fault after the first checkpoint, and wait for the end. No process may be left."""
+    words = f"--nodes 1:2 --rendezvous 10.77.0.1:{port} --max_restarts 3 --config_file ddp {keys} --run.dir run".split()
+    nodes = [Node(words, folder, space=1)]
+    if case != "host added":
+        nodes.append(Node(words, folder, space=2))
+    until(folder / "run" / "checkpoints" / "step-00000020")
+    concerned = [pid for node in nodes for pid in node.running("-m oneloop.train")]
+    second, began = nodes[-1], time.monotonic()
+    if case == "link cut":
+        concerned += second.processes()
+        link("down")
+    elif case == "host killed":
+        second.kill()
+    elif case == "store killed":
+        concerned += second.processes()
+        nodes[0].kill()
+    elif case == "host added":
+        nodes.append(Node(words, folder, space=2))
+    elif case == "agent killed":
+        concerned += second.processes()
+        os.kill(second.agent(), signal.SIGKILL)
+    elif case == "rank killed":
+        os.kill(second.trainers()[0], signal.SIGKILL)
+    else:
+        (folder / "hang-1").touch()
+    try:
+        named = ("oneloop: error: rank", "oneloop: error: the launcher of rank", "oneloop: a node joins")
+        reported = when(nodes, *named, since=began) - began
+        (folder / "hang-1").unlink(missing_ok=True)
+        ended = gone(concerned) - began
+        first_step = resumed = None
+        if case != "store killed":
+            at = when(nodes, "resuming from", since=began)
+            line = next(line for node in nodes for when_, line in node.lines if when_ == at)
+            resumed = int(line.rpartition("-")[2])
+            first_step = when(nodes, "step ", since=at) - began
+        codes = [node.ended(120) for node in nodes]
+    finally:
+        link("up")
+    return Outcome(reported, ended, first_step, resumed, codes, "\n\n".join(node.output for node in nodes))

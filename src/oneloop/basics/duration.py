@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 _MULTIPLE = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 _UNITS = {"": "steps", "ep": "ep", "epoch": "ep", "epochs": "ep", "%": "%"}
+_UNITS |= dict.fromkeys(_SECONDS, "seconds")
 _UNITS |= {word: f"{unit}s" for unit in ("step", "sample", "token") for word in (unit, f"{unit}s")}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)")
 _FORM = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMB]?)\s*([a-z]*|%)\s*", re.ASCII)
@@ -23,6 +25,7 @@ class Duration:
             raise ValueError(f"{self.text!r} is not a duration; write {forms}, never negative")
         self.amount = Fraction(match[1]) * _MULTIPLE[match[2]]
         self.unit = _UNITS[match[3]]
+        self.amount *= _SECONDS.get(match[3], 1)
 
     def steps(self, scale: "Scale", *, total: int | None = None, key: str = "duration") -> int:
         """Return whole steps, rounded up; ``total`` steps of the run resolve ``%``. Raise ValueError if that is
@@ -34,6 +37,8 @@ class Duration:
             if self.amount.denominator != 1:
                 raise ValueError(f"{key} {self.text!r} is not a whole number of steps; add a unit ('2.5ep') or round")
             return self.amount
+        if self.unit == "seconds":
+            raise ValueError(f"{key} {self.text!r} is a time, which only save.every and stop.after accept; use steps")
         if self.unit == "samples":
             return self.amount / scale.batch
         if self.unit == "ep":
@@ -77,7 +82,7 @@ def seconds(text: str, key: str) -> float:
     match = _TIME.fullmatch(text)
     if match is None:
         raise ValueError(f"{key} {text!r} is not a time; write 90s, 55min, 3.5h or 2d")
-    return float(match[1]) * {"s": 1, "min": 60, "h": 3600, "d": 86400}[match[2]]
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def is_time(step: int, every: int, total: int) -> bool:

@@ -38,6 +38,8 @@ class Group:
     """weight of the global batch, after the all-reduce"""
     stop: bool = False
     """whether any rank was requested to stop after this step"""
+    save: bool = False
+    """whether the time for a save after this step has come, by rank 0's clock"""
 
     @property
     def weight(self) -> float:

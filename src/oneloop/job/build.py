@@ -35,11 +35,13 @@ class Intervals:
 
     every: Mapping[str, int]
     total: int  # steps of the run; everything is due at the last step
+    save_seconds: float = float("inf")  # also between saves
     forever: int = 0  # steps between checkpoints that are never deleted (0: none)
 
-    def due(self, step: int) -> list[str]:
-        """Return the actions that are due after this step, in execution order."""
-        return [name for name, every in self.every.items() if is_time(step, every, self.total)]
+    def due(self, step: int, *, save: bool = False) -> list[str]:
+        """Return the actions that are due after this step, in execution order; ``save``: the time for one has come."""
+        times = {name: is_time(step, every, self.total) for name, every in self.every.items()}
+        return [name for name, due in times.items() if due or (save and name == "save")]
 
     def is_due(self, name: str, step: int) -> bool:
         return is_time(step, self.every[name], self.total)
@@ -202,13 +204,15 @@ def _intervals(recipe: Recipe, scale: Scale, total: int) -> Intervals:
 
     machine = recipe.machine
     every = {"log": max(1, steps(recipe.log.every, "log.every")), "eval": steps(recipe.eval.every, "eval.every")}
-    every |= {"save": steps(recipe.save.every, "save.every")}
+    timed = recipe.save.every.unit == "seconds"
+    seconds = float(recipe.save.every.amount) if timed and recipe.save.every.amount else float("inf")
+    every |= {"save": 0 if timed else steps(recipe.save.every, "save.every")}
     if machine.check_every.amount:
         every["check"] = steps(machine.check_every, "machine.check_every")
     if machine.gc_every.amount:
         every["collect"] = steps(machine.gc_every, "machine.gc_every")
     forever = recipe.save.forever.steps(scale, total=total, key="save.forever")
-    return Intervals(every, 1 if recipe.debug.dry_run else total, forever)
+    return Intervals(every, 1 if recipe.debug.dry_run else total, seconds, forever)
 
 
 def _learning_rate(recipe: Recipe, scale: Scale, total: int) -> LearningRate:

@@ -75,7 +75,7 @@ class EvalConfig:
 @dataclass(frozen=True)
 class SaveConfig:
     every: Duration = Duration("10%")
-    """duration between checkpoints (0: only at the end and at a stop)"""
+    """duration between checkpoints, also as a time (20min; 0: only at the end and at a stop)"""
     keep: int = 2
     """number of newest checkpoints to keep"""
     forever: Duration = Duration(0)

@@ -1,5 +1,6 @@
 """The steps of a run: micro-batches that are loaded ahead, and the host all-reduce before each step."""
 
+import time
 from collections.abc import Generator, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -26,7 +27,7 @@ _KNOWN, _LEAST, _MANY = 50, 600.0, 20
 
 class Steps:
     """An endless iterator over this rank's micro-batches, by step. Each step has the total weight of its global batch,
-    and whether any rank got a stop request.
+    whether any rank got a stop request, and whether the time for a save has come.
 
     Each step makes one small all-reduce on the host, while the previous step trains. If a save fails on any rank, all
     ranks finish that save first. Raise OSError if too many saves in a row fail."""
@@ -34,7 +35,8 @@ class Steps:
     def __init__(self, job: Job, run: Run, count: Counters, saves: Checkpoints, checks: Checks) -> None:
         self._job, self._run, self._count, self._saves = job, run, count, saves
         self._checks = checks if run.sharded else None
-        self._restart = False
+        self._restart = self._save_flag = False
+        self._saved_at = time.monotonic()
         self._next: tuple[Group, Tensor, Any] | None = None
         """the micro-batches of the next step, and their all-reduce in progress"""
         self._pending_hashes = 0  # number of hashes in that sum that are not yet compared
@@ -47,6 +49,17 @@ class Steps:
     def begin_afresh(self) -> None:
         """Drop the steps that were loaded ahead. Collective: call on every rank, at the same step."""
         self._restart = True
+
+    def save_later(self) -> None:
+        """Save after the next step, if the time had come after this one, which failed."""
+        self._saved_at = float("-inf") if self._save_flag else self._saved_at
+
+    def _is_save_time(self) -> bool:
+        """Return whether rank 0's clock asks for a save; count the time from now on."""
+        if not self._run.main or time.monotonic() - self._saved_at < self._job.intervals.save_seconds:
+            return False
+        self._saved_at = time.monotonic()
+        return True
 
     def confirm(self) -> None:
         """Raise Inexact if the ranks ran different FSDP2 units in the pending step. Collective: call on every rank.
@@ -70,10 +83,11 @@ class Steps:
         BEATS.enter(self._phase())
         while self._restart:
             self._restart = False
-            for group, total, stop, failed in self._summed(self._groups()):
+            for group, total, stop, save, failed in self._summed(self._groups()):
                 if failed:
                     self._saves.finish()
                 group.total, group.stop = total, bool(stop)
+                group.save = self._save_flag = bool(save)
                 BEATS.beat()
                 steps += 1
                 if steps == _KNOWN and self._run.host is not None:
@@ -100,27 +114,27 @@ class Steps:
         for group in (dist.group.WORLD, self._run.host):
             set_timeout(timedelta(seconds=seconds), group)
 
-    def _summed(self, groups: Iterable[Group]) -> Iterator[tuple[Group, float, float, float]]:
-        """Yield each step with its weight, stop flag and error flag, summed over the ranks."""
-        requested, poll = self._run.stopping.requested, self._saves.poll
+    def _summed(self, groups: Iterable[Group]) -> Iterator[tuple[Group, float, float, float, float]]:
+        """Yield each step with its weight, and its flags for stop, save and error, summed over the ranks."""
+        requested, due, poll = self._run.stopping.requested, self._is_save_time, self._saves.poll
         if self._run.host is None:
             for group in groups:
                 total = rounded_sum(group.weights) if group.apart else group.weight
-                yield group, total, requested(), poll() is not None
+                yield group, total, requested(), due(), poll() is not None
                 if self._restart:
                     break
             return
         self._next = None
         for group in groups:
             hashes, weights = self._checks.hashes() if self._checks is not None else [], self._weights(group)
-            mine = torch.tensor([requested(), poll() is not None, *weights, *hashes], dtype=torch.float64)
+            mine = torch.tensor([requested(), due(), poll() is not None, *weights, *hashes], dtype=torch.float64)
             work = dist.all_reduce(mine, group=self._run.host, async_op=True)
             before: tuple[Group, Tensor, Any] | None = self._next
             self._next, self._pending_hashes = (group, mine, work), len(hashes)
             if before is not None:
                 before[2].wait()
-                stop, failed, *sums = before[1].numpy().tolist()
-                yield before[0], rounded_sum(sums[: len(weights)]), stop, failed
+                stop, save, failed, *sums = before[1].numpy().tolist()
+                yield before[0], rounded_sum(sums[: len(weights)]), stop, save, failed
                 if self._restart:
                     self._next[2].wait()
                     return

@@ -109,6 +109,7 @@ class State(RunState):
         with run.setting_up():
             if run.main:
                 there = len(Store(folder.path / "checkpoints").sealed())
-                most = min(save.keep + save.best + 1, 1 + job.steps // max(1, job.intervals.every["save"] or job.steps))
+                every = job.intervals.every["save"] or (job.steps if save.every.unit != "seconds" else 1)
+                most = min(save.keep + save.best + 1, 1 + job.steps // max(1, every))
                 folder.hold(need=max(0, most - there) * (each + _SMALL) + once + _SMALL)
         reject_other_folders(folder.path, run, patience=job.recipe.machine.patience)

@@ -118,6 +118,7 @@ class Upkeep:
 
     def bad_step(self, step: Step) -> Outcome:
         """Skip a bad step, which changed nothing; or restore the last checkpoint; or end the run."""
+        self._steps.save_later()
         if step.fault is Fault.RESCALED:  # fp16: the next step has a smaller loss scale
             return Outcome.SKIPPED
         job, run, state, run_log = self._job, self._run, self._state, self._run_log

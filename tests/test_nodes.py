@@ -1,0 +1,159 @@
+"""Runs over several nodes: what the launcher reads from options and environment, restarts, spares and messages."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+from safetensors.torch import load_file
+
+import lab
+from oneloop.basics.exit_codes import BadInput
+from oneloop.launch.command import launch_options
+from oneloop.launch.elastic import usable_ranks
+from oneloop.launch.node_checks import compared
+from oneloop.launch.nodes import ACCELERATE, Nodes, nodes, options
+from oneloop.recipe.parse import recipe
+from worlds import ROOT
+
+SLURM = {"SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node[07-09],gpu1"}
+SLURM |= {"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_JOB_ID": "4711", "SLURM_GPUS_ON_NODE": "8"}
+KUBEFLOW = {"PET_NNODES": "2:4", "PET_NPROC_PER_NODE": "8", "PET_MASTER_ADDR": "job-0", "PET_MASTER_PORT": "29500"}
+SKYPILOT = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_GPUS_PER_NODE": "4"}
+DSTACK = {"DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "10.0.0.9", "DSTACK_GPUS_PER_NODE": "2"}
+FOUND = [
+    ("", {}, None),
+    ("", SLURM, (4, 4, "node07", 24711, 8)),
+    ("", KUBEFLOW, (2, 4, "job-0", 29500, 8)),
+    ("", SKYPILOT, (2, 2, "10.0.0.1", 29400, 4)),
+    ("", DSTACK, (2, 2, "10.0.0.9", 29400, 2)),
+    ("--nodes 2:8 --rendezvous a:1", {}, (2, 8, "a", 1, None)),
+    ("--nodes 2 --rendezvous=a --processes_per_node 3", {}, (2, 2, "a", 29400, 3)),
+    ("--nodes 2:3", SKYPILOT, (2, 3, "10.0.0.1", 29400, 4)),  # options override the environment
+    ("--max_restarts 3", {}, (1, 1, "127.0.0.1", 0, None)),
+    ("--max_restarts 3", KUBEFLOW, (2, 4, "job-0", 29500, 8)),
+    ("", SLURM | {"SLURM_STEP_ID": str((1 << 32) - 6)}, None),  # the shell of salloc
+    ("", {"SLURM_JOB_NUM_NODES": "4", "SLURM_NODEID": "0", "SLURM_PROCID": "0"}, None),  # a batch script
+    ("", {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"}, None),
+]
+REJECTED = [
+    ("--nodes 8:2 --rendezvous a:1", {}, "the minimum 8 is above the maximum 2; write 2:8"),
+    ("--nodes 2", {}, "--nodes 2 needs the address of one node"),
+    ("--nodes many --rendezvous a", {}, "--nodes many must be a number of nodes"),
+    ("--nodes 2 --rendezvous a:b", {}, "--rendezvous a:b must be the address of one node"),
+    ("--nodes 2 --rendezvous a --rejoin soon", {}, "--rejoin 'soon' is not a time"),
+    ("--nodes 2 --rendezvous a --max_restarts few", {}, "--max_restarts must be a whole number"),
+    (
+        "",
+        SLURM | KUBEFLOW,
+        "two sources disagree: 2 to 4 nodes, 8 processes each, rendezvous at job-0:29500 (from PET_",
+    ),
+    ("", SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, "add --ntasks-per-node=1"),
+]
+
+
+@pytest.mark.parametrize(("typed", "environ", "expected"), FOUND)
+def test_the_nodes_are_read_from_options_or_one_environment(typed, environ, expected):
+    given, rest = options([*typed.split(), "--config_file", "ddp", "digits", "--seed", "1"])
+    assert rest == ["--config_file", "ddp", "digits", "--seed", "1"]
+    found = nodes(given, environ)
+    assert (found and (found.least, found.most, found.host, found.port, found.processes)) == expected
+
+
+@pytest.mark.parametrize(("typed", "environ", "message"), REJECTED)
+def test_options_that_cannot_be_followed(typed, environ, message):
+    with pytest.raises(BadInput) as rejected:
+        nodes(options([*typed.split(), "digits"])[0], environ)
+    assert message in str(rejected.value)
+
+
+def test_accelerates_own_options_for_several_machines():
+    file = str(ROOT / "accelerate_configs" / "multi_node.yaml")
+    words = ["--config_file", file, "--main_process_ip", "10.0.0.1", "--machine_rank", "1", "gpt"]
+    assert launch_options(words)[2] == Nodes(2, 2, "10.0.0.1", 29500, 8, source=ACCELERATE)
+
+
+def test_accelerate_makes_the_variables_of_a_config_file():
+    """The function that completes the options is private in accelerate: this test shows if it changes."""
+    args = launch_command_parser().parse_args(["--config_file", str(ROOT / "accelerate_configs/fsdp2.yaml"), "-m", "x"])
+    made = prepare_multi_gpu_env(_validate_launch_command(args)[0])
+    assert made["ACCELERATE_USE_FSDP"] == "true" and made["FSDP_VERSION"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ({"size": 64, "grain": 16}, [1, 2, 2, 4, 4, 4, 4]),
+        ({"size": 48, "micro": 4}, [1, 2, 3, 4, 4, 6, 6]),
+        ({"size": 10}, [1, 2, 2, 2, 5, 5, 5]),
+        ({"size": 64, "micro": "auto"}, [1, 2, 2, 4, 4, 4, 4]),
+    ],
+)
+def test_ranks_that_the_batch_can_use(batch, expected):
+    made = recipe("digits", batch=batch)
+    assert [usable_ranks(ranks, made) for ranks in range(1, 8)] == expected
+
+
+def test_nodes_that_do_not_fit_together():
+    one = {"name": "a", "processes": 8, "time": 100.0, "versions": {"torch": "2.15"}, "loopback": ""}
+    assert compared([one, one | {"name": "b", "time": 102.0}]) == ""
+    assert "a 8, b 4; give the smallest as --processes_per_node" in compared([one, one | {"name": "b", "processes": 4}])
+    assert "torch is 2.15 on a and 2.14 on b" in compared([one, one | {"name": "b", "versions": {"torch": "2.14"}}])
+    assert "differ by 60 s" in compared([one, one | {"name": "b", "time": 40.0}])
+    assert compared([one | {"loopback": "resolves to 127.0.1.1"}]) == ""  # only one node
+    assert "127" in compared([one, one | {"loopback": "resolves to 127.0.1.1"}])
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ("--nodes 2 --rendezvous 127.0.0.1 --rejoin 1s --config_file ddp", 1, "fewer than 2 nodes joined in 1 s"),
+        ("--nodes 2 --rendezvous 192.0.2.1 --rejoin 1s --config_file ddp", 1, "no answer from 192.0.2.1:29400 in 1 s"),
+        ("--max_restarts 1 --config_file OLD", 2, "fsdp_version 1 is not supported"),
+    ],
+)
+def test_a_start_that_fails(words, code, message, tmp_path):
+    old = (ROOT / "accelerate_configs" / "fsdp2.yaml").read_text().replace("fsdp_version: 2", "fsdp_version: 1")
+    (tmp_path / "old.yaml").write_text(old)
+    command = [sys.executable, "-m", "oneloop", "launch", *words.replace("OLD", "old.yaml").split(), "digits"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == code and message in done.stderr, done.stderr
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["old.yaml"]  # nothing was written
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    yield
+    for node in lab.NODES:
+        node.kill()
+    lab.NODES.clear()
+
+
+def _weights(folder: Path) -> dict[str, bytes]:
+    return {name: value.numpy().tobytes() for name, value in load_file(folder / "final" / "model.safetensors").items()}
+
+
+def _started(number: int, keys: str, folder: Path, *, port: int, least: int = 1, config: str = "ddp") -> list[lab.Node]:
+    words = (
+        f"--nodes {least}:{max(2, number)} --rendezvous 127.0.0.1:{port} --max_restarts 5 --config_file {config} {keys}"
+    )
+    return [lab.Node(words.split(), folder) for _ in range(number)]
+
+
+def test_a_killed_rank_is_started_again_and_the_weights_are_bit_identical(tmp_path):
+    task = lab.written_task(tmp_path, 0.02)
+    keys = f"{task} {lab.KEYS} --batch.grain 16 --duration 40".replace("--batch.micro 16", "")
+    whole = lab.Node(f"--config_file single {keys} --run.dir whole".split(), tmp_path)
+    first, second = _started(2, f"{keys} --run.dir run", tmp_path, port=29417, least=2)
+    lab.until(tmp_path / "run" / "checkpoints" / "step-00000010")
+    os.kill(second.trainers()[0], signal.SIGKILL)
+    assert first.ended() == second.ended() == whole.ended() == 0, first.output + second.output
+    assert "was killed by SIGKILL" in first.output + second.output
+    assert "resuming from run/checkpoints/step-00000010" in first.output + second.output
+    assert _weights(tmp_path / "run") == _weights(tmp_path / "whole")
