@@ -103,18 +103,11 @@ def _outputs(outputs: Mapping[str, Tensor], samples: int) -> Columns:
 
 
 def write(file: Path, predicted: Iterable[Columns], *, accelerator: Accelerator) -> int:
-    """Write all ranks' columns to one file, equal on any number of ranks. Collective: call on every rank.
+    """Write all ranks' columns of :func:`predictions` to one file, equal on any number of ranks. Collective: call on
+    every rank of ``accelerator``; they share the file system.
 
-    Args:
-        file: .parquet, .jsonl or .csv; written atomically.
-        predicted: this rank's columns, from :func:`predictions`.
-        accelerator: its ranks share the file system.
-
-    Returns:
-        The number of rows, on rank 0.
-
-    Raises:
-        ValueError: the file is a .csv, and a column holds lists.
+    The file is .parquet, .jsonl or .csv, and is written atomically. Return the number of rows, on rank 0. Raise
+    ValueError if a column for a .csv holds lists.
     """
     rank, shards = accelerator.process_index, file.with_name(f".{file.name}.parts")
     if rank == 0:

@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from oneloop.basics.exit_codes import BadInput
+
 _MULTIPLE = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 _UNITS = {"": "steps", "ep": "ep", "epoch": "ep", "epochs": "ep", "%": "%"}
@@ -78,10 +80,10 @@ class Scale:
 
 
 def seconds(text: str, key: str) -> float:
-    """Parse a time, as ``55min`` or ``3.5h``. Raise ValueError for anything else."""
+    """Parse a time, as ``55min`` or ``3.5h``. Raise BadInput for anything else."""
     match = _TIME.fullmatch(text)
     if match is None:
-        raise ValueError(f"{key} {text!r} is not a time; write 90s, 55min, 3.5h or 2d")
+        raise BadInput(f"{key} {text!r} is not a time; write 90s, 55min, 3.5h or 2d")
     return float(match[1]) * _SECONDS[match[2]]
 
 

@@ -84,13 +84,10 @@ class Checkpoints:
         keep: Keep | None = None,
         flush: Sequence[Path] = (),
     ) -> str | None:
-        """Start to save, after the previous save has finished. If that takes too long, start nothing. Collective: call
-        on every rank.
+        """Start to save the prepared model and its optimizer as the checkpoint of ``step``, after the previous save has
+        finished. If that takes too long, start nothing. Collective: call on every rank.
 
         Args:
-            step: names the checkpoint.
-            model: the prepared model.
-            optimizer: the optimizer of its parameters.
             state: other JSON-serializable state; rank 0's is written.
             extra: more tensors, named ``ema.…``; sharded like the model, or equal on all ranks.
             about: entries of the manifest, such as the metric that selects the best checkpoint.
@@ -200,18 +197,11 @@ class Checkpoints:
         extra: Mapping[str, Tensor] | None = None,
         check: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> dict[str, Any]:
-        """Load model, optimizer and extra tensors in place; return the other state. Collective: call on every rank.
+        """Load the prepared model, its optimizer and the extra tensors of :meth:`save` in place; return the other
+        state, which ``check`` receives before, and may reject by ValueError. Collective: call on every rank.
 
-        Args:
-            folder: the checkpoint.
-            model: the prepared model.
-            optimizer: the optimizer of its parameters.
-            extra: more tensors, as in :meth:`save`.
-            check: receives the other state before anything is loaded, and may raise ValueError.
-
-        Raises:
-            ValueError: the checkpoint is damaged or of another model, or its frozen parameters are damaged and differ
-                from those of the current model.
+        Raise ValueError if the checkpoint is damaged or of another model, or if its frozen parameters are damaged and
+        differ from those of the current model.
         """
         wrong = self._gather(problems(folder) if self.rank == 0 else [])[0]
         if wrong:

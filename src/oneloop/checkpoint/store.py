@@ -130,14 +130,11 @@ class Store:
         return path
 
     def seal(self, draft: Path, step: int, files: Entries, about: Entries, tensors: Entries | None = None) -> Path:
-        """Commit a draft: write the manifest, flush, rename the folder, flush.
+        """Commit the ``draft`` of the checkpoint of ``step``, whose files are flushed: write the manifest, flush,
+        rename the folder, flush.
 
-        Args:
-            draft: the folder with the files, already flushed.
-            step: step of the checkpoint.
-            files: manifest entries (size and checksum) by name.
-            about: description of the content, for readers.
-            tensors: dtype (safetensors name) and global shape of all tensors in its files, by name.
+        ``files`` are the manifest entries (size and checksum) by name, ``about`` describes the content for readers.
+        ``tensors``: dtype (safetensors name) and global shape of all tensors in its files, by name.
         """
         manifest = {"format": FORMAT, "step": step, "files": dict(sorted(files.items())), "about": dict(about)}
         manifest["tensors"] = dict(tensors or {})

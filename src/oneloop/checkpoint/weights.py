@@ -82,20 +82,12 @@ def load_weights(
     leave_out: Sequence[str] = (),
     origin: BaseModel | None = None,
 ) -> list[str]:
-    """Load weights into a model that is not yet wrapped.
+    """Load weights (``raw``, or the name of an EMA) into a model that is not yet wrapped; return the names left out.
 
-    Args:
-        model: the model.
-        source: a run folder, another folder, a hub repository, or a .safetensors file.
-        weights: ``raw``, or the name of an EMA (``ema``).
-        leave_out: patterns of names that stay unchanged, as in :func:`oneloop.basics.parameter_names.matches`.
-        origin: the base model of the frozen parameters, which stay unchanged, too.
-
-    Returns:
-        The names that were left out.
-
-    Raises:
-        ValueError: there are no weights, they are of another model, or a pattern matches no name.
+    ``source`` is a run folder, another folder, a hub repository, or a .safetensors file. Names that a pattern in
+    ``leave_out`` matches (:func:`oneloop.basics.parameter_names.matches`), and frozen parameters of the base model
+    ``origin``, stay unchanged. Raise ValueError if there are no weights, if they are of another model, or if a pattern
+    matches no name.
     """
     file = _file_of(source, weights, origin)
     try:

@@ -58,6 +58,8 @@ class Agent(LocalElasticAgent):
         self._nodes, self.folder, self._recipe, self._everything = nodes, folder, recipe, store
         self._name = os.environ[HOST]
         self._attempt, self._stop_requested = 0, False
+        self._failed_at: float | None = None  # when another node reported a failure
+        self._last_beat = "", 0.0  # of rank 0's node, and when it changed
         self.code, self.ended = ERROR, False
 
     def kill(self) -> None:
@@ -89,17 +91,13 @@ class Agent(LocalElasticAgent):
         ranks = workers[0].world_size
         used = ranks if self._recipe is None else usable_ranks(ranks, self._recipe)
         if group_rank == 0 and used < ranks:
-            batch = self._recipe.batch if self._recipe else None
-            say(
-                f"{used} of {ranks} ranks train, the others stand by: batch.size {batch.size if batch else 0} does not"
-                " divide evenly over more"
-            )
+            say(f"{used} of {ranks} ranks train, the others stand by: the micro-batches do not divide evenly over more")
         for worker in workers:
             worker.world_size = worker.role_world_size = used
         return [worker for worker in workers if worker.global_rank < used]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._attempt += 1
+        self._attempt, self._failed_at, self._last_beat = self._attempt + 1, None, ("", time.monotonic())
         os.environ[FILE] = str(self.folder / f"exit_code-{self._attempt}")
         return super()._start_workers(worker_group) if worker_group.workers else {}
 
@@ -121,8 +119,8 @@ class Agent(LocalElasticAgent):
         elif result.state is WorkerState.SUCCEEDED:
             file = Path(os.environ[FILE])
             self.code = int(file.read_text()) if file.exists() else 0
-        if result.state is WorkerState.HEALTHY:
-            return RunResult(WorkerState.FAILED) if self._failed_elsewhere(store) else result
+        if result.state is WorkerState.HEALTHY and not self._failed_elsewhere(store):
+            return result
         joins = self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0 and not store.check(["stop"])
         if result.state is WorkerState.SUCCEEDED and self.code == STOPPED and joins:
             return RunResult(WorkerState.HEALTHY)  # stopped only for a node that joins
@@ -133,10 +131,16 @@ class Agent(LocalElasticAgent):
         return RunResult(WorkerState.FAILED)
 
     def _failed_elsewhere(self, store: Store) -> bool:
-        if not store.check(["failed"]):
-            return False
-        self._count_failure(store)
-        return True
+        """Return whether another node has failed; the processes of this one have some seconds to report it, and end."""
+        now, group = time.monotonic(), self._worker_group
+        if group.group_rank == 0:
+            store.set("beat", str(int(now)))
+        elif not group.workers and (beat := store.get("beat").decode()) != self._last_beat[0]:
+            self._last_beat = beat, now
+        if store.check(["failed"]):
+            self._failed_at = self._failed_at or now
+        lost = group.group_rank != 0 and not group.workers and now - self._last_beat[1] > _LOST
+        return lost or (self._failed_at is not None and now - self._failed_at > _END)
 
     def _count_failure(self, store: Store) -> None:
         """Count one failure of the whole run, whichever nodes notice it, and what remains of its restarts."""
@@ -144,9 +148,10 @@ class Agent(LocalElasticAgent):
             self._everything.add("failures", 1)
             store.set("counted", "1")
         store.wait(["counted"], timedelta(seconds=_END))
-        self._remaining_restarts = max(0, self._nodes.restarts - self._everything.add("failures", 0) + 1)
-        left = self._remaining_restarts - 1
-        say(f"{self._name}: restarting; {left} more restarts" if left >= 0 else f"{self._name}: no restarts are left")
+        left = -1 if store.check(["stop"]) else self._nodes.restarts - self._everything.add("failures", 0)
+        self._remaining_restarts = max(0, left + 1)
+        if self._nodes.restarts:
+            say(f"{self._name}: {f'restarting; {left} restarts are left' if left >= 0 else 'no restarts are left'}")
 
 
 def _exchanged(store: Store, name: str, mine: Any, rank: int, ranks: int) -> list[Any]:
@@ -217,21 +222,19 @@ def accelerate_variables(words: Sequence[str], nodes: Nodes) -> tuple[dict[str, 
     from accelerate.utils.launch import prepare_multi_gpu_env
 
     options, training, _ = launch_options(words)
-    if nodes.source != ACCELERATE and any(
-        option.partition("=")[0].replace("-", "_") == "__num_processes" for option in options
-    ):
+    if nodes.source != ACCELERATE and any(option.startswith(("--num_processes", "--num-proc")) for option in options):
         raise BadInput("--num_processes counts the processes of all nodes; give --processes_per_node")
     args = launch_command_parser().parse_args([*options, "-m", *training])
     try:
         args = _validate_launch_command(args)[0]
         processes = nodes.processes or torch.accelerator.device_count()
         processes = processes or (1 if nodes.most > 1 else args.num_processes)
-        if not (args.multi_gpu or args.use_fsdp) and processes * nodes.most > 1:
-            raise BadInput(f"--config_file {args.config_file} is for one process; use ddp or fsdp2")
         args.num_machines, args.num_processes, args.main_process_port = 1, processes, 0
         made = prepare_multi_gpu_env(args)
     except (ValueError, RuntimeError) as error:
         raise BadInput(f"accelerate rejects the options: {error}") from error
+    if not (args.multi_gpu or args.use_fsdp) and processes * nodes.most > 1:
+        raise BadInput(f"--config_file {args.config_file} is for one process; use ddp or fsdp2")
     return {name: value for name, value in made.items() if os.environ.get(name) != value}, training, processes
 
 
@@ -244,28 +247,17 @@ def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
 
     reject_strategy(sharding=os.environ.get("ACCELERATE_USE_FSDP") == "true", elastic=nodes.least < nodes.most)
     recipe = read_once(tuple(training)) if module == "oneloop.train" else None
-    say(str(nodes if nodes.processes else f"{nodes}, {processes} per node"))
+    say(f"{nodes}; {processes} processes on this node")
     store, holds = _store(nodes)
     address = address_towards(nodes.host, nodes.port)
     name = f"{socket.gethostname()} ({address})"
     os.environ[HOST] = name
     timeout = RendezvousTimeout(timedelta(seconds=nodes.rejoin), timedelta(seconds=_LAST_CALL), timedelta(seconds=_END))
-    backend, beat = (
-        C10dRendezvousBackend(store, "oneloop"),
-        {"keep_alive_interval": _BEAT, "keep_alive_max_attempt": _BEATS},
-    )
-    handler = DynamicRendezvousHandler.from_backend(
-        "oneloop", store, backend, nodes.least, nodes.most, address, timeout, **beat
-    )
-    spec = WorkerSpec(
-        "oneloop",
-        processes,
-        handler,
-        entrypoint=sys.executable,
-        args=("-m", module, *training),
-        max_restarts=nodes.restarts,
-        monitor_interval=0.2,
-    )
+    backend = C10dRendezvousBackend(store, "oneloop")
+    some: Any = ("oneloop", store, backend, nodes.least, nodes.most, address, timeout, _BEAT, _BEATS)
+    handler = DynamicRendezvousHandler.from_backend(*some)
+    how: dict[str, Any] = {"max_restarts": nodes.restarts, "monitor_interval": 0.2, "entrypoint": sys.executable}
+    spec = WorkerSpec("oneloop", processes, handler, args=("-m", module, *training), **how)
     agent = Agent(spec, nodes, folder, recipe, store)
     on_stops(agent.stop)
     if not holds:
@@ -296,12 +288,9 @@ def main() -> NoReturn:
     on_stops(lambda number, _: os._exit(STOPPED))
     try:
         code = run(Nodes(**given["nodes"]), given["words"], given["module"], folder)
-    except BadInput as error:
+    except (BadInput, OSError) as error:
         say(str(error))
-        code = BAD_INPUT
-    except OSError as error:
-        say(str(error))
-        code = ERROR
+        code = BAD_INPUT if isinstance(error, BadInput) else ERROR
     _exit(folder, code)
 
 

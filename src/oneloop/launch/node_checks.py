@@ -1,14 +1,15 @@
 """The preflight check of several nodes: versions, clocks, processes, network names and the run folder."""
 
-import fcntl
 import os
 import socket
-import struct
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
+
+import psutil
 
 from oneloop.launch.environment import versions
 from oneloop.recipe.schema import Recipe
@@ -60,21 +61,12 @@ def loopback(name: str, address: str) -> str:
     """Return an error message if gloo would connect to this node by a loopback address; else nothing."""
     if address.startswith("127.") or os.environ.get("GLOO_SOCKET_IFNAME"):
         return ""
-    try:
+    own = "no address"
+    with suppress(OSError):
         own = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        own = "no address"
-    if not own.startswith("127.") and own != "no address":
+    if own[0].isdigit() and not own.startswith("127."):
         return ""
-    interface = next((card for _, card in socket.if_nameindex() if _address(card) == address), "INTERFACE")
+    cards = psutil.net_if_addrs().items()
+    interface = next((card for card, known in cards if address in [one.address for one in known]), "INTERFACE")
     advice = f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}"
     return f"the host name of {name} resolves to {own}, which no other node can reach; {advice}"
-
-
-def _address(interface: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        try:
-            request = struct.pack("256s", interface.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(asked.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR
-        except OSError:
-            return ""

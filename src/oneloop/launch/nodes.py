@@ -32,6 +32,8 @@ class Nodes:
     source: str = "options"
 
     def __str__(self) -> str:
+        if self.most == 1:
+            return f"one node, up to {self.restarts} restarts"
         number = f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
         each = f", {self.processes} processes each" if self.processes else ""
         return f"{number} nodes{each}, rendezvous at {self.host}:{self.port} (from {self.source})"
@@ -81,7 +83,7 @@ def nodes(given: Mapping[str, str], environ: Mapping[str, str]) -> Nodes | None:
     if "max_restarts" in given:
         known = replace(known, restarts=_whole(given, "max_restarts", 0))
     if "rejoin" in given:
-        known = replace(known, rejoin=_time(given["rejoin"]))
+        known = replace(known, rejoin=seconds(given["rejoin"], "--rejoin"))
     return replace(known, source="options") if {"nodes", "rendezvous"} & given.keys() else known
 
 
@@ -122,13 +124,6 @@ def _whole(given: Mapping[str, str], name: str, least: int) -> int:
     if not given[name].isdigit() or int(given[name]) < least:
         raise BadInput(f"--{name} must be a whole number, at least {least}; got {given[name]}")
     return int(given[name])
-
-
-def _time(text: str) -> float:
-    try:
-        return seconds(text, "--rejoin")
-    except ValueError as error:
-        raise BadInput(str(error)) from error
 
 
 def _of_torchrun(environ: Mapping[str, str]) -> Nodes | None:

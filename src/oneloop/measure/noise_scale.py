@@ -101,15 +101,11 @@ class Sensor:
             self._norms, self._weight = [], 0.0
 
     def read(self, weight: float, samples: int) -> tuple[float, float, float]:
-        """Return the statistics of the last measured step. Collective; one all-reduce and one host sync.
+        """Return the statistics of the last measured step, whose summed loss was divided by ``weight``, with
+        ``samples`` over all ranks. Collective; one all-reduce and one host sync.
 
-        Args:
-            weight: total weight of the step, by which its summed loss was divided.
-            samples: samples of the step over all ranks.
-
-        Returns:
-            Mean squared norm of the parts' mean gradients, mean of 1 / samples of a part, 1 / samples of the step. NaN
-            if all parts have weight 0; :meth:`NoiseScale.add` ignores NaN.
+        They are the mean squared norm of the parts' mean gradients, the mean of 1 / samples of a part, and 1 / samples
+        of the step. NaN if all parts have weight 0; :meth:`NoiseScale.add` ignores NaN.
         """
         # Parts' gradients are divided by the step's weight, and scaled: undo both, and divide by the part's weight.
         squares = [square.double().cpu() for square, _ in self._parts]

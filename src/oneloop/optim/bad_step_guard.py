@@ -94,14 +94,9 @@ class Guard:
     def step(self, norm: Tensor, *, loss: Tensor | None = None, weight: float = 1.0, metrics: Any = None) -> None:
         """Update the weights, unless the step is bad. The previous step must be resolved.
 
-        Args:
-            norm: global gradient norm, equal on all ranks.
-            loss: this rank's summed loss of the step, 0-dim; to find spikes.
-            weight: what the loss is divided by: total weight of the global batch.
-            metrics: returned by :meth:`resolve`.
-
-        Raises:
-            RuntimeError: the previous step is still pending.
+        ``norm`` is the global gradient norm, equal on all ranks; ``loss`` this rank's summed loss (0-dim), to find
+        spikes; ``weight`` the total weight of the global batch. :meth:`resolve` returns ``metrics``. Raise RuntimeError
+        if the previous step is still pending.
         """
         if self.pending:
             raise RuntimeError("the previous step is still pending: call resolve() first")

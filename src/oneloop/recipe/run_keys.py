@@ -106,10 +106,7 @@ class StopConfig:
     @property
     def seconds(self) -> float:
         """``after`` in seconds; infinite without a limit. Raise BadInput if it is not a time."""
-        try:
-            return float("inf") if self.after is None else seconds(self.after, "stop.after")
-        except ValueError as error:
-            raise BadInput(str(error)) from error
+        return float("inf") if self.after is None else seconds(self.after, "stop.after")
 
     def __post_init__(self) -> None:
         at_least(0, stop__patience=self.patience)
