@@ -23,7 +23,6 @@ from oneloop.data.rows.arrow_tables import tables as of_files
 from oneloop.data.rows.cache import content_of
 from oneloop.data.rows.find_files import found
 from oneloop.launch import processes
-from oneloop.launch.command import launch_options
 from oneloop.recipe.parse import parser, read
 from oneloop.tasks.image_classification import ImageClassification
 from worlds import run, train
@@ -86,11 +85,6 @@ def test_a_subclass_may_have_fewer_arguments():
     assert read(["digits", "--task", "test_settings.Fewer", "--task.width", "8"]).task.options == {"width": 8}
 
 
-def test_restarts_are_rejected():
-    with pytest.raises(BadInput, match="--max_restarts 2"):
-        launch_options(["--max_restarts", "2", "--config_file", "ddp", "digits"])
-
-
 @pytest.mark.parametrize(
     ("variables", "precision", "expected_text"),
     [
@@ -106,7 +100,7 @@ def test_accelerates_settings_are_one_message(monkeypatch, variables, precision,
         monkeypatch.setenv(name, value)
 
     def reject() -> None:
-        processes._reject_strategy(sharding="FSDP_VERSION" in variables)
+        processes.reject_strategy(sharding="FSDP_VERSION" in variables)
         processes._reject_precision(precision, torch.device("cpu"))
 
     with pytest.raises(BadInput, match=expected_text):

@@ -122,8 +122,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             clear_gradients(parameters)
             count.position += layout.size
 
-            due = intervals.due(count.step + 1, save=group.save)  # save: by the time since the last one
-            stopped = group.stop  # signal, time limit, STOP file; any rank
+            due, stopped = intervals.due(count.step + 1, save=group.save), group.stop  # stop: a request on any rank
             outcome = resolve() if due or stopped else None
             clock.step("update")
             if outcome is Outcome.REWOUND or (outcome is not Outcome.ACCEPTED and not stopped):

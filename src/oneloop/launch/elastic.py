@@ -30,9 +30,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED, BadInput
 from oneloop.basics.launcher import FILE, HOST, on_stops, register_process
 from oneloop.launch.before_imports import read_once
-from oneloop.launch.command import launch_options
+from oneloop.launch.command import accelerate_variables
 from oneloop.launch.node_checks import compared, facts, foreign_folder
-from oneloop.launch.nodes import ACCELERATE, Nodes, address_towards, is_here
+from oneloop.launch.nodes import Nodes, address_towards, is_here
 from oneloop.recipe.schema import Recipe
 from oneloop.supervise.supervisor import say
 
@@ -212,30 +212,6 @@ def _end_without_rendezvous(agent: Agent, nodes: Nodes) -> None:
         say(_lost(nodes))
         agent.kill()
         _exit(agent.folder, ERROR)
-
-
-def accelerate_variables(words: Sequence[str], nodes: Nodes) -> tuple[dict[str, str], list[str], int]:
-    """Return the variables that accelerate's launcher would set for its options, the recipe's words, and the number of
-    processes per node. Raise BadInput."""
-    import torch
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env
-
-    options, training, _ = launch_options(words)
-    if nodes.source != ACCELERATE and any(option.startswith(("--num_processes", "--num-proc")) for option in options):
-        raise BadInput("--num_processes counts the processes of all nodes; give --processes_per_node")
-    args = launch_command_parser().parse_args([*options, "-m", *training])
-    try:
-        args = _validate_launch_command(args)[0]
-        processes = nodes.processes or torch.accelerator.device_count()
-        processes = processes or (1 if nodes.most > 1 else args.num_processes)
-        args.num_machines, args.num_processes, args.main_process_port = 1, processes, 0
-        made = prepare_multi_gpu_env(args)
-    except (ValueError, RuntimeError) as error:
-        raise BadInput(f"accelerate rejects the options: {error}") from error
-    if not (args.multi_gpu or args.use_fsdp) and processes * nodes.most > 1:
-        raise BadInput(f"--config_file {args.config_file} is for one process; use ddp or fsdp2")
-    return {name: value for name, value in made.items() if os.environ.get(name) != value}, training, processes
 
 
 def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
