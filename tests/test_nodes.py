@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
+from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
@@ -15,12 +19,13 @@ from safetensors.torch import load_file
 
 import lab
 from oneloop.basics.exit_codes import BadInput
+from oneloop.launch import elastic
 from oneloop.launch.command import launch_options
 from oneloop.launch.elastic import usable_ranks
 from oneloop.launch.node_checks import compared
 from oneloop.launch.nodes import ACCELERATE, Nodes, nodes, options
 from oneloop.recipe.parse import recipe
-from worlds import ROOT
+from worlds import ROOT, run, train
 
 SLURM = {"SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node[07-09],gpu1"}
 SLURM |= {"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_JOB_ID": "4711", "SLURM_GPUS_ON_NODE": "8"}
@@ -114,7 +119,6 @@ def test_nodes_that_do_not_fit_together():
     ("words", "code", "message"),
     [
         ("--nodes 2 --rendezvous 127.0.0.1 --rejoin 1s --config_file ddp", 1, "fewer than 2 nodes joined in 1 s"),
-        ("--nodes 2 --rendezvous 192.0.2.1 --rejoin 1s --config_file ddp", 1, "no answer from 192.0.2.1:29400 in 1 s"),
         ("--max_restarts 1 --config_file OLD", 2, "fsdp_version 1 is not supported"),
     ],
 )
@@ -125,6 +129,13 @@ def test_a_start_that_fails(words, code, message, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == code and message in done.stderr, done.stderr
     assert sorted(file.name for file in tmp_path.iterdir()) == ["old.yaml"]  # nothing was written
+
+
+def test_a_rendezvous_that_nobody_answers():
+    with pytest.raises(
+        ConnectionError, match=r"no answer from 192.0.2.1:29400 in 0 s; start the same command on 192.0.2.1"
+    ):
+        elastic._store(Nodes(2, 2, "192.0.2.1", rejoin=0.1))
 
 
 @pytest.fixture(autouse=True)
@@ -149,11 +160,68 @@ def _started(number: int, keys: str, folder: Path, *, port: int, least: int = 1,
 def test_a_killed_rank_is_started_again_and_the_weights_are_bit_identical(tmp_path):
     task = lab.written_task(tmp_path, 0.02)
     keys = f"{task} {lab.KEYS} --batch.grain 16 --duration 40".replace("--batch.micro 16", "")
-    whole = lab.Node(f"--config_file single {keys} --run.dir whole".split(), tmp_path)
+    run(train, [*keys.split(), "--run.dir", str(tmp_path / "whole")], folder=tmp_path).ok()
     first, second = _started(2, f"{keys} --run.dir run", tmp_path, port=29417, least=2)
     lab.until(tmp_path / "run" / "checkpoints" / "step-00000010")
     os.kill(second.trainers()[0], signal.SIGKILL)
-    assert first.ended() == second.ended() == whole.ended() == 0, first.output + second.output
+    assert first.ended() == second.ended() == 0, first.output + second.output
     assert "was killed by SIGKILL" in first.output + second.output
     assert "resuming from run/checkpoints/step-00000010" in first.output + second.output
     assert _weights(tmp_path / "run") == _weights(tmp_path / "whole")
+
+
+def _killed_after(nodes: list[lab.Node], node: lab.Node, step: int, folder: Path) -> float:
+    """Kill a node once the checkpoint of the step exists; return the time."""
+    lab.until(folder / "run" / "checkpoints" / f"step-{step:08}")
+    node.kill()
+    nodes.remove(node)
+    return time.monotonic()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("grain", [True, False])
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_4_ranks_then_3_then_2_then_4(grain, config, tmp_path):
+    """12 micro-batches divide evenly over 4, 3 and 2 ranks; 16 micro-batches with batch.grain over 4 and 2 only."""
+    size = "--batch.size 64 --batch.grain 4" if grain else "--batch.size 48 --batch.micro 4"
+    keys = f"{lab.written_task(tmp_path, 0.02)} {lab.KEYS} {size} --duration 200".replace(
+        "--batch.size 64 --batch.micro 16", ""
+    )
+    if grain:
+        run(train, [*keys.split(), "--run.dir", str(tmp_path / "whole")], folder=tmp_path).ok()
+    started = _started(4, f"{keys} --run.dir run", tmp_path, port=29437, least=2, config=config)
+    nodes, ranks = list(started), "ranks x"
+    lab.when(nodes, f"= 4 {ranks}")
+    holds = next(node for node in nodes if _holds_rendezvous(node, 29437))
+    others = [node for node in nodes if node is not holds]
+    since = _killed_after(nodes, others[0], 20, tmp_path)
+    lab.when(nodes, f"= {2 if grain else 3} {ranks}", since=since)
+    if grain:
+        lab.when(nodes, "2 of 3 ranks train, the others stand by", since=since)
+    since = _killed_after(nodes, others[1], 60, tmp_path)
+    lab.when(nodes, f"= 2 {ranks}", since=since)
+    lab.until(tmp_path / "run" / "checkpoints" / "step-00000100")
+    since = time.monotonic()
+    nodes += _started(2, f"{keys} --run.dir run", tmp_path, port=29437, least=2, config=config)
+    lab.when(nodes, f"= 4 {ranks}", since=since)
+    assert [node.ended(120) for node in nodes] == [0] * 4, "\n\n".join(node.output for node in nodes)
+    if grain:
+        assert _weights(tmp_path / "run") == _weights(tmp_path / "whole")
+
+
+def _holds_rendezvous(node: lab.Node, port: int) -> bool:
+    found = [one for one in psutil.Process(node.agent()).net_connections() if one.status == psutil.CONN_LISTEN]
+    return any(one.laddr.port == port for one in found)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_saves_by_time_change_no_weight(ranks, tmp_path):
+    task = lab.written_task(tmp_path, 0.02)
+    keys = f"{task} --batch.size 64 --batch.micro 32 --duration 40 --save.keep 9 --track none --eval.every 0".split()
+    for every in ("0.5s", "0"):
+        run(train, [*keys, "--save.every", every, "--run.dir", f"save-{every}"], ranks=ranks, folder=tmp_path).ok()
+    lines = [json.loads(line) for line in (tmp_path / "save-0.5s" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if line.get("event") == "save"]
+    assert 2 <= len(steps) <= 8 and steps[-1] == 40 and min(b - a for a, b in pairwise(steps)) > 1, steps
+    assert _weights(tmp_path / "save-0.5s") == _weights(tmp_path / "save-0")

@@ -90,7 +90,7 @@ SMALL = ["--batch.size", "16", "--steps", "5", "--duration", "1ep", "--optimizer
 
 def warm(words, output):
     """Do what `oneloop launch` does, in processes from the warm server."""
-    options, training = launch_options(words)
+    options, training, _ = launch_options(words)
     given = dict(zip(options[::2], options[1::2], strict=True))
     ranks, config = int(given.get("--num_processes", 1)), Path(given["--config_file"]).stem
     more = ["--mixed_precision", given["--mixed_precision"]]

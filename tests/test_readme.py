@@ -13,6 +13,7 @@ import textwrap
 import pytest
 
 from oneloop.launch.command import launch_options
+from oneloop.launch.nodes import options as node_options
 from pages import blocks, program
 from worlds import ROOT, _free_port, run, train
 
@@ -31,7 +32,7 @@ TYPED = [line.partition("   #")[0].strip() for line in README.splitlines() if "s
 @pytest.mark.parametrize("typed", TYPED)
 def test_the_task_of_the_readme_trains(tmp_path, typed):
     (tmp_path / "sines.py").write_text(programs(README)["sines.py"])
-    options, words = launch_options(shlex.split(typed)[2:])
+    options, words, _ = launch_options(shlex.split(typed)[2:])
     config = options[1].rpartition("/")[2].removesuffix(".yaml")
     run(train, words, ranks=2 if config == "ddp" else 1, config=config, folder=tmp_path).ok()
     ended = json.loads((tmp_path / "runs" / ("on-two" if config == "ddp" else "sines") / "summary.json").read_text())
@@ -73,7 +74,7 @@ def test_every_command_that_is_typed_somewhere_is_known():
             command, *words = shlex.split(line.partition("   #")[0])
             assert command in COMMANDS, f"{page.name}: oneloop {line}"
             if command == "launch" and not any(word in line for word in ("mine.yaml", "…")):
-                options, rest = launch_options(words)
+                options, rest, _ = launch_options(node_options(words)[1])
                 assert options[0] == "--config_file" and rest, f"{page.name}: oneloop {line}"
 
 
