@@ -73,10 +73,8 @@ def launch(
         command = [sys.executable, "-m", launched, *training]
         if found is not None:
             task = {"nodes": asdict(found), "words": words, "module": launched, "folder": folder}
-            command, environment = (
-                [sys.executable, "-m", "oneloop.launch.elastic", json.dumps(task)],
-                {_CPP_LOG: os.environ.get(_CPP_LOG, "ERROR")},
-            )
+            command = [sys.executable, "-m", "oneloop.launch.elastic", json.dumps(task)]
+            environment = {_CPP_LOG: os.environ.get(_CPP_LOG, "ERROR")}
         elif environment is None:
             accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
             command, environment = [*accelerate, *given, *command[1:]], {"PET_SIGNALS_TO_HANDLE": "SIGTERM"}
@@ -162,7 +160,7 @@ class _Launched:
         if self._signals:
             return STOPPED
         if code not in (0, BAD_INPUT):
-            print("oneloop: error: a training process and its supervisor were killed from outside", file=sys.stderr)
+            print("oneloop: error: a process of this run was killed from outside", file=sys.stderr)
         return code if code in (0, BAD_INPUT) else ERROR
 
     def _poll(self) -> int | None:
@@ -255,4 +253,6 @@ def accelerate_variables(words: Sequence[str], nodes: Nodes) -> tuple[dict[str, 
         raise BadInput(f"accelerate rejects the options: {error}") from error
     if not (args.multi_gpu or args.use_fsdp) and processes * nodes.most > 1:
         raise BadInput(f"--config_file {args.config_file} is for one process; use ddp or fsdp2")
+    if args.use_fsdp and processes * nodes.least < 2:
+        raise BadInput(f"FSDP2 needs two processes, and {nodes.least} nodes may have one; raise the minimum of --nodes")
     return {name: value for name, value in made.items() if os.environ.get(name) != value}, training, processes

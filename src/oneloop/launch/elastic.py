@@ -148,6 +148,7 @@ class Agent(LocalElasticAgent):
             self._everything.add("failures", 1)
             store.set("counted", "1")
         store.wait(["counted"], timedelta(seconds=_END))
+        self.code = ERROR
         left = -1 if store.check(["stop"]) else self._nodes.restarts - self._everything.add("failures", 0)
         self._remaining_restarts = max(0, left + 1)
         if self._nodes.restarts:
@@ -226,8 +227,7 @@ def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
     say(f"{nodes}; {processes} processes on this node")
     store, holds = _store(nodes)
     address = address_towards(nodes.host, nodes.port)
-    name = f"{socket.gethostname()} ({address})"
-    os.environ[HOST] = name
+    os.environ[HOST] = f"{socket.gethostname()} ({address})"
     timeout = RendezvousTimeout(timedelta(seconds=nodes.rejoin), timedelta(seconds=_LAST_CALL), timedelta(seconds=_END))
     backend = C10dRendezvousBackend(store, "oneloop")
     some: Any = ("oneloop", store, backend, nodes.least, nodes.most, address, timeout, _BEAT, _BEATS)
@@ -259,11 +259,11 @@ def main() -> NoReturn:
     """Run the agent that ``oneloop launch`` describes in the first argument, and exit with oneloop's exit code."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its messages name no remedy
     given = json.loads(sys.argv[1])
-    folder = Path(given["folder"])
+    folder = Path(given.pop("folder"))
     register_process()
     on_stops(lambda number, _: os._exit(STOPPED))
     try:
-        code = run(Nodes(**given["nodes"]), given["words"], given["module"], folder)
+        code = run(Nodes(**given.pop("nodes")), folder=folder, **given)
     except (BadInput, OSError) as error:
         say(str(error))
         code = BAD_INPUT if isinstance(error, BadInput) else ERROR

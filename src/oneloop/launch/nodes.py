@@ -1,9 +1,4 @@
-"""The nodes (hosts) of a run, from the options of ``oneloop launch`` or from the environment of a scheduler.
-
->>> found = nodes(["--nodes", "2:8", "--rendezvous", "10.0.0.1:29400", "--config_file", "ddp", "digits"], os.environ)
->>> found.least, found.most
-(2, 8)
-"""
+"""The nodes (hosts) of a run, from the options of ``oneloop launch`` or from the environment of a scheduler."""
 
 import re
 import socket
@@ -131,9 +126,8 @@ def _of_torchrun(environ: Mapping[str, str]) -> Nodes | None:
     if environ.get("PET_NNODES", "1") in ("1", "1:1"):
         return None
     least, most = _range(environ["PET_NNODES"])
-    place = environ.get("PET_RDZV_ENDPOINT") or environ.get("PET_MASTER_ADDR", "")
-    if "PET_RDZV_ENDPOINT" not in environ and environ.get("PET_MASTER_PORT"):
-        place += f":{environ['PET_MASTER_PORT']}"
+    own = (environ.get("PET_MASTER_ADDR"), environ.get("PET_MASTER_PORT"))
+    place = environ.get("PET_RDZV_ENDPOINT") or ":".join(filter(None, own))
     each = environ.get("PET_NPROC_PER_NODE", "")
     host, port = _endpoint(place) if place else ("", PORT)
     return Nodes(least, most, host, port, int(each) if each.isdigit() else None, source="PET_NNODES, …")

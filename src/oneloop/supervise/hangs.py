@@ -87,7 +87,7 @@ class Watch:
         self.ranks, self._say = ranks, say
         self._statuses: dict[int, tuple[float, RankStatus]] = {}
         self._done: set[int] = set()
-        self._named: list[int] = []
+        self.named: list[int] = []  # ranks that were reported as hung
         self._until = 0.0
 
     def update(self, status: RankStatus) -> None:
@@ -104,7 +104,7 @@ class Watch:
     def reset(self) -> None:
         """Forget all reports: the machine was suspended."""
         self._statuses.clear()
-        self._named = []
+        self.named = []
 
     def look(self, ask_for_stacks: Callable[[bool], None]) -> Cause | None:
         """Return why the run must end, or None; print before that which rank hangs. ``ask_for_stacks`` collects all
@@ -112,14 +112,14 @@ class Watch:
         known = self._known()
         late = hung_ranks(known)
         if not late:
-            if self._named:
-                self._say(f"rank {', '.join(map(str, self._named))} continues")
-                self._named = []
+            if self.named:
+                self._say(f"rank {', '.join(map(str, self.named))} continues")
+                self.named = []
             return None
         text = "; ".join(map(describe_hang, late)) + other_units(known)
-        if not self._named:
+        if not self.named:
             grace = _GRACE * late[0].patience
-            self._named, self._until = [hung.rank for hung in late], time.monotonic() + grace
+            self.named, self._until = [hung.rank for hung in late], time.monotonic() + grace
             self._say(f"{text}; the run ends in {grace:.0f} s if it does not continue")
             ask_for_stacks(False)
             return None

@@ -129,6 +129,7 @@ class Supervisor:
                 self._hangs = wake
                 self.peers.send(stacks=self.child.stacks(wake=wake))
                 self._last_check = time.monotonic()  # collecting the stacks took the time
+                self.peers.reset_timers()
             case {"stacks": text}:
                 self._stacks[rank] = text or self._stacks.get(rank, "")
                 self._missing_stacks.discard(rank)
@@ -170,10 +171,12 @@ class Supervisor:
                 self.peers.send(status=asdict(status))
             else:
                 self.peers.send(host=os.environ.get(HOST, ""))
-        if not self._causes and (lost := self.peers.lost(_LOST * (self.child.patience or float("inf")))):
-            words = (
-                f"rank {lost.rank} does not answer for {now - lost.heard:.0f} s; its node, or the link to it, is lost"
-            )
+        if (
+            not self._causes
+            and not self.watch.named
+            and (lost := self.peers.lost(_LOST * (self.child.patience or float("inf"))))
+        ):
+            words = f"rank {lost.rank} does not answer for {now - lost.heard:.0f} s: its node or the link to it is lost"
             self._add_cause(Cause(lost.rank or 0, words))
         if self.peers.rank == 0 and not self._causes and (cause := self.watch.look(self._ask_for_stacks)):
             self._causes, self._decide_at = [cause], now
