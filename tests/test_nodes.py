@@ -225,3 +225,23 @@ def test_saves_by_time_change_no_weight(ranks, tmp_path):
     steps = [line["step"] for line in lines if line.get("event") == "save"]
     assert 2 <= len(steps) <= 8 and steps[-1] == 40 and min(b - a for a, b in pairwise(steps)) > 1, steps
     assert _weights(tmp_path / "save-0.5s") == _weights(tmp_path / "save-0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "code", "text"),
+    [
+        ("--optimizer.lr 1e30", 3, "diverged: "),
+        ("--init.from nowhere", 2, "nowhere"),
+        ("STOP", 75, "the same command continues the run"),
+    ],
+)
+def test_ends_without_a_restart(more, code, text, tmp_path):
+    keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --duration 60 --run.dir run {more.replace('STOP', '')}"
+    nodes = _started(2, keys, tmp_path, port=29447, least=2)
+    if more == "STOP":
+        lab.until(tmp_path / "run" / "checkpoints" / "step-00000010")
+        nodes[1].process.send_signal(signal.SIGTERM)
+    assert [node.ended(120) for node in nodes] == [code, code], "\n\n".join(node.output for node in nodes)
+    output = "\n".join(node.output for node in nodes)
+    assert text in output and "restarting" not in output, output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,20 @@ def test_a_fault_without_grain_equals_a_run_resumed_by_hand(case, tmp_path):
     config = "--config_file single" if case == "link cut" else "--config_file ddp --num_processes 2"
     assert lab.Node(f"{config} {keys} --run.dir by-hand".split(), tmp_path).ended(120) == 0
     assert weights(by_hand) == weights(tmp_path / "run")
+
+
+def test_too_few_nodes_wait_and_then_end(tmp_path):
+    """Two nodes are needed, and the link is cut: the one with the rendezvous waits for the other, which ends."""
+    keys = f"--config_file ddp {lab.written_task(tmp_path)} {KEYS} --run.dir run"
+    words = f"--nodes 2 --rendezvous 10.77.0.1:29411 --max_restarts 3 --rejoin 20s {keys}".split()
+    nodes = [lab.Node(words, tmp_path, space=space) for space in (1, 2)]
+    lab.until(tmp_path / "run" / "checkpoints" / "step-00000020")
+    lab.link("down")
+    began = time.monotonic()
+    try:
+        assert nodes[1].ended(LIMIT) == 1 and time.monotonic() - began < LIMIT
+        assert lab.when(nodes[:1], "waiting for nodes: at least 2", since=began) - began < LIMIT
+        assert nodes[0].ended(LIMIT + 20) == 1 and "fewer than 2 nodes joined in 20 s" in nodes[0].output
+    finally:
+        lab.link("up")
+    assert "node " in (tmp_path / "run" / "summary.json").read_text()
