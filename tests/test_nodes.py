@@ -245,3 +245,14 @@ def test_ends_without_a_restart(more, code, text, tmp_path):
     assert [node.ended(120) for node in nodes] == [code, code], "\n\n".join(node.output for node in nodes)
     output = "\n".join(node.output for node in nodes)
     assert text in output and "restarting" not in output, output
+
+
+@pytest.mark.slow
+def test_a_node_whose_ranks_all_stand_by_ends_with_the_run(tmp_path):
+    """One micro-batch per step: one of two ranks trains."""
+    keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --duration 40 --run.dir run"
+    nodes = _started(2, keys.replace("--batch.micro 16", "--batch.micro 64"), tmp_path, port=29457)
+    lab.until(tmp_path / "run" / "checkpoints" / "step-00000020")
+    lab.when(nodes, "1 of 2 ranks train, the others stand by")
+    assert [len(node.trainers()) for node in nodes] in ([0, 1], [1, 0])
+    assert [node.ended(120) for node in nodes] == [0, 0]

@@ -84,3 +84,18 @@ def test_too_few_nodes_wait_and_then_end(tmp_path):
     finally:
         lab.link("up")
     assert "node " in (tmp_path / "run" / "summary.json").read_text()
+
+
+def test_a_node_that_stands_by_continues_the_run_of_a_lost_one(tmp_path):
+    """One micro-batch per step: only host 1 trains; host 2 holds the rendezvous."""
+    keys = f"--config_file ddp {lab.written_task(tmp_path)} {KEYS} --run.dir run".replace(
+        "--batch.micro 16", "--batch.micro 64"
+    )
+    words = f"--nodes 1:2 --rendezvous 10.77.0.2:29412 --max_restarts 3 {keys}".split()
+    nodes = [lab.Node(words, tmp_path, space=space) for space in (1, 2)]
+    lab.until(tmp_path / "run" / "checkpoints" / "step-00000020")
+    assert nodes[0].trainers() and not nodes[1].running("-m oneloop.train")
+    nodes[0].kill()
+    began = time.monotonic()
+    assert lab.when(nodes[1:], "resuming from", since=began) - began < 2 * LIMIT
+    assert nodes[1].ended(120) == 0

@@ -19,13 +19,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from xxhash import xxh3_64_hexdigest
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED, BadInput
 from oneloop.basics.launcher import FILE, HOST, on_stops, register_process
@@ -57,10 +58,9 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, DefaultLogsSpecs(), exit_barrier_timeout=_END, shutdown_timeout=_SAVE)
         self._nodes, self.folder, self._recipe, self._everything = nodes, folder, recipe, store
         self._name = os.environ[HOST]
-        self._attempt, self._stop_requested = 0, False
         self._failed_at: float | None = None  # when another node reported a failure
         self._last_beat = "", 0.0  # of rank 0's node, and when it changed
-        self.code, self.ended = ERROR, False
+        self.code, self.ended, self._attempt, self._stop_requested = ERROR, False, 0, False
 
     def kill(self) -> None:
         """Kill the training processes of this node."""
@@ -224,13 +224,17 @@ def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
 
     reject_strategy(sharding=os.environ.get("ACCELERATE_USE_FSDP") == "true", elastic=nodes.least < nodes.most)
     recipe = read_once(tuple(training)) if module == "oneloop.train" else None
-    say(f"{nodes}; {processes} processes on this node")
-    store, holds = _store(nodes)
+    say(f"{nodes}; processes on this node: {processes}")
+    opened, holds = _store(nodes)
+    number = xxh3_64_hexdigest(
+        json.dumps([module, *training]).encode()
+    )  # other commands at this address do not meet this run
+    store = PrefixStore(number, opened)
     address = address_towards(nodes.host, nodes.port)
     os.environ[HOST] = f"{socket.gethostname()} ({address})"
     timeout = RendezvousTimeout(timedelta(seconds=nodes.rejoin), timedelta(seconds=_LAST_CALL), timedelta(seconds=_END))
-    backend = C10dRendezvousBackend(store, "oneloop")
-    some: Any = ("oneloop", store, backend, nodes.least, nodes.most, address, timeout, _BEAT, _BEATS)
+    backend = C10dRendezvousBackend(store, number)
+    some: Any = (number, store, backend, nodes.least, nodes.most, address, timeout, _BEAT, _BEATS)
     handler = DynamicRendezvousHandler.from_backend(*some)
     how: dict[str, Any] = {"max_restarts": nodes.restarts, "monitor_interval": 0.2, "entrypoint": sys.executable}
     spec = WorkerSpec("oneloop", processes, handler, args=("-m", module, *training), **how)
@@ -242,7 +246,7 @@ def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
         agent.run()
         store.set("final", str(agent.code))
     except RendezvousTimeoutError:
-        say(f"fewer than {nodes.least} nodes joined in {nodes.rejoin:.0f} s; start the run again on more nodes")
+        say(f"fewer than {nodes.least} nodes joined in {nodes.rejoin:.0f} s; start the same command on more nodes")
     except RendezvousClosedError:
         agent.code = int(store.get("final")) if store.check(["final"]) else ERROR
         say("the run has ended on the other nodes")
