@@ -140,8 +140,8 @@ def check(charts: list[dict], folder: Path, *, quality: str, tokens: bool) -> No
         (quality.replace("_", " ").capitalize(), f"eval/{quality} (ema)"): (f"eval/{quality}", "ema"),
         ("Gradient noise scale, in samples", "noise_scale"): ("train/noise_scale", None),
         ("MFU: share of the device's peak FLOP/s (0 to 1)", "mfu"): ("speed/mfu", None),
-        ("Where the time goes (mean shares)", "data"): ("share/data", None),
-        ("Peak memory in GiB (of a GPU, or RAM)", "peak_gib"): ("memory/peak_gib", None),
+        ("Shares of the time between log lines", "data"): ("share/data", None),
+        ("Peak memory in GiB (on a GPU its own, else RAM)", "peak_gib"): ("memory/peak_gib", None),
     }
     if tokens:
         expected["Tokens per second", "tokens_per_second"] = ("speed/tokens_per_second", None)
@@ -217,10 +217,10 @@ def test_two_runs_are_laid_over_one_another(folder, browser, capsys):
         "Accuracy": ("eval/accuracy", "eval/accuracy (ema)", "ema"),
         "Macro f1": ("eval/macro_f1", "eval/macro_f1", "raw"),
         "Samples per second": ("train/samples_per_second", "samples_per_second", None),
-        "Update relative to weights (typically about 0.001)": ("train/update_ratio", "update_ratio", None),
+        "Update relative to weights (at the peak learning rate usually about 0.001)": ("train/update_ratio", "update_ratio", None),
         "Gradient noise scale, in samples": ("train/noise_scale", "noise_scale", None),
         "MFU: share of the device's peak FLOP/s (0 to 1)": ("speed/mfu", "mfu", None),
-        "Peak memory in GiB (of a GPU, or RAM)": ("memory/peak_gib", "peak_gib", None),
+        "Peak memory in GiB (on a GPU its own, else RAM)": ("memory/peak_gib", "peak_gib", None),
     }
     for name in ("digits", "other"):
         for title, (figure, trace, weights) in expected.items():
@@ -228,7 +228,7 @@ def test_two_runs_are_laid_over_one_another(folder, browser, capsys):
             steps, values = logged(folder / name, figure, weights)
             assert steps and drawn["x"] == steps and drawn["y"] == pytest.approx(values), (name, title)
         titles = (
-            f"Where the time goes (mean shares): {name}",
+            f"Shares of the time between log lines: {name}",
             f"Confusion of the validation set: rows are the true classes: {name}",
         )
         assert all(title in charts for title in titles)
@@ -277,9 +277,9 @@ def test_charts_of_one_and_two_points_and_event_marks_can_be_read(tmp_path):
     lines += [{"step": 5, "event": "resume"}, {"step": 6, "event": "save"}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     drawn = {chart["title"]: chart for chart in charts([read_record(tmp_path)])}
-    (shares,) = drawn.pop("Where the time goes (mean shares)")["data"]
+    (shares,) = drawn.pop("Shares of the time between log lines")["data"]
     assert shares["y"] == [0.5, None, 0.25]
-    assert list(drawn) == [LOSS, "Accuracy (1 point)", "Peak memory in GiB (of a GPU, or RAM) (2 points)"]
+    assert list(drawn) == [LOSS, "Accuracy (1 point)", "Peak memory in GiB (on a GPU its own, else RAM) (2 points)"]
     low, high = drawn["Accuracy (1 point)"]["layout"]["yaxis"]["range"]
     assert low < 0.9 < high and high - low < 0.5
     marks = {trace["name"]: trace for trace in drawn[LOSS]["data"] if trace.get("yaxis") == "y2"}

@@ -34,7 +34,8 @@ def start_lines(
     strategy = "FSDP2" if run.sharded else "DDP" if run.ranks > 1 else "one process"
     sizes, precision = f"{number:,} parameters, {len(job.train_set):,} samples", run.accelerator.mixed_precision
     yield f"{recipe.name}: {sizes}, {strategy} on {run.device.type}, {precision} mixed precision"
-    yield f"{layout}; {job.steps:,} steps ({recipe.duration}, {job.steps * layout.size:,} samples)"
+    means = f", log lines are means of {every:,}" if (every := job.intervals.every["log"]) > 1 else ""
+    yield f"{layout}; {job.steps:,} steps ({recipe.duration}, {job.steps * layout.size:,} samples){means}"
     yield f"{recipe.optimizer.name}, learning rate {job.rate.peak:.3g} at most; schedule {recipe.schedule.name}"
     if job.eval_sets:
         sets = (f"{name} {len(part):,} samples ({prefix(name)}/…)" for name, part in job.eval_sets.items())
@@ -97,4 +98,4 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
         what = "the model has dropout" if has_dropout(model) else "model, loss or collate draw random numbers"
         return f"{what}: another parallel layout draws other random numbers; the same layout is bit-identical"
     same = f"the same gradients (relative difference up to 1e-{12 if job.recipe.machine.dtype == 'float64' else 6})"
-    return f"any parallel layout gives {same}; the same layout is bit-identical"
+    return f"any parallel layout gives {same}, and a rerun on this one is bit-identical; check: oneloop prove"

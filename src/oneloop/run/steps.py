@@ -56,10 +56,9 @@ class Steps:
 
     def _is_save_time(self) -> bool:
         """Return whether rank 0's clock asks for a save; count the time from now on."""
-        if not self._run.main or time.monotonic() - self._saved_at < self._job.intervals.save_seconds:
-            return False
-        self._saved_at = time.monotonic()
-        return True
+        due = self._run.main and time.monotonic() - self._saved_at >= self._job.intervals.save_seconds
+        self._saved_at = time.monotonic() if due else self._saved_at
+        return due
 
     def confirm(self) -> None:
         """Raise Inexact if the ranks ran different FSDP2 units in the pending step. Collective: call on every rank.

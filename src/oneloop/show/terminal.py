@@ -197,8 +197,9 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     heads = (Column(_plain(f"{own if kind == 'weights' else kind}{of}")) for kind in kinds)
     table = Table("", *heads, title=None, show_edge=False, pad_edge=False)
     for row in dict.fromkeys(name.removeprefix(f"{averages.get(name, '')}/") for name in names):
-        values = [summary.get(row if kind == "weights" else f"{kind}/{row}") for kind in kinds]
-        table.add_row(_plain(row), *("" if value is None else metric(value) for value in values))
+        values = (summary.get(row if kind == "weights" else f"{kind}/{row}") for kind in kinds)
+        cells = ("" if value is None else metric(value) for value in values)
+        table.add_row(_plain(f"{row}{' (last mean)' * (row == 'train/loss')}"), *cells)
     table.add_section()
     if best.get("value") is not None:
         table.add_row(_plain(f"best {best['metric']}"), f"{metric(best['value'])} at step {best['step']:,}")

@@ -42,12 +42,11 @@ def plotted(curves: Sequence[PlotCurve], *, width: int, height: int) -> list[str
     figure.y_ticks_fkt = lambda low, _: f"{row * round(low / row + 0.5, 2) + 0.0:.4g}"  # the middle of a line
     for steps, values, colour in curves:
         draw = figure.plot if len(steps) > 1 else figure.scatter
-        draw(steps, values, lc=colour)
+        draw(steps, values, lc=colour, marker="•" if len(steps) <= 20 else None)
     column = max(1.0, _round(max(1, *(steps[-1] for steps, _, _ in curves)) / max(1, width // _LABEL)))
     figure.set_x_limits(0, column * width / _LABEL)
     figure.set_y_limits(bottom - row / 2, bottom + row * (height - 0.5))
-    lines: list[str] = figure.show().replace("-> ()", "").replace("\N{BRAILLE PATTERN BLANK}", " ").splitlines()
-    return lines[2:]  # without names and an empty line
+    return str(figure.show()).replace("-> ()", "").replace("\N{BRAILLE PATTERN BLANK}", " ").splitlines()[2:]
 
 
 def _round(least: float) -> float:
@@ -144,9 +143,11 @@ def _head(run: Follower, most: int) -> Table:
     shares = {name.partition("/")[2]: number(last[name]) for name in last if name.startswith("share/")}
     if shares:
         parts = sorted(shares.items(), key=lambda part: -part[1])[:3]
-        table.add_row("time, now", Text(printable(", ".join(f"{100 * share:.0f} % {name}" for name, share in parts))))
+        table.add_row(
+            "time, latest", Text(printable(", ".join(f"{100 * share:.0f} % {name}" for name, share in parts)))
+        )
     if "train/samples_per_second" in last:
-        table.add_row("speed, now", f"{number(last['train/samples_per_second']):,.0f} samples/s")
+        table.add_row("speed, latest", f"{number(last['train/samples_per_second']):,.0f} samples/s")
     counts = {kind: events.count(kind) for kind in dict.fromkeys(events)}
     if counts:
         seen = " (in the sampled lines)" if run.sampled else ""

@@ -12,13 +12,13 @@ _TRAINING = ("train/", "speed/", "share/", "memory/", "device/")
 _SINGLE = {
     "train/lr": "Learning rate",
     "train/grad_norm": "Gradient norm, before clipping",
-    "train/update_ratio": "Update relative to weights (typically about 0.001)",
+    "train/update_ratio": "Update relative to weights (at the peak learning rate usually about 0.001)",
     "train/noise_scale": "Gradient noise scale, in samples",
     "train/samples_per_second": "Samples per second",
     "speed/tokens_per_second": "Tokens per second",
     "speed/mfu": "MFU: share of the device's peak FLOP/s (0 to 1)",
     "device/utilisation": "Share of time the device was busy (NVML)",
-    "memory/peak_gib": "Peak memory in GiB (of a GPU, or RAM)",
+    "memory/peak_gib": "Peak memory in GiB (on a GPU its own, else RAM)",
 }
 
 
@@ -77,7 +77,7 @@ def _shares(run: Record, *, several: bool) -> dict[str, Any]:
             for trace in _traces(run, f"share/{phase}", [run])
             if any(trace["y"])
         ]
-    return _chart(f"Where the time goes (mean shares){f': {run.name}' if several else ''}", stacked)
+    return _chart(f"Shares of the time between log lines{f': {run.name}' if several else ''}", stacked)
 
 
 def averaged(values: Sequence[float | None], most: int = 60) -> list[float | None]:
@@ -154,8 +154,7 @@ def _confusion(confusion: dict[str, Any], of: str) -> dict[str, Any]:
     shares = [[count / max(1, sum(row)) for count in row] for row in counts]
     trace = {"type": "heatmap", "x": classes, "y": classes, "z": shares, "customdata": counts, "name": "samples"}
     trace |= {"zmin": 0, "zmax": 1, "showscale": False, "xgap": 1, "ygap": 1}
-    shades = ((0, 0.0), (0.02, 0.15), (1, 0.55))
-    trace |= {"colorscale": [[at, f"rgba(47,111,222,{opacity})"] for at, opacity in shades]}
+    trace |= {"colorscale": [[at, f"rgba(47,111,222,{o})"] for at, o in ((0, 0.0), (0.02, 0.15), (1, 0.55))]}
     trace |= {"hovertemplate": "label %{y}, prediction %{x}: %{customdata}<extra></extra>"}
     if len(classes) <= 20:
         trace |= {"text": [[count or "" for count in row] for row in counts], "texttemplate": "%{text}"}

@@ -103,11 +103,11 @@ def chart_section(number: int, chart: dict[str, Any]) -> str:
     """Return the HTML of a chart's container and of its metrics as a table."""
     head, lines = rows(chart)
     every = math.ceil(len(lines) / _TABLE_ROWS)
-    more = f" (1 of every {every} rows; {len(lines):,} in all)" if every > 1 else ""
+    more = f" (every {every}th row of a table of {len(lines):,})" if every > 1 else ""
     title = _safe(chart["title"])
     return (
         f'<figure><figcaption><h2>{title}</h2></figcaption><div id="chart-{number}" class="chart" role="img"'
-        f' aria-label="Chart: {title}. Its metrics follow as a table."></div><details><summary>Values{more}</summary>'
+        f' aria-label="Chart: {title}. Its metrics follow as a table."></div><details><summary>Table{more}</summary>'
         f"{_region(chart['title'], table(head, lines[:: max(1, every)]))}</details></figure>"
     )
 
@@ -118,10 +118,10 @@ def _headline(run: Record, *, several: bool) -> str:
     cards = [
         (name.replace("/", " ").replace("_", " "), _short(value))
         for name, value in summary.items()
-        if name.startswith(("eval/", "test/")) and isinstance(value, float)
+        if ("eval/" in name or "test/" in name) and isinstance(value, float)
     ]
     if best.get("value") is not None:
-        metric = str(best.get("metric")).replace("/", " ")
+        metric = str(best.get("metric")).replace("/", " ") + " (raw)" * (len(run.weights()) > 1)
         cards.append((f"best {metric}, at step {best.get('step')}", _short(best["value"])))
     cards += [
         (title, f"{number(summary[name]):,.0f}{unit}")
@@ -137,7 +137,7 @@ def _headline(run: Record, *, several: bool) -> str:
     reason = summary.get("exit_reason") or (f"at step {run.last:,}" if run.last is not None else "not begun")
     if final and not summary.get("exit_code"):
         of = f"{final.get('weights')}{' raw' * (len(run.weights()) > 1)} weights, of step {final.get('step')}"
-        reason = f"{reason}; eval and test metrics: {of}"
+        reason = f"{reason}, on {run.environment.get('device')}; eval (validation) and test metrics: {of}"
     sentences = [
         text for key in ("time", "noise_scale") if (text := str(summary.get(key) or "")) and " n/a" not in text
     ]
@@ -160,9 +160,9 @@ def _classes(run: Record, *, several: bool) -> str:
     confusion = matrix_of(run.examples.get("confusion"))
     if not confusion:
         return ""
-    title = f"Classes of {run.name}" if several else "Classes"
-    lines = table(["class", "samples", "precision", "recall", "F1"], of_classes(confusion))
-    return f"<section><details><summary>{_safe(title)}</summary>{_region(title, lines)}</details></section>"
+    title, lines = f"Classes{f' of {run.name}' * several}", of_classes(confusion)
+    shown = _region(title, table(["class", "samples", "precision", "recall", "F1"], lines))
+    return f"<section><details><summary>{_safe(title)}</summary>{shown}</details></section>"
 
 
 def _events(run: Record) -> str:
@@ -173,12 +173,11 @@ def _events(run: Record) -> str:
         (event["step"], event["event"], event.get("why", ""), ", ".join(map(str, _list(event.get("ids"))[:32])))
         for event in events
     ]
-    events_shown = f"{len(events)}" if len(events) < EVENTS else "some of many"
-    events_table = table(["step", "event", "why", "samples"], lines)
-    return (
-        f"<section><details><summary>Events of {_safe(run.name)}: saves, resumes, bad steps ({events_shown})</summary>"
-        f"{_region('Events', events_table)}</details></section>"
-    )
+    kinds = [str(event["event"]) for event in events]
+    counts = ", ".join(f"{kind} {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
+    title = f"Events of {run.name}: {counts}{', some of many' * (len(events) >= EVENTS)}"
+    shown = _region("Events", table(["step", "event", "why", "samples"], lines))
+    return f"<section><details><summary>{_safe(title)}</summary>{shown}</details></section>"
 
 
 def _about(run: Record, *, several: bool) -> str:
