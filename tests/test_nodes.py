@@ -150,10 +150,10 @@ def _weights(folder: Path) -> dict[str, bytes]:
     return {name: value.numpy().tobytes() for name, value in load_file(folder / "final" / "model.safetensors").items()}
 
 
-def _started(number: int, keys: str, folder: Path, *, port: int, least: int = 1, config: str = "ddp") -> list[lab.Node]:
-    words = (
-        f"--nodes {least}:{max(2, number)} --rendezvous 127.0.0.1:{port} --max_restarts 5 --config_file {config} {keys}"
-    )
+def _started(
+    number: int, keys: str, folder: Path, *, port: int, least: int = 1, most: int = 2, config: str = "ddp"
+) -> list[lab.Node]:
+    words = f"--nodes {least}:{most} --rendezvous 127.0.0.1:{port} --max_restarts 5 --config_file {config} {keys}"
     return [lab.Node(words.split(), folder) for _ in range(number)]
 
 
@@ -185,12 +185,14 @@ def _killed_after(nodes: list[lab.Node], node: lab.Node, step: int, folder: Path
 def test_4_ranks_then_3_then_2_then_4(grain, config, tmp_path):
     """12 micro-batches divide evenly over 4, 3 and 2 ranks; 16 micro-batches with batch.grain over 4 and 2 only."""
     size = "--batch.size 64 --batch.grain 4" if grain else "--batch.size 48 --batch.micro 4"
-    keys = f"{lab.written_task(tmp_path, 0.02)} {lab.KEYS} {size} --duration 200".replace(
+    keys = f"{lab.written_task(tmp_path, 0.04)} {lab.KEYS} {size} --duration 250".replace(
         "--batch.size 64 --batch.micro 16", ""
     )
     if grain:
-        run(train, [*keys.split(), "--run.dir", str(tmp_path / "whole")], folder=tmp_path).ok()
-    started = _started(4, f"{keys} --run.dir run", tmp_path, port=29437, least=2, config=config)
+        (tmp_path / "fast").mkdir()
+        lab.written_task(tmp_path / "fast", 0.0)
+        run(train, [*keys.split(), "--run.dir", str(tmp_path / "whole")], folder=tmp_path / "fast").ok()
+    started = _started(4, f"{keys} --run.dir run", tmp_path, port=29437, least=2, most=4, config=config)
     nodes, ranks = list(started), "ranks x"
     lab.when(nodes, f"= 4 {ranks}")
     holds = next(node for node in nodes if _holds_rendezvous(node, 29437))
@@ -203,7 +205,7 @@ def test_4_ranks_then_3_then_2_then_4(grain, config, tmp_path):
     lab.when(nodes, f"= 2 {ranks}", since=since)
     lab.until(tmp_path / "run" / "checkpoints" / "step-00000100")
     since = time.monotonic()
-    nodes += _started(2, f"{keys} --run.dir run", tmp_path, port=29437, least=2, config=config)
+    nodes += _started(2, f"{keys} --run.dir run", tmp_path, port=29437, least=2, most=4, config=config)
     lab.when(nodes, f"= 4 {ranks}", since=since)
     assert [node.ended(120) for node in nodes] == [0] * 4, "\n\n".join(node.output for node in nodes)
     if grain:

@@ -217,7 +217,11 @@ def test_two_runs_are_laid_over_one_another(folder, browser, capsys):
         "Accuracy": ("eval/accuracy", "eval/accuracy (ema)", "ema"),
         "Macro f1": ("eval/macro_f1", "eval/macro_f1", "raw"),
         "Samples per second": ("train/samples_per_second", "samples_per_second", None),
-        "Update relative to weights (at the peak learning rate usually about 0.001)": ("train/update_ratio", "update_ratio", None),
+        "Update relative to weights (at the peak learning rate usually about 0.001)": (
+            "train/update_ratio",
+            "update_ratio",
+            None,
+        ),
         "Gradient noise scale, in samples": ("train/noise_scale", "noise_scale", None),
         "MFU: share of the device's peak FLOP/s (0 to 1)": ("speed/mfu", "mfu", None),
         "Peak memory in GiB (on a GPU its own, else RAM)": ("memory/peak_gib", "peak_gib", None),

@@ -226,9 +226,8 @@ def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
     recipe = read_once(tuple(training)) if module == "oneloop.train" else None
     say(f"{nodes}; processes on this node: {processes}")
     opened, holds = _store(nodes)
-    number = xxh3_64_hexdigest(
-        json.dumps([module, *training]).encode()
-    )  # other commands at this address do not meet this run
+    same = json.dumps([nodes.least, nodes.most, module, *training])  # only equal commands meet at an address
+    number = xxh3_64_hexdigest(same.encode())
     store = PrefixStore(number, opened)
     address = address_towards(nodes.host, nodes.port)
     os.environ[HOST] = f"{socket.gethostname()} ({address})"
