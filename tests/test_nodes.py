@@ -258,3 +258,12 @@ def test_a_node_whose_ranks_all_stand_by_ends_with_the_run(tmp_path):
     lab.when(nodes, "1 of 2 ranks train, the others stand by")
     assert [len(node.trainers()) for node in nodes] in ([0, 1], [1, 0])
     assert [node.ended(120) for node in nodes] == [0, 0]
+
+
+@pytest.mark.slow
+def test_nodes_with_different_commands(tmp_path):
+    keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --run.dir run"
+    first, second = (_started(1, f"{keys} --duration {steps}", tmp_path, port=29467, least=2)[0] for steps in (20, 30))
+    lab.when([first, second], "start the same command on all")
+    late = first if "another node" in first.output else second
+    assert late.ended(30) == 2 and not (tmp_path / "run").exists()

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from endings import LAUNCHERS, RECIPE, faulty, summary
-from worlds import CONFIGS
+from worlds import CONFIGS, run, train
 
 TRAIN = [sys.executable, "-m", "oneloop.train", "f.yaml"]
 
@@ -142,3 +142,21 @@ def test_a_long_step_under_the_launcher_is_saved(folder, name, group):
     assert process.wait(90) == 75
     assert not psutil.wait_procs(family, 5)[1]
     assert summary(folder)["exit_code"] == 75 and summary(folder)["step"] >= 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_that_a_library_turns_into_its_own_error(ranks, tmp_path):
+    (tmp_path / "wraps.py").write_text(
+        "import os, signal, time\n"
+        "from oneloop.tasks.image_classification import ImageClassification\n"
+        "class Wraps(ImageClassification):\n"
+        "    def model(self):\n"
+        "        try:\n"
+        "            os.kill(os.getpid(), signal.SIGTERM)\n"
+        "            time.sleep(1)\n"
+        "        except BaseException as error:\n"
+        "            raise RuntimeError('of a library') from error\n"
+    )
+    world = run(train, ["wraps.py:Wraps", "--task.width", "8", "--run.dir", "run"], ranks=ranks, folder=tmp_path)
+    assert world.codes == [75] * ranks and "stopped by SIGTERM before the run started" in world.output, world.output
+    assert not (tmp_path / "run").exists()

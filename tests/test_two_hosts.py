@@ -79,7 +79,7 @@ def test_too_few_nodes_wait_and_then_end(tmp_path):
     began = time.monotonic()
     try:
         assert nodes[1].ended(LIMIT) == 1 and time.monotonic() - began < LIMIT
-        assert lab.when(nodes[:1], "waiting for nodes: at least 2", since=began) - began < LIMIT
+        assert lab.when(nodes[:1], "waiting for nodes to join: at least 2", since=began) - began < LIMIT
         assert nodes[0].ended(LIMIT + 20) == 1 and "fewer than 2 nodes joined in 20 s" in nodes[0].output
     finally:
         lab.link("up")

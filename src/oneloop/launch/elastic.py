@@ -19,14 +19,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
-from xxhash import xxh3_64_hexdigest
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED, BadInput
 from oneloop.basics.launcher import FILE, HOST, on_stops, register_process
@@ -62,10 +61,6 @@ class Agent(LocalElasticAgent):
         self._last_beat = "", 0.0  # of rank 0's node, and when it changed
         self.code, self.ended, self._attempt, self._stop_requested = ERROR, False, 0, False
 
-    def kill(self) -> None:
-        """Kill the training processes of this node."""
-        self._shutdown(signal.SIGKILL, timeout=2)
-
     def stop(self, number: int, frame: object) -> None:
         """Handle a stop signal, which the training processes get too; without any, end at once."""
         self._stop_requested = True
@@ -75,7 +70,7 @@ class Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._worker_group.workers = []
-        with _announced(f"waiting for nodes: at least {self._nodes.least}, for up to {self._nodes.rejoin:.0f} s"):
+        with _announced(f"waiting for nodes to join: at least {self._nodes.least} within {self._nodes.rejoin:.0f} s"):
             super()._rendezvous(worker_group)
 
     def _assign_worker_ranks(self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec) -> Any:
@@ -85,7 +80,7 @@ class Agent(LocalElasticAgent):
         seen = _exchanged(store, "seen", foreign_folder(self._name, every[0]), group_rank, group_world_size)
         if group_rank == 0 and "file" in mine:
             Path(mine["file"]).unlink(missing_ok=True)
-        if wrong := compared(every) or next(filter(None, seen), ""):
+        if wrong := mine["loopback"] * (group_world_size > 1) or compared(every) or next(filter(None, seen), ""):
             raise BadInput(wrong)
         workers = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
         ranks = workers[0].world_size
@@ -192,7 +187,7 @@ def _store(nodes: Nodes) -> tuple[TCPStore, bool]:
 
 def _lost(nodes: Nodes) -> str:
     lost = f"the rendezvous at {nodes.host}:{nodes.port} does not answer: that node, or the link to it, is lost"
-    return f"{lost}; start the run again to resume it"
+    return f"{lost}; start the same command again"
 
 
 def _answers(nodes: Nodes) -> bool:
@@ -211,7 +206,7 @@ def _end_without_rendezvous(agent: Agent, nodes: Nodes) -> None:
         last = time.monotonic() if _answers(nodes) else last
     if not agent.ended:
         say(_lost(nodes))
-        agent.kill()
+        agent._shutdown(signal.SIGKILL, timeout=2)
         _exit(agent.folder, ERROR)
 
 
@@ -225,15 +220,17 @@ def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
     reject_strategy(sharding=os.environ.get("ACCELERATE_USE_FSDP") == "true", elastic=nodes.least < nodes.most)
     recipe = read_once(tuple(training)) if module == "oneloop.train" else None
     say(f"{nodes}; processes on this node: {processes}")
-    opened, holds = _store(nodes)
-    same = json.dumps([nodes.least, nodes.most, module, *training])  # only equal commands meet at an address
-    number = xxh3_64_hexdigest(same.encode())
-    store = PrefixStore(number, opened)
+    store, holds = _store(nodes)
+    mine = f"--nodes {nodes.least}:{nodes.most} {' '.join(training)}"
+    if (other := store.compare_set("command", "", mine).decode()) != mine:
+        raise BadInput(
+            f"another node was started with {other!r}, this one with {mine!r}; start the same command on all"
+        )
     address = address_towards(nodes.host, nodes.port)
     os.environ[HOST] = f"{socket.gethostname()} ({address})"
     timeout = RendezvousTimeout(timedelta(seconds=nodes.rejoin), timedelta(seconds=_LAST_CALL), timedelta(seconds=_END))
-    backend = C10dRendezvousBackend(store, number)
-    some: Any = (number, store, backend, nodes.least, nodes.most, address, timeout, _BEAT, _BEATS)
+    backend = C10dRendezvousBackend(store, "oneloop")
+    some: Any = ("oneloop", store, backend, nodes.least, nodes.most, address, timeout, _BEAT, _BEATS)
     handler = DynamicRendezvousHandler.from_backend(*some)
     how: dict[str, Any] = {"max_restarts": nodes.restarts, "monitor_interval": 0.2, "entrypoint": sys.executable}
     spec = WorkerSpec("oneloop", processes, handler, args=("-m", module, *training), **how)

@@ -63,7 +63,7 @@ class Stopping:
         self._deadline = float("inf")
         self._signals: list[signal.Signals] = []
         self._last_interrupt = 0.0
-        self.early = False  # whether the run has not begun: nothing to save
+        self.early: bool | None = False  # whether the run has not begun; None: StoppedEarly was raised
 
     def listen(self) -> None:
         """Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP from now on: they stop the run after the current step. Before the
@@ -117,7 +117,7 @@ class Stopping:
                 os.write(1, b"\x1b[?25h")  # show the cursor that a bar has hidden
             leave_at_once(128 + signal.SIGINT)
         if self.early:
-            self.early = False
+            self.early = None
             raise StoppedEarly
 
     def _raise_on_second(self, number: int, frame: Any) -> None:

@@ -88,12 +88,15 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
                 known = {name: value for name, value in known.items() if name != "checksum"}
                 return {**known, "folder": str(folder.path)}, None
             summary = train(job, run, folder)
-    except (BadInput, StoppedEarly):
+    except (BadInput, StoppedEarly) as error:
         folder.abandon()
-        raise
+        raise (StoppedEarly() if run.stopping.early is None else error) from error.__cause__
     except Diverged as error:
         fault, summary = error, {"exit_reason": f"diverged: {error}", "exit_code": exit_codes.DIVERGED}
     except BaseException as error:
+        if run.stopping.early is None:  # a library has turned StoppedEarly into its own error
+            folder.abandon()
+            raise StoppedEarly from error
         if job is None or (not cli and not isinstance(error, Exception)):  # from Python: a second interrupt
             folder.release()
             raise
