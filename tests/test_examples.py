@@ -315,7 +315,7 @@ def test_the_page_shows_them(tmp_path):
         )
     )
     page = report([folder])
-    assert 'alt="sample 3: is cat, predicted dog"' in page and "✗ dog" in page and "is cat" in page
+    assert 'alt="sample 3: is cat, predicted dog"' in page and "✗ prediction dog" in page and "is cat" in page
     assert "say </span><mark>&lt;/pre&gt;</mark>" in page and "<b>" not in page.split("</style>")[1].split("<script>")[
         0
     ].replace("<b class", "")
