@@ -61,6 +61,7 @@ def test_a_fault_without_grain_equals_a_run_resumed_by_hand(case, tmp_path):
     shutil.copytree(
         tmp_path / "run", by_hand, ignore=lambda _, names: {"final", "summary.json", "report.html"} & {*names}
     )
+    assert (by_hand / "checkpoints" / checkpoint).is_dir()
     for folder in (by_hand / "checkpoints").iterdir():
         if folder.name > checkpoint:
             shutil.rmtree(folder)

@@ -33,7 +33,7 @@ class Slow(ImageClassification):
             time.sleep({seconds})
         return super().loss(model, batch)
 '''
-KEYS = "--batch.size 64 --batch.micro 16 --save.every 10 --save.forever 10 --log.every 5 --track none --eval.every 0"
+KEYS = "--batch.size 64 --batch.micro 16 --save.every 10 --save.keep 50 --log.every 5 --track none --eval.every 0"
 
 
 NODES: list[Node] = []  # all that were started; a test kills them at its end
