@@ -140,10 +140,10 @@ def test_nothing_grows_without_bounds():
 
 CEILINGS = {  # lines of a package; a ceiling only falls, or rises by the budget of an issue that names it
     **{"after": 361, "plan": 704, "launch": 1456, "supervise": 1021, "basics": 998, "job": 1166, "measure": 1127},
-    **{"optim": 1180, "machine": 1238, "recipe": 1483, "": 1519, "checkpoint": 1747, "run": 1907, "show": 2226},
+    **{"optim": 1180, "machine": 1238, "recipe": 1483, "": 1519, "checkpoint": 1747, "run": 1907, "show": 2224},
     **{"data": 2652, "tasks": 5497},
 }
-CODE, FILES = 18_653, 191  # lines of code in all packages (no blank, comment or docstring), and files
+CODE, FILES = 18_650, 191  # lines of code in all packages (no blank, comment or docstring), and files
 
 
 def code(source: str) -> int:

@@ -106,10 +106,12 @@ def test_ranks_that_the_batch_can_use(batch, expected):
 
 
 def test_nodes_that_do_not_fit_together():
-    one = {"name": "a", "processes": 8, "time": 100.0, "versions": {"torch": "2.15"}, "loopback": ""}
+    one = {"name": "a", "processes": 8, "time": 100.0, "settings": {"torch": "2.15"}, "loopback": ""}
     assert compared([one, one | {"name": "b", "time": 102.0}]) == ""
     assert "a 8, b 4; give the smallest as --processes_per_node" in compared([one, one | {"name": "b", "processes": 4}])
-    assert "torch is 2.15 on a and 2.14 on b" in compared([one, one | {"name": "b", "versions": {"torch": "2.14"}}])
+    assert "torch is 2.15 on a and 2.14 on b" in compared([one, one | {"name": "b", "settings": {"torch": "2.14"}}])
+    half = one | {"name": "b", "settings": one["settings"] | {"ACCELERATE_MIXED_PRECISION": "bf16"}}
+    assert "ACCELERATE_MIXED_PRECISION is none on a and bf16 on b; use the same" in compared([one, half])
     assert "differ by 60 s" in compared([one, one | {"name": "b", "time": 40.0}])
     assert compared([one | {"loopback": "resolves to 127.0.1.1"}]) == ""  # only one node
     assert "127" in compared([one, one | {"loopback": "resolves to 127.0.1.1"}])
@@ -264,6 +266,6 @@ def test_a_node_whose_ranks_all_stand_by_ends_with_the_run(tmp_path):
 def test_nodes_with_different_commands(tmp_path):
     keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --run.dir run"
     first, second = (_started(1, f"{keys} --duration {steps}", tmp_path, port=29467, least=2)[0] for steps in (20, 30))
-    lab.when([first, second], "start the same command on all")
-    late = first if "another node" in first.output else second
+    lab.when([first, second], "start the same command on all nodes")
+    late = first if "another was started" in first.output else second
     assert late.ended(30) == 2 and not (tmp_path / "run").exists()

@@ -123,7 +123,7 @@ def trained(
         options = {**options, "pretrained": False}  # the run's weights replace the pretrained ones
     bare = replace(recipe, init=InitConfig(), machine=plain, task=replace(recipe.task, options=options))
     recorded = None if own_data else _recorded(run).get("recorded")
-    recorded = recorded if recorded and recorded["task"] == recipe.task.name else None  # --task may name another one
+    recorded = recorded if recorded and recorded["task"] == recipe.task.name else None  # --task may name another task
     token = RECORDED.set(recorded)
     try:
         task = make_task(bare)

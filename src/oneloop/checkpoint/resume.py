@@ -93,9 +93,9 @@ class RunState:
     def resume(self, checkpoints: Checkpoints, asked: str, *, say: Callable[[str], None] = print) -> dict[str, Any]:
         """Load the checkpoint that ``asked`` selects: ``auto`` or ``never`` (the newest intact one), or a path.
 
-        Return the components' saved state, empty if there is no checkpoint; one without saved state restarts if it has
-        ``restart``. Collective: call on every rank. Raise ValueError if the checkpoint is missing or damaged, or if
-        newer ones would be overwritten.
+        Return the components' saved state; empty if there is no checkpoint. A component without saved state restarts if
+        it has ``restart``. Collective: call on every rank. Raise ValueError if the checkpoint is missing or damaged, or
+        if newer checkpoints would be overwritten.
         """
         path = checkpoints.newest() if asked in ("auto", "never") else Path(asked).expanduser()
         if path is None:

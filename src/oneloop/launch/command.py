@@ -51,7 +51,8 @@ def launch(
     seconds: float = math.inf,
     output: int | None = None,
 ) -> int:
-    """Run ``accelerate launch`` with these words (its options, the recipe, and its keys); return oneloop's exit code.
+    """Start a run from these words (options of the launcher, recipe, keys), by accelerate's launcher or, for several
+    nodes or restarts, by :mod:`oneloop.launch.elastic`; return oneloop's exit code.
 
     The processes run ``module``, or oneloop.apply if a command in ``after`` takes the place of the recipe. They write
     to the file descriptor ``output``. After ``seconds`` they are killed, and TimeoutError is raised. Raise BadInput for

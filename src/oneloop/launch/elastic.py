@@ -1,8 +1,8 @@
 """The agent of one node: it starts the node's training processes, and starts them again after a failure.
 
 ``oneloop launch`` runs it if there are several nodes, or restarts. It is torch's elastic agent, with oneloop's exit
-codes: only an error (1) leads to a restart, and each attempt reports its exit code in a file of its own. Ranks that the
-batch size has no use for are spares: no process is started for them.
+codes: only an error (1) leads to a restart, and each attempt has a separate exit-code file. Ranks over which the batch
+does not divide evenly are spares: no process is started for them.
 """
 
 import json
@@ -170,7 +170,7 @@ def _announced(words: str, after: float = 3.0) -> Iterator[None]:
 
 def _store(nodes: Nodes) -> tuple[TCPStore, bool]:
     """Return the store of the rendezvous, and whether this process holds it: the first one on its node does. Raise
-    ConnectionError if nobody answers."""
+    ConnectionError if there is no answer."""
     timeout = timedelta(seconds=30)
     if is_here(nodes.host):
         with suppress(RuntimeError):  # another agent on this host has opened it
@@ -223,9 +223,7 @@ def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
     store, holds = _store(nodes)
     mine = f"--nodes {nodes.least}:{nodes.most} {' '.join(training)}"
     if (other := store.compare_set("command", "", mine).decode()) != mine:
-        raise BadInput(
-            f"another node was started with {other!r}, this one with {mine!r}; start the same command on all"
-        )
+        raise BadInput(f"start the same command on all nodes: another was started with {other!r}, this with {mine!r}")
     address = address_towards(nodes.host, nodes.port)
     os.environ[HOST] = f"{socket.gethostname()} ({address})"
     timeout = RendezvousTimeout(timedelta(seconds=nodes.rejoin), timedelta(seconds=_LAST_CALL), timedelta(seconds=_END))

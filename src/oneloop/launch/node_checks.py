@@ -1,4 +1,4 @@
-"""The preflight check of several nodes: versions, clocks, processes, network names and the run folder."""
+"""The preflight check of several nodes: versions, accelerate's settings, clocks, processes, host names, run folder."""
 
 import os
 import socket
@@ -20,8 +20,9 @@ _SEEN = 5.0  # seconds until a shared file system shows a new file to the other 
 
 def facts(name: str, address: str, processes: int, recipe: Recipe | None, *, first: bool) -> dict[str, Any]:
     """Return what must fit on all nodes; the first one leaves a file where it would write the run folder."""
-    found: dict[str, Any] = {"name": name, "processes": processes, "time": time.time(), "versions": versions()}
-    found["loopback"] = loopback(name, address)
+    settings = {key: os.environ[key] for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))}
+    found: dict[str, Any] = {"name": name, "processes": processes, "time": time.time()}
+    found |= {"settings": versions() | settings, "loopback": loopback(name, address)}
     if recipe is not None and first:
         folder = next(path for path in (recipe.folder.absolute(), *recipe.folder.absolute().parents) if path.is_dir())
         found["file"] = str(folder / f".oneloop-{uuid4().hex[:8]}")
@@ -47,11 +48,11 @@ def compared(every: Sequence[Mapping[str, Any]]) -> str:
         if other["processes"] != first["processes"]:
             each = ", ".join(f"{one['name']} {one['processes']}" for one in every)
             return f"the nodes have unequal numbers of processes: {each}; give the smallest as --processes_per_node"
-        for package in first["versions"].keys() | other["versions"].keys():
-            both = [one["versions"].get(package, "none") for one in (first, other)]
+        for key in first["settings"].keys() | other["settings"].keys():
+            both = [one["settings"].get(key, "none") for one in (first, other)]
             if both[0] != both[1]:
                 where = f"{both[0]} on {first['name']} and {both[1]} on {other['name']}"
-                return f"{package} is {where}; install the same version on all nodes"
+                return f"{key} is {where}; use the same version or setting on all nodes"
         if abs(apart := other["time"] - first["time"]) > _CLOCK:
             return f"the clocks of {first['name']} and {other['name']} differ by {abs(apart):.0f} s; set them (NTP)"
     return next((one["loopback"] for one in every if one["loopback"] and len(every) > 1), "")

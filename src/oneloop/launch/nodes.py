@@ -92,7 +92,7 @@ def is_here(host: str) -> bool:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the address of this host on the network that leads to another one. Raise OSError if none does."""
+    """Return this host's address on the network that leads to ``host``. Raise OSError if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:  # connecting a datagram socket sends nothing
         unsent.connect((host, port or 9))
         return str(unsent.getsockname()[0])
@@ -134,14 +134,14 @@ def _of_torchrun(environ: Mapping[str, str]) -> Nodes | None:
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Nodes | None:
-    """Slurm's variables inside a step of srun; salloc's shell and a batch script have other ones, and are not one."""
+    """Slurm's variables inside a step of srun; salloc's shell and a batch script have other variables."""
     number = environ.get("SLURM_STEP_NUM_NODES", "1")
     if number == "1" or int(environ.get("SLURM_STEP_ID", "-1")) not in range(1 << 31):  # above: not from srun
         return None
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     if not re.fullmatch(r"1(\(x\d+\))?", tasks):
         raise BadInput(f"srun starts {tasks} tasks per node, and oneloop launch needs one; add --ntasks-per-node=1")
-    first = re.match(r"([^,\[]*)(?:\[(\d+))?([^\],\[]*)", environ.get("SLURM_STEP_NODELIST", ""))
+    first = re.match(r"([^,\[]*)(?:\[(\d+))?", environ.get("SLURM_STEP_NODELIST", ""))
     host = f"{first[1]}{first[2] or ''}" if first else ""
     port = 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 10000  # two jobs may share a node
     gpus = environ.get("SLURM_GPUS_ON_NODE", "")

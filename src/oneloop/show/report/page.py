@@ -103,7 +103,7 @@ def chart_section(number: int, chart: dict[str, Any]) -> str:
     """Return the HTML of a chart's container and of its metrics as a table."""
     head, lines = rows(chart)
     every = math.ceil(len(lines) / _TABLE_ROWS)
-    more = f" (every {every}th row of a table of {len(lines):,})" if every > 1 else ""
+    more = f" (1 of every {every} rows of {len(lines):,})" if every > 1 else ""
     title = _safe(chart["title"])
     return (
         f'<figure><figcaption><h2>{title}</h2></figcaption><div id="chart-{number}" class="chart" role="img"'
@@ -124,11 +124,8 @@ def _headline(run: Record, *, several: bool) -> str:
         metric = str(best.get("metric")).replace("/", " ") + " (raw)" * (len(run.weights()) > 1)
         cards.append((f"best {metric}, at step {best.get('step')}", _short(best["value"])))
     cards += [
-        (title, f"{number(summary[name]):,.0f}{unit}")
-        for name, title, unit in (
-            *((name, name, "") for name in ("step", "samples", "tokens")),
-            ("seconds", "time", " s"),
-        )
+        (name.replace("seconds", "time"), f"{number(summary[name]):,.0f}{' s' * (name == 'seconds')}")
+        for name in ("step", "samples", "tokens", "seconds")
         if name in summary
     ]
     if (rate := constant(run, "train/lr")) is not None:
@@ -137,7 +134,8 @@ def _headline(run: Record, *, several: bool) -> str:
     reason = summary.get("exit_reason") or (f"at step {run.last:,}" if run.last is not None else "not begun")
     if final and not summary.get("exit_code"):
         of = f"{final.get('weights')}{' raw' * (len(run.weights()) > 1)} weights, of step {final.get('step')}"
-        reason = f"{reason}, on {run.environment.get('device')}; eval (validation) and test metrics: {of}"
+        device = f", on {run.environment['device']}" if "device" in run.environment else ""
+        reason = f"{reason}{device}; eval (validation) and test metrics: {of}"
     sentences = [
         text for key in ("time", "noise_scale") if (text := str(summary.get(key) or "")) and " n/a" not in text
     ]
