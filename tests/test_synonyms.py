@@ -150,10 +150,10 @@ def test_the_arguments_of_own_tasks_are_read_from_their_file(tmp_path):
         (tmp_path / name).write_text(text)
     for name in OWN:
         check_keys([f"{tmp_path / name}:Own", "--task.width", "2", "--task.lora.inside", "2"])
-    with pytest.raises(BadInput, match=r"unknown key 'task.widht'; did you mean 'task.width'"):
-        check_keys([f"{tmp_path / 'own.py'}:Own", "--task.widht", "2"])
+    with pytest.raises(BadInput, match=r"unknown key 'task.widths'; did you mean 'task.width'"):
+        check_keys([f"{tmp_path / 'own.py'}:Own", "--task.widths", "2"])
     for name in list(OWN)[1:]:  # only the imported task can tell
-        check_keys([f"{tmp_path / name}:Own", "--task.widht", "2"])
+        check_keys([f"{tmp_path / name}:Own", "--task.widths", "2"])
 
 
 def test_right_keys_pass_and_keys_inside_an_argument_wait_for_the_task():
