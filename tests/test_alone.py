@@ -192,6 +192,20 @@ def test_noise_scale_in_a_plain_loop():
     assert abs(noise.value / float(expected) - 1) < 0.1
 
 
+def test_stragglers_in_a_plain_loop():
+    from oneloop.measure.stragglers import DeviceTime, Stragglers
+
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(30, 1))
+    own, stragglers, reported = DeviceTime(model, accelerator.device), Stragglers(["here", "there"]), []
+    for log in range(3):
+        with own.measuring():
+            accelerator.backward(model(torch.ones(4, 30)).sum())
+        device = own.read()  # gather it from all ranks; here the second one is twice as slow
+        reported += stragglers.judge([(0.0, device), (0.0, 2 * device)], step_seconds=0.1, now=2.0 * log)
+    assert [rank for rank, _ in reported] == [1]
+
+
 def test_policy_and_guard_skip_in_a_plain_loop():
     from oneloop.optim.bad_step_guard import Guard
     from oneloop.optim.bad_step_policy import BadSteps, Fault, Policy

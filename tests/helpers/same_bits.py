@@ -31,7 +31,7 @@ def lines(folder: Path) -> list[dict]:
     """Return the lines of metrics.jsonl without times, stops and starts."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     kept = [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in records]
-    return [line for line in kept if line.get("event") not in ("resume", "save")]
+    return [line for line in kept if line.get("event") not in ("resume", "save", "straggler")]
 
 
 def _tensors(folder: Path) -> dict[str, str]:

@@ -92,6 +92,9 @@ class Meter:
         self._losses: list[Tensor] = []
         self._chunks: list[Tensor] = []  # each holds 1024 earlier losses in one tensor
         self._loss = 0.0  # this rank's loss from the last read to the last save
+        self._idle = 0.0  # seconds per step without data, before the last read
+        self.own: list[tuple[float, float]] = []
+        """at the last read, for each rank: its wait for data per step, and its device time, in seconds"""
         self._norm = torch.zeros((), device=device)
         self._names = tuple(metrics)
         self._leaf, self._leaves = leaf, leaves
@@ -130,14 +133,20 @@ class Meter:
         self._timed_samples += samples
         self._norm = norm
 
-    def read(self) -> dict[str, float]:
-        """Return the metrics since the last read; one all-gather and one host sync. Collective: call on every rank."""
+    def read(self, *, wait: float = 0.0, device: float = 0.0) -> dict[str, float]:
+        """Return the metrics since the last read; one all-gather and one host sync. Collective: call on every rank.
+
+        ``wait`` is how long this rank has waited for data per step, ``device`` its device time, in seconds; those of
+        all ranks are then in :attr:`own`. (Only a wait that also left the device idle counts.)"""
         update = self._update.values(self._norm)
         values = [self._norm, *update, *self._metrics.flatten()]
-        losses, others = self._gathered(values, [float(peak_memory()), utilisation(self._norm.device)])
+        own = [min(wait, self._idle), device]
+        losses, others = self._gathered(values, [float(peak_memory()), utilisation(self._norm.device), *own])
         times = self.clock.read()
         seconds = times.pop("seconds")
-        norms, *rest, memory, busy = zip(*others, strict=True)
+        norms, *rest, memory, busy, waits, devices = zip(*others, strict=True)
+        self.own = [*zip(waits, devices, strict=True)]
+        self._idle = times["share/data"] * times.get("speed/step_seconds", 0.0)
         loss, *named = self._totals(losses, rest[len(update) :])
         metrics = {"train/loss": loss / self._weight, "train/grad_norm": statistics.fmean(norms)}
         metrics |= {"train/samples_per_second": self._timed_samples / seconds}

@@ -31,6 +31,7 @@ from oneloop.machine.reduction import Reduction, Tree
 from oneloop.measure.fingerprint import fingerprint
 from oneloop.measure.meter import Sums
 from oneloop.measure.noise_scale import Sensor
+from oneloop.measure.stragglers import DeviceTime
 from oneloop.optim.clip import global_norm
 from oneloop.run.start_lines import DEPENDS
 
@@ -56,7 +57,8 @@ class Gradients:
         )
         leaves = [layout.leaf(run.rank, micro) for micro in range(layout.accumulate)]
         self._leaves = torch.tensor(leaves, device=run.device)  # indices of this rank's leaves in the step
-        self._position, self._micro, self._weight = 0, -1, 0.0
+        self._at, self._weight = (0, -1), 0.0  # position of the step, and number of the micro-batch in it
+        self.device_time = DeviceTime(model, run.device, product=run.sharded)
 
     @property
     def factor(self) -> int:
@@ -70,13 +72,15 @@ class Gradients:
     def step(self, position: int, *, measured: bool = False) -> AbstractContextManager[None]:
         """Return a context around the micro-batches of one step.
 
-        ``position`` is that of its first sample; ``measured``: measure the noise scale, if the run does."""
-        self._position, self._micro = position, -1
-        return self._sensor.measuring(measured and self._job.noise_scale)
+        ``position`` is that of its first sample; ``measured``: measure the device time and, if the run does, the noise
+        scale."""
+        self._at = position, -1
+        noise = self._sensor.measuring(measured and self._job.noise_scale)
+        return self.device_time.measuring(noise) if measured and self._run.ranks > 1 else noise
 
     def micro_batch(self, weight: float) -> "Gradients":
         """Return a context around forward and backward of the next micro-batch, of this ``weight`` on this rank."""
-        self._micro, self._weight = self._micro + 1, weight
+        self._at, self._weight = (self._at[0], self._at[1] + 1), weight
         return self
 
     def __enter__(self) -> None:
@@ -91,8 +95,9 @@ class Gradients:
     def _reseed(self) -> None:
         """Seed random numbers by step, rank and micro-batch; with ``batch.grain``, by step and leaf."""
         job, run = self._job, self._run
-        own = [job.layout.leaf(run.rank, self._micro)] if job.exact else [run.rank, self._micro]
-        reseed(run.device, job.recipe.seed, self._position, *own, others=job.exact)
+        position, micro = self._at
+        own = [job.layout.leaf(run.rank, micro)] if job.exact else [run.rank, micro]
+        reseed(run.device, job.recipe.seed, position, *own, others=job.exact)
 
     def norm(self) -> Tensor:
         """Return the global L2 norm of the gradients, 0-dim, equal on all ranks. Collective: call on every rank."""

@@ -40,6 +40,7 @@ class Steps:
         self._next: tuple[Group, Tensor, Any] | None = None
         """the micro-batches of the next step, and their all-reduce in progress"""
         self._pending_hashes = 0  # number of hashes in that sum that are not yet compared
+        self._waited, self._loaded = 0.0, 0  # seconds of waiting for data, and steps loaded, since :meth:`data_wait`
 
     def __iter__(self) -> Iterator[Group]:
         steps = self._agreed()
@@ -53,6 +54,18 @@ class Steps:
     def save_later(self) -> None:
         """Save after the next step, if the time had come after this one, which failed."""
         self._saved_at = float("-inf") if self._save_flag else self._saved_at
+
+    def data_wait(self) -> float:
+        """Return the seconds per step that this rank alone has waited for data since the last call."""
+        waited, self._waited, loaded, self._loaded = self._waited, 0.0, self._loaded, 0
+        return waited / (loaded or 1)
+
+    def _timed(self, groups: Iterator[Group]) -> Iterator[Group]:
+        began = time.perf_counter()
+        for group in groups:
+            self._waited, self._loaded = self._waited + time.perf_counter() - began, self._loaded + 1
+            yield group
+            began = time.perf_counter()
 
     def _is_save_time(self) -> bool:
         """Return whether rank 0's clock asks for a save; count the time from now on."""
@@ -82,7 +95,7 @@ class Steps:
         BEATS.enter(self._phase())
         while self._restart:
             self._restart = False
-            for group, total, stop, save, failed in self._summed(self._groups()):
+            for group, total, stop, save, failed in self._summed(self._timed(self._groups())):
                 if failed:
                     self._saves.finish()
                 group.total, group.stop = total, bool(stop)

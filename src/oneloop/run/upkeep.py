@@ -1,6 +1,9 @@
 """Rare work between steps: log, evaluate, handle bad steps; at the end, final weights and summary."""
 
 import gc
+import os
+import socket
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +11,7 @@ from typing import Any
 from oneloop.basics import exit_codes
 from oneloop.basics.exit_codes import Diverged
 from oneloop.basics.heartbeats import BEATS, ENDING, EVALUATION
+from oneloop.basics.launcher import HOST
 from oneloop.checkpoint.store import Keep, name_of
 from oneloop.data.step_batches import in_memory
 from oneloop.ema import EMA
@@ -19,6 +23,7 @@ from oneloop.machine.torch_settings import release_cache
 from oneloop.measure.advice import Advice
 from oneloop.measure.noise_scale import meaning
 from oneloop.measure.profiling import Profiling
+from oneloop.measure.stragglers import Stragglers
 from oneloop.optim.bad_step_guard import Step
 from oneloop.optim.bad_step_policy import BadSteps, Fault, Outcome
 from oneloop.optim.clip import clear_gradients
@@ -44,6 +49,7 @@ class Upkeep:
         cores = run.cores if run.device.type != "cpu" and not in_memory(job.train_set) else 0  # a CPU's cores train
         self._workers = run.workers(job.recipe.machine.workers)
         self._advice = Advice(workers=self._workers, cores=cores, **about)
+        self._stragglers = Stragglers(run.gathered(os.environ.get(HOST) or socket.gethostname()))
 
     def over(self) -> bool:
         """Return whether the run has reached its last step, or stops early (``stop.patience``)."""
@@ -67,12 +73,19 @@ class Upkeep:
     def _log(self, lr: float, total: float) -> None:
         job, state, gradients = self._job, self._state, self._gradients
         epoch = state.count.samples / len(job.train_set)
-        metrics = {"train/lr": lr, **state.meter.read(), "train/epoch": epoch}
+        own = {"wait": self._steps.data_wait(), "device": gradients.device_time.read() if self._run.ranks > 1 else 0.0}
+        metrics = {"train/lr": lr, **state.meter.read(**own), "train/epoch": epoch}
+        self._report_stragglers(metrics.get("speed/step_seconds", 0.0))
         if job.noise_scale:
             state.noise.add(*gradients.noise(total), norm=metrics["train/grad_norm"])
             metrics |= state.noise.metrics()
         remarks = self._advice(state.meter.clock.overall)
         self._run_log.log(metrics, remarks, **gradients.fingerprint(state.optimizer, self._emas))
+
+    def _report_stragglers(self, step_seconds: float) -> None:
+        for _, why in self._stragglers.judge(self._state.meter.own, step_seconds=step_seconds, now=time.monotonic()):
+            self._run_log.write(self._run_log.line(event="straggler", why=why))
+            self._run.display.say(f"{why} (oneloop doctor)")
 
     def validate(self) -> bool:
         """Evaluate on the validation sets and judge the result; False if a stop was requested first."""

@@ -1,0 +1,113 @@
+"""Find ranks that slow down all others. The ranks of a step wait for each other, so that all show the same step time;
+each rank therefore measures what no other rank can delay.
+
+>>> own = DeviceTime(model, device)
+>>> with own.measuring():                              # at a log step
+...     loss = model(batch)
+>>> found = stragglers.judge([(wait, own.read())], step_seconds=0.1, now=time.monotonic())
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from statistics import fmean, median_low
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LIMIT, TIMES = 1.33, 3  # reported above this factor of the median, this many times in a row
+_WINDOW = 1.0  # seconds whose log steps are averaged, so that one slow step is no straggler
+_SIDE, _PRODUCTS = 256, 4  # size and number of the fixed matrix products
+
+
+class DeviceTime:
+    """Times a rank's device alone: the forward of ``model`` per element of its input (without DDP's collectives, which
+    are outside of the wrapped module), or, if ``product``, a small fixed matrix product: the forward of FSDP2 and of
+    SyncBatchNorm waits for other ranks."""
+
+    def __init__(self, model: nn.Module, device: torch.device, *, product: bool = False) -> None:
+        self._model, self._device = getattr(model, "module", model), device
+        self._product = product or any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
+        self._begun: tuple[Any, int] | None = None
+        self._marks: list[tuple[Any, Any, int]] = []  # begin and end of each forward, and the elements of its input
+
+    @contextmanager
+    def measuring(self, inside: AbstractContextManager[Any] | None = None) -> Iterator[None]:
+        """Time the forwards in this context; also enter ``inside``."""
+        hooks: list[Any] = []
+        if not self._product:
+            hooks.append(self._model.register_forward_pre_hook(self._begin, with_kwargs=True))
+            hooks.append(self._model.register_forward_hook(self._end))
+        try:
+            with inside or nullcontext():
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        self._begun = self._now(), sum(value.numel() for value in inputs)
+
+    def _end(self, *_: Any) -> None:
+        if self._begun is not None:
+            self._marks.append((self._begun[0], self._now(), self._begun[1]))
+
+    def read(self) -> float:
+        """Return the seconds per element since the last read, or those of the products; 0 if there was no forward. On
+        a GPU, wait for it: call it only at log steps."""
+        if self._product:
+            values = torch.ones(_SIDE, _SIDE, device=self._device)
+            began = self._now()
+            for _ in range(_PRODUCTS):
+                values @ values
+            return self._seconds(began, self._now())
+        marks, self._marks = self._marks, []
+        return sum(self._seconds(*mark[:2]) for mark in marks) / (sum(mark[2] for mark in marks) or 1)
+
+    def _now(self) -> Any:
+        if self._device.type == "cpu":
+            return perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, begin: Any, end: Any) -> float:
+        if self._device.type == "cpu":
+            return float(end - begin)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+class Stragglers:
+    """Judges the times of all ranks. A rank is a straggler if its device takes more than 1.33 times the median, or if
+    its wait for data makes the step 1.33 times as long, three times in a row (the lower median: of two ranks, the
+    faster one). ``names`` are the ranks' hosts."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._seen: list[list[tuple[float, float, float]]] = []  # by log and rank: wait, device, seconds per step
+        self._since = float("-inf")
+        self._streaks: defaultdict[tuple[int, str], int] = defaultdict(int)
+
+    def judge(
+        self, times: Sequence[tuple[float, float]], *, step_seconds: float, now: float
+    ) -> Iterator[tuple[int, str]]:
+        """Add one log step, at the time ``now``: for each rank its wait for data per step and its device time, in
+        seconds. Yield the ranks that are stragglers since this log, with a description."""
+        self._seen.append([(wait, device, step_seconds) for wait, device in times])
+        if now - self._since < _WINDOW:
+            return
+        means = [[fmean(values) for values in zip(*rank, strict=True)] for rank in zip(*self._seen, strict=True)]
+        self._seen, self._since = [], now
+        wait, device = (median_low(rank[kind] for rank in means) for kind in (0, 1))
+        for number, (mine, own, step) in enumerate(means):
+            without = max(step - max(mine - wait, 0.0), 1e-9)  # the step, if this rank waited as long as the others
+            data = f"its wait for data makes a step {step / without:.2f}x as long; its disk, or its worker processes"
+            slow = f"its device takes {own / (device or 1.0):.2f}x the median; its clock, temperature, other processes"
+            for kind, ratio, words in (("data", step / without, data), ("device", own / (device or 1.0), slow)):
+                streak = self._streaks[number, kind] = (self._streaks[number, kind] + 1) * (ratio > LIMIT)
+                if streak == TIMES:
+                    yield number, f"rank {number} on {self._names[number]} slows down all ranks: {words}"

@@ -1,0 +1,132 @@
+"""Ranks that slow down all others: measured alone, and reported with their host."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from oneloop.measure.stragglers import DeviceTime, Stragglers
+from worlds import run, train
+
+TASK = '''
+import os, time, torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Slow(TorchDispatchMode):
+    """A device on which every operation takes 1.5 times as long."""
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        began = time.perf_counter()
+        found = func(*args, **(kwargs or {}))
+        until = time.perf_counter() + 0.5 * (time.perf_counter() - began)
+        while time.perf_counter() < until:
+            pass
+        return found
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, wait):
+        self.wait = wait
+    def __len__(self):
+        return 512
+    def __getitem__(self, index):
+        if self.wait and os.environ["RANK"] == "1":
+            time.sleep(self.wait)
+        return torch.full((256,), index / 512), index % 2
+
+class Task:
+    def __init__(self, slow: str = "none", wait: float = 0.0):
+        self.slow, self.wait = slow, wait
+    def model(self):
+        if self.slow != "none" and os.environ["RANK"] == self.slow:
+            Slow().__enter__()
+        return nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 2))
+    def train_set(self):
+        return Rows(self.wait)
+    def eval_sets(self):
+        return {}
+    def collate(self, samples):
+        return {"x": torch.stack([x for x, _ in samples]), "y": torch.tensor([y for _, y in samples])}
+    def weight(self, batch):
+        return torch.tensor(float(len(batch["y"])))
+    def loss(self, model, batch):
+        found = nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
+        return found, {}
+'''
+
+
+def _events(folder: Path, config: str, *keys: str, seconds: int = 6) -> list[dict]:
+    (folder / "task.py").write_text(TASK)
+    words = [f"{folder / 'task.py'}:Task", "--duration", "100000", "--batch.size", "64", "--log.every", "2", *keys]
+    words += ["--stop.after", f"{seconds}s", "--save.every", "0", "--eval.every", "0", "--run.dir", str(folder / "run")]
+    run(train, words, ranks=2, config=config, folder=folder)
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("event") == "straggler"]
+
+
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_a_rank_whose_device_is_1_5_times_slower_is_reported_with_its_host(config, tmp_path):
+    events = _events(tmp_path, config, "--task.slow", "1")
+    assert any("rank 1 on " + socket.gethostname() in event["why"] and "device" in event["why"] for event in events)
+    assert not any("rank 0" in event["why"] for event in events), events
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_equal_ranks_are_not_reported(config, tmp_path):
+    assert _events(tmp_path, config, seconds=15) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_a_rank_that_waits_for_data_is_reported(config, tmp_path):
+    events = _events(tmp_path, config, "--task.wait", "0.001", seconds=15)
+    assert [("rank 1 on " in event["why"], "wait for data" in event["why"]) for event in events] == [(True, True)]
+
+
+def _judged(times: list[list[tuple[float, float]]], *, step: float = 0.1) -> list[list[int]]:
+    """Return the ranks reported after each log; the logs are two seconds apart."""
+    judge, now = Stragglers([f"host{rank}" for rank in range(len(times[0]))]), 0.0
+    found = []
+    for log in times:
+        now += 2.0
+        found.append([rank for rank, _ in judge.judge(log, step_seconds=step, now=now)])
+    return found
+
+
+def test_three_times_in_a_row_and_once():
+    slow, equal = [(0.0, 1.0), (0.0, 1.34), (0.0, 1.0)], [(0.0, 1.0)] * 3
+    assert _judged([slow] * 5) == [[], [], [1], [], []]
+    assert _judged([slow, slow, equal, slow, slow, slow]) == [[], [], [], [], [], [1]]
+    assert _judged([[(0.0, 1.0), (0.0, 1.32), (0.0, 1.0)]] * 5) == [[]] * 5
+    assert _judged([[(0.0, 1.34), (0.0, 1.0)]] * 3) == [[], [], [0]]  # of two ranks
+
+
+def test_a_wait_for_data_counts_by_the_step_that_it_makes_longer():
+    late = [(0.04, 1.0), (0.01, 1.0), (0.01, 1.0)]  # 0.03 s of a step of 0.1 s: 1.43x
+    assert _judged([late] * 3) == [[], [], [0]]
+    assert _judged([late] * 3, step=0.2) == [[]] * 3  # 1.18x
+    assert _judged([[(0.09, 1.0)] * 3] * 3) == [[]] * 3  # all wait: no straggler, but slow data
+
+
+def test_logs_within_a_second_are_averaged():
+    judge = Stragglers(["a", "b"])
+    times = [[(0.0, 1.0), (0.0, 3.0 if log == 0 else 1.0)] for log in range(100)]
+    assert not [
+        found for number, log in enumerate(times) for found in judge.judge(log, step_seconds=0.1, now=number / 30)
+    ]
+
+
+def test_a_rank_measures_its_forward_per_element_or_a_product():
+    net = torch.nn.Linear(64, 64)
+    own = DeviceTime(net, torch.device("cpu"))
+    with own.measuring():
+        net(torch.ones(4, 64))
+    net(torch.ones(4, 64))  # not measured
+    assert 0 < own.read() < 1 and own.read() == 0.0  # read resets
+    assert not net._forward_hooks and not net._forward_pre_hooks
+    assert DeviceTime(net, torch.device("cpu"), product=True).read() > 0
+    assert DeviceTime(torch.nn.SyncBatchNorm(4), torch.device("cpu")).read() > 0  # its forward waits for other ranks
