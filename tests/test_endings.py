@@ -174,7 +174,7 @@ def test_who_hangs_is_named_and_all_go(folder, config, ranks, fault, where, repe
     rank = ranks - 1
     words = ["--task.fault", fault, "--task.where", where, "--task.rank", str(rank), "--task.at", "170"]
     words += ["--machine.patience", "0.3", "--task.once", str(folder / "once")]
-    world = faulty(folder, *words, config=config, ranks=ranks)
+    world = faulty(folder, *words, config=config, ranks=ranks, variables={"TORCH_FR_BUFFER_SIZE": "200"})
     assert world.codes == [1] * ranks, world.output
     ended = summary(folder)
     assert f"rank {rank} hangs in training" in ended["exit_reason"], ended
@@ -183,7 +183,18 @@ def test_who_hangs_is_named_and_all_go(folder, config, ranks, fault, where, repe
         stacks = (folder / "run" / "stacks" / f"rank-{number:05d}.txt").read_text()
         assert "Thread 0x" in stacks and "train.py" in stacks, stacks
         assert (" in happens" in stacks) == (number == rank), stacks
+    waiting = [number for number in range(ranks) if ranks > 1 and (number != rank or "STOP" not in fault)]
+    last = {
+        number: _collectives(folder / "run" / "stacks" / f"rank-{number:05d}-collectives.json") for number in waiting
+    }
+    assert all("all_reduce" in name or "gather" in name for name, _ in last.values()), last
     resumes(folder, *words, config=config, ranks=ranks)
+
+
+def _collectives(file: Path) -> tuple[str, int]:
+    """Return the name of the last collective in torch's flight recorder, and the number of all."""
+    entries = json.loads(file.read_text())["entries"]
+    return entries[-1]["profiling_name"], len(entries)
 
 
 def test_a_hang_before_the_first_checkpoint_starts_over(folder):

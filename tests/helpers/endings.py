@@ -12,8 +12,8 @@ RECIPE = "task: faulty.Faulty\nbatch: {size: 8}\nduration: 200\nlog: {every: 10}
 RECIPE += "save: {every: 10}\ntrack: []\nrun: {dir: run}\n"
 
 
-def faulty(folder: Path, *words: str, config: str = "single", ranks: int = 1):
-    return run(train, ["f.yaml", *words], config=config, ranks=ranks, folder=folder, watch=True)
+def faulty(folder: Path, *words: str, config: str = "single", ranks: int = 1, **how):
+    return run(train, ["f.yaml", *words], config=config, ranks=ranks, folder=folder, watch=True, **how)
 
 
 def summary(folder: Path) -> dict:

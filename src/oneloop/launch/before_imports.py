@@ -70,18 +70,18 @@ def supervised() -> None:
     peers = Supervisors(rank(), ranks(), selector)
     if ranks() > 1 and rank() == 0:
         peers.listen()
-    (reports, reporting), (stacks, dumped) = os.pipe(), os.pipe()
+    (reports, reporting), (stacks, dumped), (asked, requests) = os.pipe(), os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
         die_with(own)
         on_stops(signal.SIG_DFL)  # until the run installs its handlers; nothing is written before
-        for handle in (reports, stacks):
+        for handle in (reports, stacks, requests):
             os.close(handle)
-        CHANNEL.open(reporting, dumped)
+        CHANNEL.open(reporting, dumped, asked)
         return
-    for handle in (reporting, dumped):
+    for handle in (reporting, dumped, asked):
         os.close(handle)
-    Supervisor(Worker(pid, reports, stacks, rank()), peers, selector, started_by=started_by).run()
+    Supervisor(Worker(pid, reports, stacks, requests, rank()), peers, selector, started_by=started_by).run()
 
 
 def open_streams() -> None:

@@ -103,6 +103,8 @@ def start(
     _reject_precision(precision, kind)
     if exact:
         _reject_inexact(precision, kind)
+    if not on_cpu and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives to show if a rank hangs
     state = PartialState(cpu=on_cpu, timeout=_LONG)
     plugin = _sharding(state, precision, exact=exact) if sharding else None
     accelerator = Accelerator(

@@ -91,7 +91,7 @@ class State(RunState):
                 if skipped := getattr(job.task, "skipped_rows", None):
                     about["skipped_rows"] = skipped
                 folder.begin(recipe.yaml(), environment(command=[*run.command], **about))
-        CHANNEL.send(folder=str(folder.path.absolute()))
+        CHANNEL.writes_to(folder.path.absolute())
         self.count.begin()  # start the clock
         how: dict[str, Any] = {"project": recipe.name, "config": recipe.resolved, "resumed": saved.get("tracking")}
         how |= {"step": self.count.step, "graph": graph, "say": say}

@@ -3,12 +3,14 @@
 import faulthandler
 import json
 import os
+import select
 import signal
 import sys
 import sysconfig
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -16,6 +18,7 @@ from typing import Any
 
 from oneloop.basics.heartbeats import BEATS, SET_UP
 from oneloop.basics.launcher import rank
+from oneloop.supervise.crash_report import STACKS
 
 _ROOT = str(Path(__file__).parents[1])
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -74,6 +77,8 @@ class Channel:
 
     def __init__(self) -> None:
         self._handle: int | None = None
+        self._requests = -1
+        self._folder: Path | None = None  # the run folder
         self._owner = 0
         self._lock = threading.RLock()
         self.patience = 1.0
@@ -82,9 +87,10 @@ class Channel:
     def watched(self) -> bool:
         return self._handle is not None and os.getpid() == self._owner
 
-    def open(self, handle: int, stacks: int) -> None:
-        """Send messages to the file descriptor ``handle``; on SIGUSR2 write the stacks of all threads to ``stacks``."""
-        self._handle, self._owner = handle, os.getpid()
+    def open(self, handle: int, stacks: int, requests: int) -> None:
+        """Send messages to the file descriptor ``handle``; on SIGUSR2 write the stacks of all threads to ``stacks``; on
+        a byte from ``requests`` write the collectives to the run folder."""
+        self._handle, self._owner, self._requests = handle, os.getpid(), requests
         BEATS.enter(SET_UP)  # the parent may have imported it long before the fork
         for written in (handle, stacks):
             os.set_blocking(written, False)
@@ -108,6 +114,11 @@ class Channel:
                 except OSError:
                     return
 
+    def writes_to(self, folder: Path) -> None:
+        """Report the run folder, from the time on when the run writes to it."""
+        self._folder = folder
+        self.send(folder=str(folder))
+
     def report(self, patience: float) -> None:
         """Report heartbeats from a thread, twice a second and at every new phase. ``patience`` is the factor of all
         limits."""
@@ -119,7 +130,12 @@ class Channel:
     def _report(self) -> None:
         while True:
             self.send(beat=_beat(self.patience))
-            time.sleep(TICK)
+            if not select.select([self._requests], [], [], TICK)[0]:
+                continue
+            if os.read(self._requests, 1) and self._folder is not None:  # in a thread, as NCCL may not answer
+                threading.Thread(target=_write_collectives, args=[self._folder], daemon=True).start()
+            else:
+                time.sleep(TICK)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Report an uncaught exception, for example of an import."""
@@ -150,6 +166,18 @@ def _beat(patience: float) -> dict[str, Any]:
         if seen.compiles:
             beat["limit"] = max(beat["limit"], patience * _COMPILING)
     return beat
+
+
+def _write_collectives(folder: Path) -> None:
+    """Write torch's flight recorder, if it records: the last collectives of this rank, and which of them have ended."""
+    from torch._C import _distributed_c10d as recorders  # type: ignore[attr-defined]
+
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # of NCCL, and of gloo
+        text = getattr(recorders, name, lambda: b"")()
+        if b'"entries"' in text:
+            with suppress(OSError):
+                (folder / STACKS).mkdir(exist_ok=True)
+                (folder / STACKS / f"rank-{rank():05d}-collectives.json").write_bytes(text)
 
 
 def _follows(error: BaseException) -> bool:

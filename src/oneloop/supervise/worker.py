@@ -17,10 +17,10 @@ _FIELDS = {field.name for field in fields(RankStatus)} - {"rank", "silent", "sto
 
 class Worker:
     """One training process: its reports (lines of JSON) and its stacks (after SIGUSR2) arrive at these file
-    descriptors."""
+    descriptors. A byte to ``requests`` asks for its collectives."""
 
-    def __init__(self, pid: int, reports: int, stacks: int, rank: int) -> None:
-        self.pid, self.reports, self._stacks, self.rank = pid, reports, stacks, rank
+    def __init__(self, pid: int, reports: int, stacks: int, requests: int, rank: int) -> None:
+        self.pid, self.reports, self._stacks, self._requests, self.rank = pid, reports, stacks, requests, rank
         for handle in (reports, stacks):
             os.set_blocking(handle, False)
         self._buffer = b""
@@ -91,6 +91,8 @@ class Worker:
         """Return the Python stacks of its threads and data workers. ``wake`` continues a stopped process for this and
         then stops it again, so that it does not train until it is killed."""
         texts = []
+        with suppress(OSError):  # the process may have ended
+            os.write(self._requests, b"c")
         for pid in [self.pid, *_children(self.pid)] if self.alive() else []:
             if not _catches(pid, signal.SIGUSR2):
                 continue
