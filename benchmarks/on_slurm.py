@@ -42,7 +42,11 @@ class Case:
         self.name, self.run, self.log = name, folder / name, folder / f"{name}.log"
         keys = f"{RUN.format(steps=steps, run=self.run)} {more}".split()
         typed = [*options, f"--output={self.log}", str(SCRIPT), *keys]
-        print(f"\n== {name}: sbatch --nodes 2 {' '.join([*options, 'launch/slurm.sbatch', *keys[:-2]])} …".replace(str(folder), "…"))
+        print(
+            f"\n== {name}: sbatch --nodes 2 {' '.join([*options, 'launch/slurm.sbatch', *keys[:-2]])} …".replace(
+                str(folder), "…"
+            )
+        )
         self.job = shell("sbatch", "--parsable", "--nodes", "2", *typed).strip()
         self.began = time.monotonic()
 
@@ -82,7 +86,9 @@ def main() -> None:
     folder, steps = given.folder.absolute(), given.steps
     folder.mkdir(parents=True)
     os.chdir(folder)
-    print(f"{date.today()}: {shell('sinfo', '--version').strip()}, two nodes; python {sys.version.split()[0]}, ", end="")
+    print(
+        f"{date.today()}: {shell('sinfo', '--version').strip()}, two nodes; python {sys.version.split()[0]}, ", end=""
+    )
     print(", ".join(f"{name} {version(name)}" for name in ("torch", "accelerate", "oneloop")))
     checks: dict[str, bool] = {}
 
@@ -111,20 +117,29 @@ def main() -> None:
 
     ended = Case(folder, "scancel", steps)
     checks["scancel: cancelled, not requeued"] = (ended.watch(lambda: shell("scancel", ended.job)), ended.restarts) == (
-        "CANCELLED", 0)
+        "CANCELLED",
+        0,
+    )
     time.sleep(15)
     ended.tell()
 
     file = Case(folder, "stop-file", steps)
     checks["STOP file: exit code 75, not requeued"] = (
-        file.watch(lambda: (file.run / "STOP").touch()), file.restarts, about(file.job)["ExitCode"]) == ("FAILED", 0, "75:0")
+        file.watch(lambda: (file.run / "STOP").touch()),
+        file.restarts,
+        about(file.job)["ExitCode"],
+    ) == ("FAILED", 0, "75:0")
     file.tell()
 
     print()
     for case in (timed, early):
         words = ["oneloop", "verify", str(plain.run), "--same", str(case.run)]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
-        print(f"oneloop verify undisturbed --same {case.name}: exit code {done.returncode}; {done.stdout.strip()}".replace(str(folder), "…"))
+        print(
+            f"oneloop verify undisturbed --same {case.name}: exit code {done.returncode}; {done.stdout.strip()}".replace(
+                str(folder), "…"
+            )
+        )
         checks[f"{case.name}: bit-identical to the undisturbed run"] = done.returncode == 0
     print()
     for name, held in checks.items():
