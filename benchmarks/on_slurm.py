@@ -3,9 +3,9 @@
     python benchmarks/on_slurm.py --folder /shared/on-slurm
 
 Needs sbatch, two idle nodes, `oneloop` on the PATH, a folder that both nodes see, and two partitions, low and high, of
-which high preempts low by requeueing. It submits real jobs: undisturbed; ended by the time limit; preempted; with a wrong
-key; cancelled by scancel; stopped by a STOP file. It prints a transcript. Takes about 25 minutes, because Slurm lets a
-requeued job wait for two minutes.
+which high preempts low by requeueing. It submits real jobs: undisturbed; ended by the time limit; preempted; with a
+wrong key; cancelled by scancel; stopped by a STOP file. It prints a transcript. Takes about 45 minutes, because Slurm
+lets a requeued job wait for two minutes.
 """
 
 import argparse
@@ -42,11 +42,8 @@ class Case:
         self.name, self.run, self.log = name, folder / name, folder / f"{name}.log"
         keys = f"{RUN.format(steps=steps, run=self.run)} {more}".split()
         typed = [*options, f"--output={self.log}", str(SCRIPT), *keys]
-        print(
-            f"\n== {name}: sbatch --nodes 2 {' '.join([*options, 'launch/slurm.sbatch', *keys[:-2]])} …".replace(
-                str(folder), "…"
-            )
-        )
+        shown = " ".join([*options, "launch/slurm.sbatch", *keys]).replace(str(folder), "…")
+        print(f"\n== {name}: sbatch --nodes 2 {shown}")
         self.job = shell("sbatch", "--parsable", "--nodes", "2", *typed).strip()
         self.began = time.monotonic()
 
@@ -135,11 +132,8 @@ def main() -> None:
     for case in (timed, early):
         words = ["oneloop", "verify", str(plain.run), "--same", str(case.run)]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
-        print(
-            f"oneloop verify undisturbed --same {case.name}: exit code {done.returncode}; {done.stdout.strip()}".replace(
-                str(folder), "…"
-            )
-        )
+        shown = f"oneloop verify undisturbed --same {case.name}: exit code {done.returncode}; {done.stdout.strip()}"
+        print(shown.replace(str(folder), "…"))
         checks[f"{case.name}: bit-identical to the undisturbed run"] = done.returncode == 0
     print()
     for name, held in checks.items():

@@ -9,12 +9,14 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from endings import RECIPE, faulty, summary
 from oneloop.checkpoint.store import MANIFEST, Store, problems, read_manifest
 from oneloop.cli import main
 from oneloop.recipe.comparison import difference
@@ -543,3 +545,27 @@ def test_control_characters_never_reach_a_terminal(tmp_path, whole):
         assert not any(bad in ended.stdout + ended.stderr for bad in ("\x1b]", "\x1b[2J", "\x07", "\u202e")), words
     typed = run(train, ["digits", "--task.data", evil, "--run.dir", str(tmp_path / "new")], folder=tmp_path)
     assert typed.codes == [2] and "\x1b" not in typed.output and "\\x1b[2J" in typed.output
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_goodput_counts_a_kill_its_repeated_steps_and_the_time_until_the_next_start(ranks, tmp_path):
+    (tmp_path / "f.yaml").write_text(RECIPE)
+    words = ["--task.fault", "kill:SIGKILL", "--task.at", "135", "--task.once", str(tmp_path / "once")]
+    words += ["--save.every", "40", "--log.every", "1", "--task.rank", str(ranks - 1)]
+    began = time.time()
+    faulty(tmp_path, *words, ranks=ranks, config="single" if ranks == 1 else "ddp")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    newest = Store(tmp_path / "run" / "checkpoints").sealed()[-1]
+    kept = json.loads((newest / "state.json").read_text())["counters"]["seconds"]
+    last = [line["time"] for line in lines if "time" in line][-1]
+    assert last > kept
+    time.sleep(2)
+    faulty(tmp_path, *words, ranks=ranks, config="single" if ranks == 1 else "ddp").ok()
+    found = summary(tmp_path)
+    goodput, lost = found["goodput"], found["goodput"]["lost"]
+    assert lost["repeated"] == last - kept
+    assert lost["start"] > 2 and lost.keys() == {"start", "repeated", "data", "save"} and min(lost.values()) >= 0
+    assert goodput["seconds"] <= time.time() - began
+    assert goodput["seconds"] == pytest.approx(found["seconds"] + lost["start"] + lost["repeated"], abs=0.5)
+    assert goodput["share"] == pytest.approx(1 - sum(lost.values()) / goodput["seconds"]) and 0 < goodput["share"] < 1
+    assert "of 2 starts" in goodput["about"] in (tmp_path / "run" / "report.html").read_text()

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -39,6 +40,7 @@ class Run(Agreement):
         super().__init__(accelerator.num_processes)
         self.accelerator = accelerator
         self.device: torch.device = accelerator.device
+        self.began = time.time()
         self.rank: int = accelerator.process_index
         self.main: bool = accelerator.is_main_process
         self.sharded = bool(accelerator.is_fsdp2)

@@ -94,10 +94,14 @@ class Clock:
         self.restart()
         return metrics
 
+    def spent(self) -> dict[str, float]:
+        """Return the seconds of each phase over all reads so far."""
+        return {phase: self._total.get(phase, 0.0) for phase in PHASES}
+
     def overall(self) -> dict[str, float]:
         """Return the shares of the time over all reads so far, and its ``seconds``."""
         seconds = sum(self._total.values())
-        return {f"share/{p}": self._total.get(p, 0.0) / (seconds or 1.0) for p in PHASES} | {"seconds": seconds}
+        return {f"share/{p}": value / (seconds or 1.0) for p, value in self.spent().items()} | {"seconds": seconds}
 
     def _of_device(self, seconds: float) -> dict[str, float]:
         """Divide the host's seconds for the device phases in proportion to the device's own times."""

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from oneloop.measure.meter import OWN_METRICS
@@ -23,6 +23,7 @@ class Counters:
     waited: int = 0  # evaluations since the best result or the last reduction
     seconds: float = 0.0  # time spent by earlier starts
     evaluation_due: bool = False  # a stop came before the evaluation of this step was done
+    lost: dict[str, float] = field(default_factory=dict)  # seconds of data and save in earlier starts
 
     @property
     def passed_over(self) -> int:
@@ -31,7 +32,7 @@ class Counters:
 
     def begin(self) -> None:
         """Start the clock of :meth:`elapsed`; a rewind does not reset it."""
-        self._began = time.perf_counter() - self.seconds
+        self._began, self._lost = time.perf_counter() - self.seconds, dict(self.lost)
 
     def elapsed(self) -> float:
         """Return the seconds spent on the run, over all starts."""
@@ -42,6 +43,10 @@ class Counters:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+    def measured(self, spent: Mapping[str, float]) -> None:
+        """Store the seconds of this start in which the run waited for data or saved."""
+        self.lost = {name: self._lost.get(name, 0.0) + spent[name] for name in ("data", "save")}
 
     def trained(self, samples: int, weight: float) -> None:
         """Count an accepted update with ``samples`` samples of total weight ``weight``."""
@@ -60,6 +65,20 @@ class Counters:
         """Return the counters for the start of a log line."""
         tokens = {"tokens": int(self.weight)} if unit == "tokens" else {}
         return {"step": self.step, "samples": self.samples, **tokens}
+
+
+def goodput(starts: Mapping[str, float], count: Counters, now: float) -> dict[str, Any]:
+    """Return the share of the time since the first start that went into kept steps and evaluations, and the seconds
+    lost to each cause. ``now`` is in seconds since 1970. Time after the last log line of a killed start counts as
+    start."""
+    kept = count.elapsed() - starts["before"]
+    seconds = max(now - starts["first"], kept + starts["repeated"])
+    lost = {"start": seconds - kept - starts["repeated"], "repeated": starts["repeated"], **count.lost}
+    names = {"start": "starts", "repeated": "repeated steps", "data": "waiting for data", "save": "saving"}
+    causes = ", ".join(f"{value / seconds:.1%} {names[cause]}" for cause, value in lost.items())
+    share = 1 - sum(lost.values()) / seconds
+    about = f"goodput {share:.1%} of {seconds:,.0f} s since the first of {starts['number']} starts; lost: {causes}"
+    return {"share": share, "seconds": seconds, "lost": lost, "about": about.replace("%", " %")}
 
 
 class Results(dict[str, float]):

@@ -178,6 +178,8 @@ def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) ->
 def _remarks(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines below the summary: noise scale, time, and a best evaluation that ``final/`` does not hold."""
     yield from (about for name in ("noise_scale", "time") if (about := summary.get(name)) and " n/a" not in about)
+    goodput = summary.get("goodput") or {}
+    yield from [goodput["about"]] if " 1 starts" not in goodput.get("about", " 1 starts") else []
     best, final = summary.get("best") or {}, summary.get("final") or {}
     if final.get("weights") == "last" and 0 < (best.get("step") or 0) < 0.9 * final["step"]:
         was = f"{best['metric']} was best at step {best['step']:,}: {metric(best['value'])}"

@@ -17,7 +17,9 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps, intact, replacing
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
 from oneloop.recipe.comparison import difference, only_extends, same_data_path
+from oneloop.show.run_reader import parsed
 
+_TAIL = 1 << 16  # bytes of metrics.jsonl that hold the last log line
 _WITHOUT_RECIPE = {".lock", "owner.json", ".recipe.yaml.draft", ".environment.json.draft"}
 """files of a run that was killed before it wrote its recipe"""
 
@@ -163,6 +165,22 @@ class Folder:
             self.write_json("environment.json", environment)
             self._remove("summary.json")
         self.begun = True
+
+    def starts(self, began: float, seconds: float) -> dict[str, float]:
+        """Return the times of all starts, for :func:`oneloop.run.counters.goodput`.
+
+        Args:
+            began: time of this start, in seconds since 1970.
+            seconds: training time of the checkpoint from which this start continues; 0 if there is none.
+        """
+        old = (self._read("environment.json", json.loads) or {}).get("starts")
+        if not isinstance(old, dict) or not {"first", "number", "repeated", "before"} <= old.keys():
+            return {"first": began, "number": 1, "repeated": 0.0, "before": seconds}
+        with suppress(OSError), (self.path / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            times = [line["time"] for line in parsed(file) if isinstance(line.get("time"), float)]
+            old["repeated"] += max(0.0, times[-1] - seconds) if times else 0.0
+        return old | {"number": old["number"] + 1}
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

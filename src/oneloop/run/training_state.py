@@ -47,6 +47,7 @@ class State(RunState):
     ) -> None:
         recipe, task, save = job.recipe, job.task, job.recipe.save
         self.count, self.best, self.results, self.noise = Counters(), Best(), Results(), NoiseScale()
+        self.starts: dict[str, float] = {}  # on rank 0: the times of all starts
         about: dict[str, Any] = {"flops": seen.flops, "peak": run.peak_flops(), "tokens": job.unit == "tokens"}
         if job.exact:
             about |= {"leaf": job.layout.leaf, "leaves": job.layout.accumulate}
@@ -90,6 +91,7 @@ class State(RunState):
                     about["recorded"] = {"task": recipe.task.name, **job.task.recorded}
                 if skipped := getattr(job.task, "skipped_rows", None):
                     about["skipped_rows"] = skipped
+                self.starts = about["starts"] = folder.starts(run.began, self.count.seconds)
                 folder.begin(recipe.yaml(), environment(command=[*run.command], **about))
         CHANNEL.writes_to(folder.path.absolute())
         self.count.begin()  # start the clock

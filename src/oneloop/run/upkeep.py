@@ -27,7 +27,7 @@ from oneloop.measure.stragglers import Stragglers
 from oneloop.optim.bad_step_guard import Step
 from oneloop.optim.bad_step_policy import BadSteps, Fault, Outcome
 from oneloop.optim.clip import clear_gradients
-from oneloop.run.counters import RunLog
+from oneloop.run.counters import RunLog, goodput
 from oneloop.run.export import load_task_state, write_final
 from oneloop.run.gradients import Gradients
 from oneloop.run.steps import Steps
@@ -75,6 +75,7 @@ class Upkeep:
         epoch = state.count.samples / len(job.train_set)
         own = {"wait": self._steps.data_wait(), "device": gradients.device_time.read() if self._run.ranks > 1 else 0.0}
         metrics = {"train/lr": lr, **state.meter.read(**own), "train/epoch": epoch}
+        state.count.measured(state.meter.clock.spent())
         self._report_stragglers(metrics.get("speed/step_seconds", 0.0))
         if job.noise_scale:
             state.noise.add(*gradients.noise(total), norm=metrics["train/grad_norm"])
@@ -203,4 +204,5 @@ class Upkeep:
             "final": final,
             "noise_scale": meaning(state.noise.value, job.layout.size, job.no_noise_scale),
             "time": self._advice.sentence(state.meter.clock.overall()),
+            **({"goodput": goodput(state.starts, count, time.time())} if state.starts else {}),
         }

@@ -139,6 +139,8 @@ def _headline(run: Record, *, several: bool) -> str:
     sentences = [
         text for key in ("time", "noise_scale") if (text := str(summary.get(key) or "")) and " n/a" not in text
     ]
+    goodput = summary.get("goodput")
+    sentences += [str(goodput.get("about"))] if isinstance(goodput, dict) else []
     sentences += [
         f"Communication that nothing overlapped took {100 * value:.1f} % of the profiled steps."
         for value in run.curve("profile/exposed_communication")[1][-1:]
