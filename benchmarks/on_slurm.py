@@ -4,7 +4,7 @@
 
 Needs sbatch, two idle nodes, `oneloop` on the PATH, a folder that both nodes see, and two partitions, low and high, of
 which high preempts low by requeueing. It submits real jobs: undisturbed; ended by the time limit; preempted; with a
-wrong key; cancelled by scancel; stopped by a STOP file. It prints a transcript. Takes about 45 minutes, because Slurm
+wrong key; cancelled by scancel; stopped by a STOP file. It prints a transcript. Takes about 30 minutes, because Slurm
 lets a requeued job wait for two minutes.
 """
 
@@ -93,7 +93,7 @@ def main() -> None:
     checks["undisturbed: completed, never requeued"] = (plain.watch(), plain.restarts) == ("COMPLETED", 0)
     plain.tell()
 
-    timed = Case(folder, "time-limit", steps, "--time=6")
+    timed = Case(folder, "time-limit", steps, "--time=7")
     checks["time limit: completed after at least one requeue"] = timed.watch() == "COMPLETED" and timed.restarts > 0
     timed.tell()
 

@@ -16,14 +16,16 @@ fi
 prefix=${VIRTUAL_ENV:-$CONDA_PREFIX}
 python=$prefix/bin/python
 stamp=$prefix/.oneloop-$extra
-expected="$PWD $(cksum < pyproject.toml)"
+expected="$PWD $(cat pyproject.toml launch/environment.sh | cksum)"
 if [ "$(cat "$stamp" 2>/dev/null)" != "$expected" ]; then
   echo "installing oneloop[$extra] into $prefix (several GB the first time)"
   if command -v uv >/dev/null || "$python" -m pip install --quiet uv 2>/dev/null; then
-    uv=$(command -v uv || echo "$prefix/bin/uv")
-    "$uv" pip install --quiet --python "$python" -e ".[$extra]"
+    install=("$(command -v uv || echo "$prefix/bin/uv")" pip install --quiet --python "$python")
   else
-    "$python" -m pip install --quiet -e ".[$extra]"
+    install=("$python" -m pip install --quiet)
   fi
+  "${install[@]}" -e ".[$extra]"
+  # The schema of launch/skypilot.yaml. SkyPilot excludes the newest transformers, so it has a folder of its own.
+  [ "$extra" != test ] || "${install[@]}" --target "$prefix/skypilot" "skypilot>=0.11"
   echo "$expected" > "$stamp"
 fi

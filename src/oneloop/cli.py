@@ -1,7 +1,4 @@
-"""The ``oneloop`` command: new, launch, verify, check, report, compare, watch, worth, prove, evaluate, predict, export.
-
-The docstring of each command's function is its help page.
-"""
+"""The ``oneloop`` command. The docstring of each command's function is its help page."""
 
 import re
 import signal
@@ -100,6 +97,23 @@ def launch_processes(words: Sequence[str]) -> int:
         Options("launch", about, usage="oneloop launch [accelerate's OPTIONS] RECIPE [--key value …]").print_help()
         return 0
     return launch(words, after=AFTER)
+
+
+def doctor(words: Sequence[str]) -> int:
+    """Check that this host can train, and that several hosts can train together.
+
+      oneloop doctor --nodes 2 --rendezvous HOST:PORT --config_file fsdp2 gpt --run.dir /shared/gpt
+
+    Takes the words of `oneloop launch`; the recipe may be missing. Start it on all hosts, as you would start a run.
+    Checks devices, limits, disk and caches of each host; then versions, settings, clocks and run folder of all hosts,
+    and each link between their processes. The exit code is 1 if there is a problem.
+    """
+    if words and words[0] in ("-h", "--help"):
+        Options("doctor", doctor.__doc__, usage="oneloop doctor [--json] [OPTIONS] [RECIPE --key value …]").print_help()
+        return 0
+    from oneloop.launch.doctor import doctor as check_hosts
+
+    return check_hosts([word for word in words if word != "--json"], as_json="--json" in words)
 
 
 def verify(words: Sequence[str]) -> int:
@@ -295,6 +309,6 @@ def export_run(given: Namespace) -> list[str]:
         return lines
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"new": new, "launch": launch_processes, "verify": verify}
-COMMANDS |= {"check": check, "report": report, "compare": compare, "watch": watch, "worth": worth, "prove": prove}
-COMMANDS |= {name: partial(after, name) for name in AFTER} | {"export": export}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"new": new, "launch": launch_processes, "doctor": doctor}
+COMMANDS |= {"verify": verify, "check": check, "report": report, "compare": compare, "watch": watch, "worth": worth}
+COMMANDS |= {"prove": prove} | {name: partial(after, name) for name in AFTER} | {"export": export}

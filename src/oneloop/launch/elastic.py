@@ -75,12 +75,17 @@ class Agent(LocalElasticAgent):
 
     def _assign_worker_ranks(self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec) -> Any:
         address = address_towards(self._nodes.host, self._nodes.port)
-        mine = facts(self._name, address, spec.local_world_size, self._recipe, first=group_rank == 0)
-        every = _exchanged(store, "facts", mine, group_rank, group_world_size)
-        seen = _exchanged(store, "seen", foreign_folder(self._name, every[0]), group_rank, group_world_size)
+        folder = self._recipe.folder if self._recipe is not None else None
+        mine = facts(self._name, address, spec.local_world_size, folder, first=group_rank == 0)
+        every = exchanged(store, "facts", mine, group_rank, group_world_size)
+        seen = exchanged(store, "seen", foreign_folder(self._name, every[0]), group_rank, group_world_size)
         if group_rank == 0 and "file" in mine:
             Path(mine["file"]).unlink(missing_ok=True)
-        if wrong := mine["loopback"] * (group_world_size > 1) or compared(every) or next(filter(None, seen), ""):
+        if (
+            wrong := mine["loopback"] * (group_world_size > 1)
+            or next(compared(every), "")
+            or next(filter(None, seen), "")
+        ):
             raise BadInput(wrong)
         workers = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
         ranks = workers[0].world_size
@@ -150,7 +155,7 @@ class Agent(LocalElasticAgent):
             say(f"{self._name}: {f'restarting; {left} restarts are left' if left >= 0 else 'no restarts are left'}")
 
 
-def _exchanged(store: Store, name: str, mine: Any, rank: int, ranks: int) -> list[Any]:
+def exchanged(store: Store, name: str, mine: Any, rank: int, ranks: int) -> list[Any]:
     """Return the values of all nodes, in order."""
     store.set(f"{name}/{rank}", json.dumps(mine))
     return [json.loads(store.get(f"{name}/{other}")) for other in range(ranks)]
@@ -168,7 +173,7 @@ def _announced(words: str, after: float = 3.0) -> Iterator[None]:
         timer.cancel()
 
 
-def _store(nodes: Nodes) -> tuple[TCPStore, bool]:
+def open_store(nodes: Nodes) -> tuple[TCPStore, bool]:
     """Return the store of the rendezvous, and whether this process holds it: the first one on its node does. Raise
     ConnectionError if there is no answer."""
     timeout = timedelta(seconds=30)
@@ -220,7 +225,7 @@ def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
     reject_strategy(sharding=os.environ.get("ACCELERATE_USE_FSDP") == "true", elastic=nodes.least < nodes.most)
     recipe = read_once(tuple(training)) if module == "oneloop.train" else None
     say(f"{nodes}; processes on this node: {processes}")
-    store, holds = _store(nodes)
+    store, holds = open_store(nodes)
     mine = f"--nodes {nodes.least}:{nodes.most} {' '.join(training)}"
     if (other := store.compare_set("command", "", mine).decode()) != mine:
         raise BadInput(f"start the same command on all nodes: another was started with {other!r}, this with {mine!r}")

@@ -1,33 +1,54 @@
-"""The preflight check of several nodes: versions, accelerate's settings, clocks, processes, host names, run folder."""
+"""The checks of nodes. Before a run of several nodes: versions, accelerate's settings, clocks, processes, host names,
+run folder. For ``oneloop doctor`` also devices, limits and disks of each node."""
 
+import csv
 import os
+import platform
+import re
+import resource
+import shutil
 import socket
+import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import psutil
+import torch
 
+from oneloop.data.rows.cache import cache_folder
 from oneloop.launch.environment import versions
-from oneloop.recipe.schema import Recipe
 
 _CLOCK = 5.0  # seconds; a rendezvous takes a node whose clock is further off for dead
 _SEEN = 5.0  # seconds until a shared file system shows a new file to the other nodes
 
+_SHARED_MEMORY, _DISK, _LEAST = 512 << 20, 1 << 30, 1024  # least free bytes of /dev/shm and of a disk; least limits
+_LIMITS = {"open files (ulimit -n)": resource.RLIMIT_NOFILE, "processes (ulimit -u)": resource.RLIMIT_NPROC}
+_COLUMNS = {  # of nvidia-smi, and what a value other than 0 or No means
+    "ecc.errors.uncorrected.volatile.total": "has uncorrected ECC errors; reset it, and replace it if they come back",
+    "retired_pages.pending": "must be reset before it replaces bad memory",
+    "clocks_event_reasons.hw_slowdown": "is slowed down by heat or power; check both",
+}
 
-def facts(name: str, address: str, processes: int, recipe: Recipe | None, *, first: bool) -> dict[str, Any]:
+
+def facts(name: str, address: str, processes: int, run_folder: Path | None, *, first: bool) -> dict[str, Any]:
     """Return what must fit on all nodes; the first one leaves a file where it would write the run folder."""
     settings = {key: os.environ[key] for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))}
     found: dict[str, Any] = {"name": name, "processes": processes, "time": time.time()}
     found |= {"settings": versions() | settings, "loopback": loopback(name, address)}
-    if recipe is not None and first:
-        folder = next(path for path in (recipe.folder.absolute(), *recipe.folder.absolute().parents) if path.is_dir())
+    if run_folder is not None and first:
+        folder = existing(run_folder)
         found["file"] = str(folder / f".oneloop-{uuid4().hex[:8]}")
         Path(found["file"]).touch()
     return found
+
+
+def existing(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 
 def foreign_folder(name: str, first: Mapping[str, Any]) -> str:
@@ -41,21 +62,21 @@ def foreign_folder(name: str, first: Mapping[str, Any]) -> str:
     return ""
 
 
-def compared(every: Sequence[Mapping[str, Any]]) -> str:
-    """Return an error message if the facts of the nodes do not fit together; else nothing."""
+def compared(every: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield an error message for each fact of the nodes that does not fit together."""
     first = every[0]
     for other in every[1:]:
         if other["processes"] != first["processes"]:
             each = ", ".join(f"{one['name']} {one['processes']}" for one in every)
-            return f"the nodes have unequal numbers of processes: {each}; give the smallest as --processes_per_node"
-        for key in first["settings"].keys() | other["settings"].keys():
+            yield f"the nodes have unequal numbers of processes: {each}; give the smallest as --processes_per_node"
+        for key in sorted(first["settings"].keys() | other["settings"].keys()):
             both = [one["settings"].get(key, "none") for one in (first, other)]
             if both[0] != both[1]:
                 where = f"{both[0]} on {first['name']} and {both[1]} on {other['name']}"
-                return f"{key} is {where}; use the same version or setting on all nodes"
+                yield f"{key} is {where}; use the same version or setting on all nodes"
         if abs(apart := other["time"] - first["time"]) > _CLOCK:
-            return f"the clocks of {first['name']} and {other['name']} differ by {abs(apart):.0f} s; set them (NTP)"
-    return next((one["loopback"] for one in every if one["loopback"] and len(every) > 1), "")
+            yield f"the clocks of {first['name']} and {other['name']} differ by {abs(apart):.0f} s; set them (NTP)"
+    yield from (one["loopback"] for one in every if one["loopback"] and len(every) > 1)
 
 
 def loopback(name: str, address: str) -> str:
@@ -71,3 +92,86 @@ def loopback(name: str, address: str) -> str:
     interface = next((card for card, known in cards if address in [one.address for one in known]), "INTERFACE")
     advice = f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}"
     return f"the host name of {name} resolves to {own}, which no other node can reach; {advice}"
+
+
+def local_problems(folder: Path) -> Iterator[str]:
+    """Yield the problems of this host. ``folder`` is the run folder, which need not exist."""
+    yield from _devices()
+    yield from _limits()
+    yield from _folder("run folder", folder, "choose another run.dir")
+    yield from _folder("cache folder", cache_folder(), "set ONELOOP_CACHE to another")
+
+
+def _output(*command: str) -> str:
+    """Return what a command prints; empty if there is no such command, or if it fails."""
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    return ""
+
+
+def _devices() -> Iterator[str]:
+    if Path("/proc/driver/nvidia/version").exists() and not torch.cuda.is_available():
+        build = f"torch {torch.__version__} (CUDA {torch.version.cuda})"
+        yield f"there is an NVIDIA driver, and {build} finds no GPU; check CUDA_VISIBLE_DEVICES and nvidia-smi"
+    for number in range(torch.cuda.device_count()):
+        try:
+            ones = torch.ones(1024, 1024, device=f"cuda:{number}")
+            if not bool((ones @ ones == 1024).all()):
+                yield f"GPU {number} multiplies wrongly; do not train on it"
+        except RuntimeError as error:
+            yield f"GPU {number} fails ({str(error).splitlines()[0]}); see nvidia-smi, and reset or exclude it"
+    yield from gpu_problems(_output("nvidia-smi", f"--query-gpu=index,{','.join(_COLUMNS)}", "--format=csv,noheader"))
+    yield from xid_errors(_output("dmesg") or _output("journalctl", "--dmesg", "--no-pager"))
+
+
+def gpu_problems(table: str) -> Iterator[str]:
+    """Yield the problems in nvidia-smi's table of ECC errors, pending page retirements and slowdowns."""
+    for number, *values in csv.reader(table.splitlines(), skipinitialspace=True):
+        for value, meaning in zip(values, _COLUMNS.values(), strict=False):
+            if value in ("Yes", "Active") or (value.isdigit() and value != "0"):
+                yield f"GPU {number} {meaning}"
+
+
+def xid_errors(kernel_log: str) -> Iterator[str]:
+    """Yield the newest Xid error of each GPU in the kernel's log (NVIDIA's codes of GPU errors)."""
+    newest = dict(re.findall(r"NVRM: Xid \(([^)]*)\): (.*)", kernel_log))
+    for device, error in newest.items():
+        yield f"the kernel reports Xid {error[:80]} for {device}; look it up in NVIDIA's table of Xid errors"
+
+
+def _limits() -> Iterator[str]:
+    free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else _SHARED_MEMORY
+    if free < _SHARED_MEMORY:
+        how = "data workers and NCCL need more; mount a larger one (docker run --shm-size 8g)"
+        yield f"/dev/shm has {free >> 20} MiB free; {how}"
+    for name, kind in _LIMITS.items():
+        if 0 <= resource.getrlimit(kind)[0] < _LEAST:
+            yield f"the limit of {name} is {resource.getrlimit(kind)[0]}; raise it to {_LEAST} or more"
+    infiniband = any(Path("/sys/class/infiniband").glob("*"))
+    if infiniband and resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY:
+        yield "locked memory is limited (ulimit -l), and NCCL needs it for InfiniBand; set it to unlimited"
+
+
+def _folder(name: str, folder: Path, other: str) -> Iterator[str]:
+    there = existing(folder)
+    draft = there / f".oneloop-{uuid4().hex[:8]}"
+    try:
+        with draft.open("wb") as file:
+            file.write(bytes(1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+        draft = draft.rename(draft.with_suffix(".renamed"))
+        draft.unlink()
+        if (free := shutil.disk_usage(there).free) < _DISK:
+            yield f"the disk of the {name} {there} has {free >> 20} MiB free; make room, or {other}"
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        yield f"the {name} {there} cannot be written, flushed or renamed in: {error.strerror}; make room, or {other}"
+
+
+def about() -> str:
+    """Return a line about this host: versions, devices, cores and memory."""
+    devices = {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
+    gpus = f"{torch.cuda.device_count()} x {' and '.join(sorted(devices))}" if devices else "no GPU"
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    return f"{versions}, {gpus}, {len(os.sched_getaffinity(0))} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 LIMIT, TIMES = 1.33, 3  # reported above this factor of the median, this many times in a row
 _WINDOW = 1.0  # seconds whose log steps are averaged, so that one slow step is no straggler
-_SIDE, _PRODUCTS = 256, 4  # size and number of the fixed matrix products
 
 
 class DeviceTime:
@@ -30,8 +29,7 @@ class DeviceTime:
     def __init__(self, model: nn.Module, device: torch.device, *, product: bool = False) -> None:
         self._model, self._device = getattr(model, "module", model), device
         self._product = product or any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
-        self._begun: tuple[Any, int] | None = None
-        self._marks: list[tuple[Any, Any, int]] = []  # begin and end of each forward, and the elements of its input
+        self._marks: list[list[Any]] = []  # of each forward: the elements of its input, its begin and its end
 
     @contextmanager
     def measuring(self, inside: AbstractContextManager[Any] | None = None) -> Iterator[None]:
@@ -49,23 +47,22 @@ class DeviceTime:
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        self._begun = self._now(), sum(value.numel() for value in inputs)
+        self._marks.append([sum(value.numel() for value in inputs), self._now()])
 
     def _end(self, *_: Any) -> None:
-        if self._begun is not None:
-            self._marks.append((self._begun[0], self._now(), self._begun[1]))
+        self._marks[-1].append(self._now())
 
     def read(self) -> float:
         """Return the seconds per element since the last read, or those of the products; 0 if there was no forward. On
         a GPU, wait for it: call it only at log steps."""
         if self._product:
-            values = torch.ones(_SIDE, _SIDE, device=self._device)
+            values = torch.ones(256, 256, device=self._device)
             began = self._now()
-            for _ in range(_PRODUCTS):
+            for _ in range(4):
                 values @ values
             return self._seconds(began, self._now())
-        marks, self._marks = self._marks, []
-        return sum(self._seconds(*mark[:2]) for mark in marks) / (sum(mark[2] for mark in marks) or 1)
+        marks, self._marks = [mark for mark in self._marks if len(mark) == 3], []
+        return sum(self._seconds(*mark[1:]) for mark in marks) / (sum(mark[0] for mark in marks) or 1)
 
     def _now(self) -> Any:
         if self._device.type == "cpu":
@@ -87,9 +84,8 @@ class Stragglers:
     faster one). ``names`` are the ranks' hosts."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
         self._seen: list[list[tuple[float, float, float]]] = []  # by log and rank: wait, device, seconds per step
-        self._since = float("-inf")
+        self._names, self._since = names, float("-inf")
         self._streaks: defaultdict[tuple[int, str], int] = defaultdict(int)
 
     def judge(

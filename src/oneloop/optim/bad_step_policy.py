@@ -46,11 +46,6 @@ class Policy:
         return self.spike if fault is Fault.SPIKE else self.nonfinite
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the run may continue after a bad step."""
-        return self.nonfinite != "stop" or (self.sigma > 0 and self.spike != "stop")
-
-    @property
     def rewinds(self) -> bool:
         return self.nonfinite == "rewind" or (self.sigma > 0 and self.spike == "rewind")
 

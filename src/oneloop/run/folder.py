@@ -167,12 +167,8 @@ class Folder:
         self.begun = True
 
     def starts(self, began: float, seconds: float) -> dict[str, float]:
-        """Return the times of all starts, for :func:`oneloop.run.counters.goodput`.
-
-        Args:
-            began: time of this start, in seconds since 1970.
-            seconds: training time of the checkpoint from which this start continues; 0 if there is none.
-        """
+        """Return the times of all starts. This one ``began`` at a time in seconds since 1970, and continues from a
+        checkpoint with this training time in ``seconds`` (0: there is none)."""
         old = (self._read("environment.json", json.loads) or {}).get("starts")
         if not isinstance(old, dict) or not {"first", "number", "repeated", "before"} <= old.keys():
             return {"first": began, "number": 1, "repeated": 0.0, "before": seconds}

@@ -93,7 +93,8 @@ class State(RunState):
                     about["skipped_rows"] = skipped
                 self.starts = about["starts"] = folder.starts(run.began, self.count.seconds)
                 folder.begin(recipe.yaml(), environment(command=[*run.command], **about))
-        CHANNEL.writes_to(folder.path.absolute())
+        CHANNEL.folder = folder.path.absolute()
+        CHANNEL.send(folder=str(CHANNEL.folder))
         self.count.begin()  # start the clock
         how: dict[str, Any] = {"project": recipe.name, "config": recipe.resolved, "resumed": saved.get("tracking")}
         how |= {"step": self.count.step, "graph": graph, "say": say}

@@ -76,17 +76,15 @@ class Upkeep:
         own = {"wait": self._steps.data_wait(), "device": gradients.device_time.read() if self._run.ranks > 1 else 0.0}
         metrics = {"train/lr": lr, **state.meter.read(**own), "train/epoch": epoch}
         state.count.measured(state.meter.clock.spent())
-        self._report_stragglers(metrics.get("speed/step_seconds", 0.0))
+        step_seconds = metrics.get("speed/step_seconds", 0.0)
+        for _, why in self._stragglers.judge(state.meter.own, step_seconds=step_seconds, now=time.monotonic()):
+            self._run_log.write(self._run_log.line(event="straggler", why=why))
+            self._run.display.say(f"{why} (oneloop doctor)")
         if job.noise_scale:
             state.noise.add(*gradients.noise(total), norm=metrics["train/grad_norm"])
             metrics |= state.noise.metrics()
         remarks = self._advice(state.meter.clock.overall)
         self._run_log.log(metrics, remarks, **gradients.fingerprint(state.optimizer, self._emas))
-
-    def _report_stragglers(self, step_seconds: float) -> None:
-        for _, why in self._stragglers.judge(self._state.meter.own, step_seconds=step_seconds, now=time.monotonic()):
-            self._run_log.write(self._run_log.line(event="straggler", why=why))
-            self._run.display.say(f"{why} (oneloop doctor)")
 
     def validate(self) -> bool:
         """Evaluate on the validation sets and judge the result; False if a stop was requested first."""

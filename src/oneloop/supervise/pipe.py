@@ -78,7 +78,7 @@ class Channel:
     def __init__(self) -> None:
         self._handle: int | None = None
         self._requests = -1
-        self._folder: Path | None = None  # the run folder
+        self.folder: Path | None = None  # the run folder, once the run writes to it
         self._owner = 0
         self._lock = threading.RLock()
         self.patience = 1.0
@@ -114,11 +114,6 @@ class Channel:
                 except OSError:
                     return
 
-    def writes_to(self, folder: Path) -> None:
-        """Report the run folder, from the time on when the run writes to it."""
-        self._folder = folder
-        self.send(folder=str(folder))
-
     def report(self, patience: float) -> None:
         """Report heartbeats from a thread, twice a second and at every new phase. ``patience`` is the factor of all
         limits."""
@@ -132,8 +127,8 @@ class Channel:
             self.send(beat=_beat(self.patience))
             if not select.select([self._requests], [], [], TICK)[0]:
                 continue
-            if os.read(self._requests, 1) and self._folder is not None:  # in a thread, as NCCL may not answer
-                threading.Thread(target=_write_collectives, args=[self._folder], daemon=True).start()
+            if os.read(self._requests, 1) and self.folder is not None:  # in a thread, as NCCL may not answer
+                threading.Thread(target=_write_collectives, args=[self.folder], daemon=True).start()
             else:
                 time.sleep(TICK)
 

@@ -1,0 +1,159 @@
+"""``oneloop doctor``: check that this host can train, and that several hosts can train together."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from oneloop.basics.files import dumps, printable
+from oneloop.launch.before_imports import read_once
+from oneloop.launch.command import accelerate_variables, launch_options
+from oneloop.launch.elastic import exchanged, open_store
+from oneloop.launch.node_checks import about, compared, facts, foreign_folder, local_problems
+from oneloop.launch.nodes import Nodes, address_towards, nodes, options
+
+_NO_RECIPE = "no-recipe"
+_WAIT = 60.0  # seconds to wait for the other hosts, and for all links
+_BYTES, _TIMES = 1 << 20, 4  # size of a message, and how often it is sent
+_SLOW, _FEW = 3.0, 4  # a link is slow if it takes this many times the median, of at least this many links
+
+
+def doctor(words: Sequence[str], *, as_json: bool = False) -> int:
+    """Check this host and, with those of the same command on other hosts, the links between them; print all problems.
+    ``words`` are those of ``oneloop launch``; the recipe may be missing. Return 1 if there are problems, else 0. Raise
+    BadInput."""
+    own, rest = options(words)
+    given, _, found = launch_options([*rest, _NO_RECIPE])
+    known = replace(nodes(own, os.environ) or found or Nodes(1, 1, "127.0.0.1"), rejoin=_WAIT)
+    if not any(option.startswith("--config") for option in given):
+        rest = ["--config_file", "ddp" if known.most > 1 else "single", *rest]
+    variables, training, processes = accelerate_variables([*rest, _NO_RECIPE], known)
+    os.environ |= variables
+    folder = read_once(tuple(training[:-1])).folder if training[:-1] else Path("runs")
+    mine: dict[str, Any] = {"name": socket.gethostname(), "about": about(), "problems": [*local_problems(folder)]}
+    every, shared, links = [mine], list[str](), ""
+    try:
+        every, shared, links = _together(known, mine, processes, folder)
+    except (OSError, RuntimeError) as error:  # errors of torch's stores are RuntimeErrors
+        port = f"no rendezvous at {known.host}:{known.port} ({str(error).splitlines()[0]}); choose another free port"
+        shared = [str(error) if isinstance(error, ConnectionError) else port]
+    shown = every if every[0] is mine else [mine]  # the first host prints the problems of all
+    problems = [*(f"{host['name']}: {problem}" for host in shown for problem in host["problems"]), *shared]
+    failed = bool(shared or any(host["problems"] for host in every))
+    lines = [f"{mine['name']}: {mine['about']}", *filter(None, [links]), *(f"problem: {text}" for text in problems)]
+    lines += [f"problems: {len(problems) or 'see ' + every[0]['name']}" if failed else "no problem"]
+    content = {"host": mine["name"], "about": mine["about"], "links": links, "problems": problems}
+    print(dumps(content) if as_json else printable("\n".join(lines)))
+    return int(failed)
+
+
+def _together(known: Nodes, mine: Any, processes: int, folder: Path) -> tuple[list[Any], list[str], str]:
+    """Return the facts of all hosts, the problems between them, and a line about their links. Raise OSError or
+    RuntimeError if there is no rendezvous."""
+    if known.most == 1:
+        store, holds, address = TCPStore("127.0.0.1", 0, is_master=True), True, "127.0.0.1"
+        known = replace(known, port=store.port)
+    else:
+        address = address_towards(known.host, known.port)
+        mine["name"] += f" ({address})"
+        store, holds = open_store(known)
+    store.set_timeout(timedelta(seconds=3 * _WAIT))
+    number, until = store.add("joined", 1) - 1, time.monotonic() + _WAIT
+    while (joined := store.add("joined", 0)) < known.least:
+        time.sleep(0.2)
+        if time.monotonic() > until:
+            few = f"{joined} of {known.least} hosts came to {known.host}:{known.port} in {_WAIT:.0f} s"
+            return [mine], [f"{few}; start the same command on all of them"], ""
+    mine |= facts(mine["name"], address, processes, folder, first=number == 0)
+    every = exchanged(store, "facts", mine, number, joined)
+    every[number] = mine
+    seen = exchanged(store, "seen", foreign_folder(mine["name"], every[0]), number, joined)
+    shared, line = [*compared(every), *filter(None, seen)], ""
+    ranks, same = joined * processes, len({host["processes"] for host in every}) == 1
+    if ranks > 1 and same and not any(host["loopback"] for host in every):
+        times = exchanged(store, "links", _links(known, number * processes, processes, ranks), number, joined)
+        names = [host["name"] for host in every for _ in range(processes)]
+        line, *slow = _judged([rank for host in times for rank in host], names)
+        shared += slow
+    store.add("left", 1)
+    while holds and store.add("left", 0) < joined and time.monotonic() < until + 2 * _WAIT:
+        time.sleep(0.1)
+    Path(mine.get("file", os.devnull)).unlink(missing_ok=True)
+    return every, shared, line
+
+
+def _links(known: Nodes, first: int, processes: int, ranks: int) -> list[Any]:
+    """Return, for each process of this host, the seconds of its links, or an error message."""
+    command = [sys.executable, "-m", "oneloop.launch.doctor", known.host, str(known.port), str(ranks)]
+    how: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    started = [subprocess.Popen([*command, str(first + local), str(local)], **how) for local in range(processes)]
+    found, until = list[Any](), time.monotonic() + _WAIT
+    for process in started:
+        try:
+            printed, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
+            found.append(json.loads(printed or '"it was killed"'))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            found.append(f"no answer in {_WAIT:.0f} s")
+    return found
+
+
+def _judged(times: Sequence[Any], hosts: Sequence[str]) -> Iterator[str]:
+    """Yield a line about the links, whose seconds each rank has measured, then the problems."""
+    ranks = len(hosts)
+    for rank, why in enumerate(times):
+        if isinstance(why, str):
+            how = "open all TCP ports between the hosts, or name the interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+            yield from ("", f"rank {rank} on {hosts[rank]} cannot exchange data with the others: {why}; {how}")
+            return
+    links = {(rank, other): seconds for rank, row in enumerate(times) for other, seconds in enumerate(row) if seconds}
+    usual, most = median(links.values()), max(links.values())
+    yield f"links: {ranks} ranks, 1 MiB in {1e3 * usual:.1f} ms (median), at most {1e3 * most:.1f} ms"
+    for (rank, other), seconds in links.items():
+        if len(links) >= _FEW and seconds > _SLOW * usual:
+            names = f"rank {rank} on {hosts[rank]} to rank {other} on {hosts[other]}"
+            yield f"the link from {names} takes {seconds / usual:.1f} times the median; check cable, card and switch"
+
+
+def _measured(store: TCPStore, ranks: int, rank: int, local: int) -> list[float]:
+    """Return the seconds that this rank takes to send 1 MiB to each rank, while it receives as much; 0 for itself."""
+    gpu = torch.cuda.is_available()
+    how: dict[str, Any] = {"store": PrefixStore("links", store), "timeout": timedelta(seconds=_WAIT / 2)}
+    dist.init_process_group("nccl" if gpu else "gloo", rank=rank, world_size=ranks, **how)
+    sent = torch.ones(_BYTES // 4, device=f"cuda:{local}" if gpu else "cpu")
+    dist.all_reduce(total := sent.clone())
+    if not bool((total == ranks).all()):
+        raise RuntimeError("an all-reduce returns a wrong sum")
+    found = [0.0] * ranks
+    for distance in range(1, ranks):
+        seconds, got = [], torch.empty_like(sent)
+        for _ in range(_TIMES):  # the first one connects
+            began, to, sender = time.perf_counter(), (rank + distance) % ranks, (rank - distance) % ranks
+            ends = [dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, got, sender)]
+            for work in dist.batch_isend_irecv(ends):
+                work.wait()
+            got.sum().item()
+            seconds.append(time.perf_counter() - began)
+        found[to] = min(seconds)
+    return found
+
+
+if __name__ == "__main__":
+    try:
+        port, *ranks = map(int, sys.argv[2:])
+        print(json.dumps(_measured(TCPStore(sys.argv[1], port, is_master=False), *ranks)), flush=True)
+    except (OSError, RuntimeError) as error:
+        print(json.dumps(str(error).splitlines()[0]), flush=True)
+    os._exit(0)  # without destructors: other ranks may be gone
