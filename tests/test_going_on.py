@@ -547,7 +547,7 @@ def test_control_characters_never_reach_a_terminal(tmp_path, whole):
     assert typed.codes == [2] and "\x1b" not in typed.output and "\\x1b[2J" in typed.output
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_goodput_counts_a_kill_its_repeated_steps_and_the_time_until_the_next_start(ranks, tmp_path):
     (tmp_path / "f.yaml").write_text(RECIPE)
     words = ["--task.fault", "kill:SIGKILL", "--task.at", "135", "--task.once", str(tmp_path / "once")]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,14 +40,26 @@ NODES: list[Node] = []  # all that were started; a test kills them at its end
 
 
 class Node:
-    """One ``oneloop launch`` in a session of its own, with the times of its output. ``space``: network namespace."""
+    """One ``oneloop launch`` in a session of its own, with the times of its output. ``space``: network namespace.
+    ``mounts``: shell commands that change what this node sees of the file system (needs root)."""
 
-    def __init__(self, words: Sequence[str], folder: Path, *, space: int | None = None) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        *,
+        space: int | None = None,
+        command: str = "launch",
+        mounts: str = "",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.space, self.lines, self.began = space, list[tuple[float, str]](), time.monotonic()
         inside = ["ip", "netns", "exec", f"h{space}"] if space else []
+        inside += ["unshare", "--mount", "bash", "-c", f'{mounts} && exec "$@"', "bash"] if mounts else []
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
         environment |= {"GLOO_SOCKET_IFNAME": f"v{space}"} if space else {}
-        command = [*inside, sys.executable, "-m", "oneloop", "launch", *words]
+        environment |= variables or {}
+        command = [*inside, sys.executable, "-m", "oneloop", command, *words]
         how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
         self.process = subprocess.Popen(command, cwd=folder, env=environment, **how)
         NODES.append(self)

@@ -47,8 +47,8 @@ def doctor(words: Sequence[str], *, as_json: bool = False) -> int:
     try:
         every, shared, links = _together(known, mine, processes, folder)
     except (OSError, RuntimeError) as error:  # errors of torch's stores are RuntimeErrors
-        port = f"no rendezvous at {known.host}:{known.port} ({str(error).splitlines()[0]}); choose another free port"
-        shared = [str(error) if isinstance(error, ConnectionError) else port]
+        lost = f"no rendezvous at {known.host}:{known.port} ({str(error).splitlines()[0]}); check the address"
+        shared = [str(error) if isinstance(error, ConnectionError) else lost]
     shown = every if every[0] is mine else [mine]  # the first host prints the problems of all
     problems = [*(f"{host['name']}: {problem}" for host in shown for problem in host["problems"]), *shared]
     failed = bool(shared or any(host["problems"] for host in every))

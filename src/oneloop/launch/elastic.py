@@ -187,7 +187,18 @@ def open_store(nodes: Nodes) -> tuple[TCPStore, bool]:
                 advice = f"start the same command on {nodes.host}, or check the address and the firewall"
                 raise ConnectionError(f"no answer from {nodes.host}:{nodes.port} in {nodes.rejoin:.0f} s; {advice}")
             time.sleep(0.5)
-    return TCPStore(nodes.host, nodes.port, is_master=False, timeout=timeout), False
+    found: list[TCPStore] = []
+
+    def connect() -> None:
+        with suppress(DistError):
+            found.append(TCPStore(nodes.host, nodes.port, is_master=False, timeout=timeout))
+
+    thread = threading.Thread(target=connect, daemon=True)  # it never returns if another program listens there
+    thread.start()
+    thread.join(_LOST)
+    if not found:
+        raise ConnectionError(f"{nodes.host}:{nodes.port} is no rendezvous of oneloop; choose another free port")
+    return found[0], False
 
 
 def _lost(nodes: Nodes) -> str:

@@ -1,0 +1,133 @@
+"""``oneloop doctor``: faults that it reports, and nothing on a healthy machine. Faults of hosts need root."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import lab
+from oneloop.cli import main
+from oneloop.launch.node_checks import gpu_problems, xid_errors
+
+SMALL = shutil.disk_usage("/dev/shm").free < 512 << 20 or resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1024
+healthy = pytest.mark.skipif(SMALL, reason="this machine has a small /dev/shm, or few open files")
+
+
+def _doctor(words: str, folder: Path, **how) -> lab.Node:
+    how["variables"] = {"ONELOOP_CACHE": str(folder / "cache"), **how.get("variables", {})}
+    return lab.Node(words.split(), folder, command="doctor", **how)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def other_version(folder: Path) -> dict[str, str]:
+    """Return the variables of a host that has another version of accelerate."""
+    about = folder / "other" / "accelerate-0.0.1.dist-info" / "METADATA"
+    about.parent.mkdir(parents=True)
+    about.write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 0.0.1\n")
+    return {"PYTHONPATH": str(folder / "other")}
+
+
+@healthy
+def test_a_healthy_host_has_no_problem(tmp_path):
+    node = _doctor("--config_file single --json digits --run.dir new/run", tmp_path)
+    assert node.ended() == 0
+    found = json.loads(node.output)
+    assert found["problems"] == [] and found["links"] == ""
+    assert list(tmp_path.iterdir()) == []  # nothing is left
+
+
+@healthy
+def test_two_hosts_with_different_versions(tmp_path):
+    words = f"--nodes 2 --rendezvous 127.0.0.1:{_free_port()} --config_file ddp"
+    nodes = [_doctor(words, tmp_path), _doctor(words, tmp_path, variables=other_version(tmp_path))]
+    assert [node.ended() for node in nodes] == [1, 1]
+    for node in nodes:
+        (line,) = [line for _, line in node.lines if line.startswith("problem")][:-1]
+        assert "accelerate is" in line and "0.0.1 on" in line and "use the same version" in line
+        assert node.lines[-1][1] == "problems: 1" and "links: 2 ranks" in node.output
+
+
+@pytest.mark.slow
+def test_a_port_that_another_program_uses(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        node = _doctor(f"--nodes 2 --rendezvous 127.0.0.1:{server.getsockname()[1]}", tmp_path)
+        assert node.ended(120) == 1 and "choose another free port" in node.output, node.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--config_file ddp digits --batch.sice 3", "did you mean 'batch.size'"),
+        ("--nodes 2", "needs the address of one node"),
+        ("--nonsense", "is not an option of accelerate launch"),
+        ("--config_file nowhere", "--config_file nowhere cannot be read"),
+    ],
+)
+def test_bad_input(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", *words.split()]) == 2
+    assert message in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+def test_what_nvidia_reports():
+    table = "0, 0, No, Not Active\n1, 3, No, Not Active\n2, 0, Yes, Active\n3, [N/A], [N/A], [N/A]\n"
+    assert [problem[:5] for problem in gpu_problems(table)] == ["GPU 1", "GPU 2", "GPU 2"]
+    log = (
+        "[1.0] NVRM: Xid (PCI:0000:65:00): 31, pid=7\n[2.0] usb 1-1: new\n[3.0] NVRM: Xid (PCI:0000:65:00): 79, lost\n"
+    )
+    (problem,) = xid_errors(log)
+    assert "Xid 79, lost for PCI:0000:65:00" in problem
+
+
+# --- two hosts, with root -----------------------------------------------------------------------------------------
+
+FAULTS = {  # what is changed on the second host, and what is reported
+    "127.0.1.1": ("mount --bind hosts /etc/hosts", "resolves to 127.0.1.1, which no other node can reach; export GLOO"),
+    "full disk": ("mount -t tmpfs -o size=512k none run", "cannot be written, flushed or renamed in: No space left"),
+    "two run folders": ("mount -t tmpfs -o size=2g none run", "put run.dir on shared storage"),
+    "small /dev/shm": ("mount -t tmpfs -o size=16m none /dev/shm", "/dev/shm has 16 MiB free; data workers"),
+    "another version": ("", "0.0.1 on h2"),
+    "closed port": ("tcp dport 29400 drop", "check the address and the firewall"),
+    "closed ports": ("tcp dport != 29400 ct state new drop", "open all TCP ports between the hosts"),
+    "none": ("", "no problem"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.hosts
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_the_second_host(fault, tmp_path):
+    if why := lab.why_no_namespaces():
+        pytest.skip(why)
+    change, message = FAULTS[fault]
+    if fault.startswith("closed") and not shutil.which("nft"):
+        pytest.skip("a firewall needs the command nft (nftables)")
+    (tmp_path / "run").mkdir()
+    name = socket.gethostname()
+    (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+    words = "--nodes 2 --rendezvous 10.77.0.1:29400 --config_file ddp digits --run.dir run/it"
+    variables = other_version(tmp_path) if fault == "another version" else {}
+    variables |= {"GLOO_SOCKET_IFNAME": ""} if fault == "127.0.1.1" else {}
+    with lab.two_hosts():
+        if fault.startswith("closed"):
+            rule = f"table inet f {{ chain in {{ type filter hook input priority 0; {change}; }}; }}"
+            for host in ("h1", "h2")[: 1 if fault == "closed port" else 2]:
+                subprocess.run(["ip", "netns", "exec", host, "nft", rule], check=True)
+        first = _doctor(words, tmp_path, space=1)
+        mounts = "" if fault.startswith("closed") else change
+        second = _doctor(words, tmp_path, space=2, mounts=mounts, variables=variables)
+        codes = [node.ended(240) for node in (first, second)]
+    expected = message.replace("h2", f"{name} (10.77.0.2)")
+    assert codes == ([0, 0] if fault == "none" else [1, 1]), first.output + second.output
+    assert expected in first.output + second.output, first.output + second.output
+    assert ("problem: " in first.output + second.output) == (fault != "none")
