@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import socket
@@ -55,6 +56,7 @@ def test_two_hosts_with_different_versions(tmp_path):
         (line,) = [line for _, line in node.lines if line.startswith("problem")][:-1]
         assert "accelerate is" in line and "0.0.1 on" in line and "use the same version" in line
         assert node.lines[-1][1] == "problems: 1" and "links: 2 ranks" in node.output
+    assert Path(os.devnull).is_char_device() and {file.name for file in tmp_path.iterdir()} == {"other"}  # nothing else
 
 
 @pytest.mark.slow
@@ -120,7 +122,7 @@ def test_faults_of_the_second_host(fault, tmp_path):
     variables |= {"GLOO_SOCKET_IFNAME": ""} if fault == "127.0.1.1" else {}
     with lab.two_hosts():
         if fault.startswith("closed"):
-            rule = f"table inet f {{ chain in {{ type filter hook input priority 0; {change}; }}; }}"
+            rule = f"table inet f {{ chain in {{ type filter hook input priority 0; iifname lo accept; {change}; }}; }}"
             for host in ("h1", "h2")[: 1 if fault == "closed port" else 2]:
                 subprocess.run(["ip", "netns", "exec", host, "nft", rule], check=True)
         first = _doctor(words, tmp_path, space=1)

@@ -1,5 +1,6 @@
 """The ``oneloop`` command. The docstring of each command's function is its help page."""
 
+import os
 import re
 import signal
 import sys
@@ -17,7 +18,7 @@ from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput
 from oneloop.basics.files import dumps, printable
 from oneloop.checkpoint.named_checkpoint import base_problems, chosen_of
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
-from oneloop.launch.command import config_files
+from oneloop.launch.command import CPP_LOG, config_files
 from oneloop.show.report.page import write_report as write_report
 
 AFTER = ("evaluate", "predict")  # commands that oneloop launch can run on several processes
@@ -111,6 +112,7 @@ def doctor(words: Sequence[str]) -> int:
     if words and words[0] in ("-h", "--help"):
         Options("doctor", doctor.__doc__, usage="oneloop doctor [--json] [OPTIONS] [RECIPE --key value …]").print_help()
         return 0
+    os.environ.setdefault(CPP_LOG, "ERROR")  # torch reads it when it is imported
     from oneloop.launch.doctor import doctor as check_hosts
 
     return check_hosts([word for word in words if word != "--json"], as_json="--json" in words)

@@ -39,7 +39,7 @@ def config_file(asked: str) -> str:
     return str(found) if found else asked
 
 
-_CPP_LOG = "TORCH_CPP_LOG_LEVEL"  # the store of a rendezvous warns about each client without a host name
+CPP_LOG = "TORCHCPP_LOG_LEVEL"  # the store of a rendezvous warns about each client without a host name
 _INTERVAL = 0.2  # seconds between two checks
 
 
@@ -75,7 +75,7 @@ def launch(
         if found is not None:
             task = {"nodes": asdict(found), "words": words, "module": launched, "folder": folder}
             command = [sys.executable, "-m", "oneloop.launch.elastic", json.dumps(task)]
-            environment = {_CPP_LOG: os.environ.get(_CPP_LOG, "ERROR")}
+            environment = {CPP_LOG: os.environ.get(CPP_LOG, "ERROR")}
         elif environment is None:
             accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
             command, environment = [*accelerate, *given, *command[1:]], {"PET_SIGNALS_TO_HANDLE": "SIGTERM"}

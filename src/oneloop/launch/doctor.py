@@ -90,7 +90,8 @@ def _together(known: Nodes, mine: Any, processes: int, folder: Path) -> tuple[li
     store.add("left", 1)
     while holds and store.add("left", 0) < joined and time.monotonic() < until + 2 * _WAIT:
         time.sleep(0.1)
-    Path(mine.get("file", os.devnull)).unlink(missing_ok=True)
+    if "file" in mine:
+        Path(mine["file"]).unlink(missing_ok=True)
     return every, shared, line
 
 
