@@ -16,14 +16,13 @@ from torch import nn
 
 from oneloop.data.rows.find_files import found
 from oneloop.job.model import in_dtype
-from oneloop.measure.flops import training_flops
 from oneloop.optim.optimizers import adamw, build, set_lr
 from oneloop.recipe.key_rules import documented, wanted
 from oneloop.show.run_reader import Curve, Follower, read_record
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.language.texts import documents
 from silent_cases import ALL, BASE
-from tiny import Ragged
+from tiny import Ragged, training_flops
 from worlds import ROOT, here, run, train
 
 # --- models -----------------------------------------------------------------------------------------------------------

@@ -16,11 +16,11 @@ import torch
 
 from oneloop.launch.processes import start
 from oneloop.measure.advice import diagnosis
-from oneloop.measure.flops import measured_peak, training_flops, utilisation
+from oneloop.measure.flops import measured_peak, utilisation
 from oneloop.measure.meter import Meter
 from oneloop.measure.update_ratio import UpdateRatio
 from oneloop.tasks.causal_lm import CausalLM
-from tiny import Ragged, Sequences
+from tiny import Ragged, Sequences, training_flops
 from worlds import ROOT, run, train
 
 TEXT = str(ROOT / "docs" / "reference" / "data.md")

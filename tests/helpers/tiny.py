@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oneloop.measure.flops import Operations
+
 WORDS = 13
 
 
@@ -144,3 +146,12 @@ def three_layers() -> nn.Module:
 def backward(net: nn.Module, scale: float = 1.0) -> None:
     net.zero_grad()
     (net(torch.ones(4, 5)).square().sum() * scale).backward()
+
+
+def training_flops(model: nn.Module, loss, batch: dict) -> float:
+    """Return the counted operations of one forward and backward of ``batch`` by a task's ``loss(model, batch)``."""
+    with Operations() as counted:
+        value, _ = loss(model, batch)
+        counted.backward = True
+        value.backward()
+    return counted.total

@@ -39,7 +39,7 @@ def config_file(asked: str) -> str:
     return str(found) if found else asked
 
 
-CPP_LOG = "TORCHCPP_LOG_LEVEL"  # the store of a rendezvous warns about each client without a host name
+CPP_LOG = "TORCH_CPP_LOG_LEVEL"  # the store of a rendezvous warns about each client without a host name
 _INTERVAL = 0.2  # seconds between two checks
 
 

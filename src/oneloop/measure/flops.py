@@ -2,13 +2,11 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 PEAKS: dict[str, dict[torch.dtype, float]] = {
@@ -57,19 +55,6 @@ class Operations(FlopCounterMode):
     @property
     def total(self) -> float:
         return float(self.get_total_flops())
-
-
-def training_flops(
-    model: nn.Module, loss: Callable[[nn.Module, Any], tuple[Tensor, Any]], batch: Mapping[str, Any]
-) -> float:
-    """Return the floating-point operations of one forward and backward of ``batch`` (on the model's device) by a task's
-    ``loss(model, batch)``; the model is in training mode. It leaves gradients in ``.grad``."""
-    counted = Operations()
-    with counted:
-        value, _ = loss(model, batch)
-        counted.backward = True
-        value.backward()
-    return counted.total
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
