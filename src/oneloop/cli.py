@@ -1,5 +1,6 @@
 """The ``oneloop`` command. The docstring of each command's function is its help page."""
 
+import importlib.util
 import os
 import re
 import signal
@@ -8,7 +9,6 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -60,7 +60,7 @@ def new(words: Sequence[str]) -> int:
         raise BadInput("oneloop new takes the file to write (oneloop new my_task.py), or --configs and a folder")
     else:
         file = given.file
-        installed = find_spec(file.stem) if file.stem.isidentifier() else None
+        installed = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
         taken = installed is not None and "site-packages" in str(installed.origin)
         if file.suffix != ".py" or not file.stem.isidentifier() or taken or file.stem in sys.stdlib_module_names:
             raise BadInput(f"oneloop new: {file} cannot be a module of yours; name it like my_task.py")
@@ -69,14 +69,13 @@ def new(words: Sequence[str]) -> int:
     if there := [str(path) for path in texts if path.exists()]:
         raise BadInput(f"oneloop new: {', '.join(there)} already exists; choose another name, or remove it")
     try:
+        next(iter(texts)).parent.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
     except OSError as error:
         raise BadInput(f"oneloop new: {error.filename} cannot be written: {error.strerror}") from error
-    print(printable("\n".join(map(str, texts))))
-    if not given.configs:
-        print(printable(f"train it with: oneloop launch --config_file single {given.file}:MyTask"))
+    hint = [] if given.configs else [f"train it with: oneloop launch --config_file single {given.file}:MyTask"]
+    print(printable("\n".join([*map(str, texts), *hint])))
     return 0
 
 
@@ -101,21 +100,9 @@ def launch_processes(words: Sequence[str]) -> int:
 
 
 def doctor(words: Sequence[str]) -> int:
-    """Check that this host can train, and that several hosts can train together.
-
-      oneloop doctor --nodes 2 --rendezvous HOST:PORT --config_file fsdp2 gpt --run.dir /shared/gpt
-
-    Takes the words of `oneloop launch`; the recipe may be missing. Start it on all hosts, as you would start a run.
-    Checks devices, limits, disk and caches of each host; then versions, settings, clocks and run folder of all hosts,
-    and each link between their processes. The exit code is 1 if there is a problem.
-    """
-    if words and words[0] in ("-h", "--help"):
-        Options("doctor", doctor.__doc__, usage="oneloop doctor [--json] [OPTIONS] [RECIPE --key value …]").print_help()
-        return 0
+    """Check that this host can train, and that several hosts can train together."""
     os.environ.setdefault(CPP_LOG, "ERROR")  # torch reads it when it is imported
-    from oneloop.launch.doctor import doctor as check_hosts
-
-    return check_hosts([word for word in words if word != "--json"], as_json="--json" in words)
+    return int(importlib.import_module("oneloop.launch.doctor").main(words))
 
 
 def verify(words: Sequence[str]) -> int:
@@ -140,8 +127,7 @@ def verify(words: Sequence[str]) -> int:
     wrong = {path.name: problems(path) or base_problems(path) for path in store.sealed()}
     if (final / MANIFEST).exists():
         wrong["final"] = problems_of_files(final)
-    for name, found in wrong.items():
-        print(printable(f"{name}: {'; '.join(found) or 'good'}"))
+    print(printable("\n".join(f"{name}: {'; '.join(found) or 'good'}" for name, found in wrong.items())))
     return ERROR if any(wrong.values()) else 0
 
 
@@ -277,8 +263,7 @@ def export(words: Sequence[str]) -> int:
     options.add_argument("--task", help="the task to use, if it is not the recorded one (my_task.py:MyTask)")
     options.add_argument("--public", action="store_true", help="make a new repository public")
     options.add_argument("--license", metavar="ID", help="of the model card")
-    given = options.parse_args(words)
-    print(printable("\n".join(export_run(given))))
+    print(printable("\n".join(export_run(options.parse_args(words)))))
     return 0
 
 
@@ -305,10 +290,9 @@ def export_run(given: Namespace) -> list[str]:
                 write_card(given.run, folder, folder.name, licence=given.license)
         except (ValueError, OSError) as error:
             raise error if isinstance(error, BadInput) else BadInput(str(error)) from error
-        lines = [f"{checkpoint.name} of {given.run} is in {given.to}"] if given.to else []
-        if given.push is not None:
-            lines.append(push(given.run, folder, given.push, licence=given.license, public=given.public))
-        return lines
+        how = {"licence": given.license, "public": given.public}
+        pushed = [] if given.push is None else [push(given.run, folder, given.push, **how)]
+        return [f"{checkpoint.name} of {given.run} is in {given.to}"] * bool(given.to) + pushed
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"new": new, "launch": launch_processes, "doctor": doctor}

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from oneloop.basics.command_options import Options
 from oneloop.basics.files import dumps, printable
 from oneloop.launch.before_imports import read_once
 from oneloop.launch.command import accelerate_variables, launch_options
@@ -30,10 +31,19 @@ _BYTES, _TIMES = 1 << 20, 4  # size of a message, and how often it is sent
 _SLOW, _FEW = 3.0, 4  # a link is slow if it takes this many times the median, of at least this many links
 
 
-def doctor(words: Sequence[str], *, as_json: bool = False) -> int:
-    """Check this host and, with those of the same command on other hosts, the links between them; print all problems.
-    ``words`` are those of ``oneloop launch``; the recipe may be missing. Return 1 if there are problems, else 0. Raise
-    BadInput."""
+def main(words: Sequence[str]) -> int:
+    """Check that this host can train, and that several hosts can train together.
+
+      oneloop doctor --nodes 2 --rendezvous HOST:PORT --config_file fsdp2 gpt --run.dir /shared/gpt
+
+    Takes the words of `oneloop launch`; the recipe may be missing. Start it on all hosts, as you would start a run.
+    Checks devices, limits, disk and caches of each host; then versions, settings, clocks and run folder of all hosts,
+    and each link between their processes. The exit code is 1 if there is a problem.
+    """
+    as_json, words = "--json" in words, [word for word in words if word != "--json"]
+    if words[:1] in (["-h"], ["--help"]):
+        Options("doctor", main.__doc__, usage="oneloop doctor [--json] [OPTIONS] [RECIPE --key value …]").print_help()
+        return 0
     own, rest = options(words)
     given, _, found = launch_options([*rest, _NO_RECIPE])
     known = replace(nodes(own, os.environ) or found or Nodes(1, 1, "127.0.0.1"), rejoin=_WAIT)

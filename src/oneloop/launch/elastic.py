@@ -197,7 +197,7 @@ def open_store(nodes: Nodes) -> tuple[TCPStore, bool]:
     thread.start()
     thread.join(_LOST)
     if not found:
-        raise ConnectionError(f"{nodes.host}:{nodes.port} is no rendezvous of oneloop; choose another free port")
+        raise ConnectionError(f"another program uses {nodes.host}:{nodes.port}; choose another free port")
     return found[0], False
 
 

@@ -30,9 +30,9 @@ class Counters:
         """Samples drawn but not trained on, because of bad steps or fp16 loss scaling."""
         return self.position - self.samples
 
-    def begin(self) -> None:
-        """Start the clock of :meth:`elapsed`; a rewind does not reset it."""
-        self._began, self._lost = time.perf_counter() - self.seconds, dict(self.lost)
+    def begin(self, starts: Mapping[str, float]) -> None:
+        """Start the clock of :meth:`elapsed`; a rewind does not reset it. ``starts``: of :meth:`Folder.starts`."""
+        self._began, self._lost, self._starts = time.perf_counter() - self.seconds, dict(self.lost), starts
 
     def elapsed(self) -> float:
         """Return the seconds spent on the run, over all starts."""
@@ -47,6 +47,19 @@ class Counters:
     def measured(self, spent: Mapping[str, float]) -> None:
         """Store the seconds of this start in which the run waited for data or saved."""
         self.lost = {name: self._lost.get(name, 0.0) + spent[name] for name in ("data", "save")}
+
+    def goodput(self, now: float) -> dict[str, Any]:
+        """Return the share of the time since the first start that went into kept steps and evaluations, and the seconds
+        lost to each cause. ``now`` is in seconds since 1970. Time after the last log line of a killed start counts as
+        start."""
+        starts, kept = self._starts, self.elapsed() - self._starts["before"]
+        seconds = max(now - starts["first"], kept + starts["repeated"])
+        lost = {"start": seconds - kept - starts["repeated"], "repeated": starts["repeated"], **self.lost}
+        names = {"start": "starts", "repeated": "repeated steps", "data": "waiting for data", "save": "saving"}
+        causes = ", ".join(f"{value / seconds:.1%} {names[cause]}" for cause, value in lost.items())
+        share = 1 - sum(lost.values()) / seconds
+        about = f"goodput {share:.1%} of {seconds:,.0f} s since the first of {starts['number']} starts; lost: {causes}"
+        return {"share": share, "seconds": seconds, "lost": lost, "about": about.replace("%", " %")}
 
     def trained(self, samples: int, weight: float) -> None:
         """Count an accepted update with ``samples`` samples of total weight ``weight``."""
@@ -65,20 +78,6 @@ class Counters:
         """Return the counters for the start of a log line."""
         tokens = {"tokens": int(self.weight)} if unit == "tokens" else {}
         return {"step": self.step, "samples": self.samples, **tokens}
-
-
-def goodput(starts: Mapping[str, float], count: Counters, now: float) -> dict[str, Any]:
-    """Return the share of the time since the first start that went into kept steps and evaluations, and the seconds
-    lost to each cause. ``now`` is in seconds since 1970. Time after the last log line of a killed start counts as
-    start."""
-    kept = count.elapsed() - starts["before"]
-    seconds = max(now - starts["first"], kept + starts["repeated"])
-    lost = {"start": seconds - kept - starts["repeated"], "repeated": starts["repeated"], **count.lost}
-    names = {"start": "starts", "repeated": "repeated steps", "data": "waiting for data", "save": "saving"}
-    causes = ", ".join(f"{value / seconds:.1%} {names[cause]}" for cause, value in lost.items())
-    share = 1 - sum(lost.values()) / seconds
-    about = f"goodput {share:.1%} of {seconds:,.0f} s since the first of {starts['number']} starts; lost: {causes}"
-    return {"share": share, "seconds": seconds, "lost": lost, "about": about.replace("%", " %")}
 
 
 class Results(dict[str, float]):

@@ -47,7 +47,6 @@ class State(RunState):
     ) -> None:
         recipe, task, save = job.recipe, job.task, job.recipe.save
         self.count, self.best, self.results, self.noise = Counters(), Best(), Results(), NoiseScale()
-        self.starts: dict[str, float] = {}  # on rank 0: the times of all starts
         about: dict[str, Any] = {"flops": seen.flops, "peak": run.peak_flops(), "tokens": job.unit == "tokens"}
         if job.exact:
             about |= {"leaf": job.layout.leaf, "leaves": job.layout.accumulate}
@@ -80,6 +79,7 @@ class State(RunState):
         with run.setting_up():
             saved = self.resume(self.checkpoints, recipe.run.resume, say=say)
         with run.setting_up():
+            starts: dict[str, float] = {}
             run.stopping.early = False  # from here on, a stop saves a checkpoint
             if run.main:
                 data = {name: content for name, part in job.sets.items() if (content := fingerprint_of(part))}
@@ -91,11 +91,11 @@ class State(RunState):
                     about["recorded"] = {"task": recipe.task.name, **job.task.recorded}
                 if skipped := getattr(job.task, "skipped_rows", None):
                     about["skipped_rows"] = skipped
-                self.starts = about["starts"] = folder.starts(run.began, self.count.seconds)
+                starts = about["starts"] = folder.starts(run.began, self.count.seconds)
                 folder.begin(recipe.yaml(), environment(command=[*run.command], **about))
         CHANNEL.folder = folder.path.absolute()
         CHANNEL.send(folder=str(CHANNEL.folder))
-        self.count.begin()  # start the clock
+        self.count.begin(starts)
         how: dict[str, Any] = {"project": recipe.name, "config": recipe.resolved, "resumed": saved.get("tracking")}
         how |= {"step": self.count.step, "graph": graph, "say": say}
         tracking = self.parts["tracking"] = Tracking(run.accelerator, folder.path, **how)

@@ -27,7 +27,7 @@ from oneloop.measure.stragglers import Stragglers
 from oneloop.optim.bad_step_guard import Step
 from oneloop.optim.bad_step_policy import BadSteps, Fault, Outcome
 from oneloop.optim.clip import clear_gradients
-from oneloop.run.counters import RunLog, goodput
+from oneloop.run.counters import RunLog
 from oneloop.run.export import load_task_state, write_final
 from oneloop.run.gradients import Gradients
 from oneloop.run.steps import Steps
@@ -202,5 +202,5 @@ class Upkeep:
             "final": final,
             "noise_scale": meaning(state.noise.value, job.layout.size, job.no_noise_scale),
             "time": self._advice.sentence(state.meter.clock.overall()),
-            **({"goodput": goodput(state.starts, count, time.time())} if state.starts else {}),
+            **({"goodput": count.goodput(time.time())} if self._run.main else {}),
         }
