@@ -26,7 +26,7 @@ from oneloop.launch.node_checks import about, compared, facts, foreign_folder, l
 from oneloop.launch.nodes import Nodes, address_towards, nodes, options
 
 _NO_RECIPE = "no-recipe"
-_WAIT = 60.0  # seconds to wait for the other hosts, and for all links
+_WAIT, _LAST_CALL = 60.0, 5.0  # seconds to wait for the least number of hosts, and for all links; for more hosts
 _BYTES, _TIMES = 1 << 20, 4  # size of a message, and how often it is sent
 _SLOW, _FEW = 3.0, 4  # a link is slow if it takes this many times the median, of at least this many links
 
@@ -48,7 +48,8 @@ def main(words: Sequence[str]) -> int:
     given, _, found = launch_options([*rest, _NO_RECIPE])
     known = replace(nodes(own, os.environ) or found or Nodes(1, 1, "127.0.0.1"), rejoin=_WAIT)
     if not any(option.startswith("--config") for option in given):
-        rest = ["--config_file", "ddp" if known.most > 1 else "single", *rest]
+        several = known.most > 1 or torch.accelerator.device_count() > 1
+        rest = ["--config_file", "ddp" if several else "single", *rest]
     variables, training, processes = accelerate_variables([*rest, _NO_RECIPE], known)
     os.environ |= variables
     folder = read_once(tuple(training[:-1])).folder if training[:-1] else Path("runs")
@@ -80,12 +81,16 @@ def _together(known: Nodes, mine: Any, processes: int, folder: Path) -> tuple[li
         mine["name"] += f" ({address})"
         store, holds = open_store(known)
     store.set_timeout(timedelta(seconds=3 * _WAIT))
-    number, until = store.add("joined", 1) - 1, time.monotonic() + _WAIT
-    while (joined := store.add("joined", 0)) < known.least:
+    number, began = store.add("joined", 1) - 1, time.monotonic()
+    while number == 0 and (joined := store.add("joined", 0)) < known.most:
         time.sleep(0.2)
-        if time.monotonic() > until:
-            few = f"{joined} of {known.least} hosts came to {known.host}:{known.port} in {_WAIT:.0f} s"
-            return [mine], [f"{few}; start the same command on all of them"], ""
+        if time.monotonic() - began > (_LAST_CALL if joined >= known.least else _WAIT):
+            break
+    if number == 0:
+        store.set("hosts", str(store.add("joined", 0)))
+    if (joined := int(store.get("hosts"))) < known.least or number >= joined:
+        few = f"{joined} of {known.least} hosts came to {known.host}:{known.port} in time"
+        return [mine], [f"{few}; start the same command on all of them"], ""
     mine |= facts(mine["name"], address, processes, folder, first=number == 0)
     every = exchanged(store, "facts", mine, number, joined)
     every[number] = mine
@@ -98,7 +103,7 @@ def _together(known: Nodes, mine: Any, processes: int, folder: Path) -> tuple[li
         line, *slow = _judged([rank for host in times for rank in host], names)
         shared += slow
     store.add("left", 1)
-    while holds and store.add("left", 0) < joined and time.monotonic() < until + 2 * _WAIT:
+    while holds and store.add("left", 0) < joined and time.monotonic() < began + 3 * _WAIT:
         time.sleep(0.1)
     if "file" in mine:
         Path(mine["file"]).unlink(missing_ok=True)

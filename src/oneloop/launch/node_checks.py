@@ -40,9 +40,10 @@ def facts(name: str, address: str, processes: int, run_folder: Path | None, *, f
     found: dict[str, Any] = {"name": name, "processes": processes, "time": time.time()}
     found |= {"settings": versions() | settings, "loopback": loopback(name, address)}
     if run_folder is not None and first:
-        folder = existing(run_folder)
-        found["file"] = str(folder / f".oneloop-{uuid4().hex[:8]}")
-        Path(found["file"]).touch()
+        file = existing(run_folder) / f".oneloop-{uuid4().hex[:8]}"
+        with suppress(OSError):  # the run itself reports a folder that cannot be written
+            file.touch()
+            found["file"] = str(file)
     return found
 
 

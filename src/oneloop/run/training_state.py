@@ -95,7 +95,7 @@ class State(RunState):
                 folder.begin(recipe.yaml(), environment(command=[*run.command], **about))
         CHANNEL.folder = folder.path.absolute()
         CHANNEL.send(folder=str(CHANNEL.folder))
-        self.count.begin(starts)
+        self.count.begin(run.from_main(starts))
         how: dict[str, Any] = {"project": recipe.name, "config": recipe.resolved, "resumed": saved.get("tracking")}
         how |= {"step": self.count.step, "graph": graph, "say": say}
         tracking = self.parts["tracking"] = Tracking(run.accelerator, folder.path, **how)

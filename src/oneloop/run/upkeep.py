@@ -202,5 +202,5 @@ class Upkeep:
             "final": final,
             "noise_scale": meaning(state.noise.value, job.layout.size, job.no_noise_scale),
             "time": self._advice.sentence(state.meter.clock.overall()),
-            **({"goodput": count.goodput(time.time())} if self._run.main else {}),
+            "goodput": count.goodput(time.time()),
         }
