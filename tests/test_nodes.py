@@ -206,7 +206,9 @@ def test_4_ranks_then_3_then_2_then_4(grain, config, tmp_path):
     lab.when(nodes, f"= {2 if grain else 3} {ranks}", since=since)
     if grain:
         lab.when(nodes, "2 of 3 ranks train, the others stand by", since=since)
-    since = _killed_after(nodes, others[1], 60, tmp_path)
+    lab.until(tmp_path / "run" / "checkpoints" / "step-00000060")
+    second = next(node for node in others[1:] if node.trainers())  # not the one that stands by
+    since = _killed_after(nodes, second, 60, tmp_path)
     lab.when(nodes, f"= 2 {ranks}", since=since)
     lab.until(tmp_path / "run" / "checkpoints" / "step-00000100")
     since = time.monotonic()
