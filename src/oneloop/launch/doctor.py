@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from oneloop.basics.command_options import Options
 from oneloop.basics.files import dumps, printable
+from oneloop.basics.launcher import die_with
 from oneloop.launch.before_imports import read_once
 from oneloop.launch.command import accelerate_variables, launch_options
 from oneloop.launch.elastic import exchanged, open_store
@@ -167,6 +168,7 @@ def _measured(store: TCPStore, ranks: int, rank: int, local: int) -> list[float]
 
 
 if __name__ == "__main__":
+    die_with(os.getppid())
     try:
         port, *ranks = map(int, sys.argv[2:])
         print(json.dumps(_measured(TCPStore(sys.argv[1], port, is_master=False), *ranks)), flush=True)
