@@ -201,8 +201,10 @@ def test_stragglers_in_a_plain_loop():
     for log in range(3):
         with own.measuring():
             accelerator.backward(model(torch.ones(4, 30)).sum())
-        device = own.read()  # gather it from all ranks; here the second one is twice as slow
-        reported += stragglers.judge([(0.0, device), (0.0, 2 * device)], step_seconds=0.1, now=2.0 * log)
+        forward, *rest = own.read()  # gather them from all ranks; here the second one is twice as slow
+        reported += stragglers.judge(
+            [(0.0, forward, *rest), (0.0, 2 * forward, *rest)], step_seconds=0.1, now=2.0 * log
+        )
     assert [rank for rank, _ in reported] == [1]
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 import lab
 from oneloop.cli import main
-from oneloop.launch.node_checks import gpu_problems, xid_errors
+from oneloop.launch.node_checks import gpu_problems, local_problems, xid_errors
 
 SMALL = shutil.disk_usage("/dev/shm").free < 512 << 20 or resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1024
 healthy = pytest.mark.skipif(SMALL, reason="this machine has a small /dev/shm, or few open files")
@@ -89,6 +90,22 @@ def test_what_nvidia_reports():
     )
     (problem,) = xid_errors(log)
     assert "Xid 79, lost for PCI:0000:65:00" in problem
+
+
+@pytest.mark.parametrize("folder", ["file", "file/inside"])
+def test_a_run_folder_that_is_a_file(folder, tmp_path):
+    (tmp_path / "file").touch()
+    assert any("file is a file; choose another run.dir" in problem for problem in local_problems(tmp_path / folder))
+    list(local_problems(tmp_path / ("x" * 300)))  # a name that is too long raises nothing
+
+
+def test_an_interrupted_doctor_leaves_nothing(tmp_path):
+    """The second host never comes. A stop signal ends the first at once, with its file."""
+    node = _doctor(f"--nodes 2 --rendezvous 127.0.0.1:{_free_port()} digits --run.dir run", tmp_path)
+    lab.until_true(lambda: list(tmp_path.glob(".oneloop-*")))
+    node.process.send_signal(signal.SIGINT)
+    assert node.ended(20) == 130 and "Traceback" not in node.output, node.output
+    assert not list(tmp_path.glob(".oneloop-*"))
 
 
 # --- two hosts, with root -----------------------------------------------------------------------------------------

@@ -569,3 +569,20 @@ def test_goodput_counts_a_kill_its_repeated_steps_and_the_time_until_the_next_st
     assert goodput["seconds"] == pytest.approx(found["seconds"] + lost["start"] + lost["repeated"], abs=0.5)
     assert goodput["share"] == pytest.approx(1 - sum(lost.values()) / goodput["seconds"]) and 0 < goodput["share"] < 1
     assert "of 2 starts" in goodput["about"] in (tmp_path / "run" / "report.html").read_text()
+
+
+STARTS = ['{"starts": {"first": null, "number": "a"}}', "{", '{"starts": {"before": 1e9}}', "5"]
+
+
+@pytest.mark.parametrize("damage", ["[1]", *(pytest.param(one, marks=pytest.mark.slow) for one in STARTS)])
+def test_goodput_survives_a_damaged_environment_and_another_folders_checkpoint(damage, tmp_path):
+    (tmp_path / "f.yaml").write_text(RECIPE)
+    more = ["--run.accept_changes", "true", "--duration", "230", "--run.dir", "next"]
+    faulty(tmp_path).ok()
+    other = Store(tmp_path / "run" / "checkpoints").sealed()[-1]
+    killed = faulty(tmp_path, *more, "--run.resume", str(other), "--task.fault", "kill:SIGKILL", "--task.at", "8")
+    assert killed.codes == [1], killed.output
+    (tmp_path / "next" / "environment.json").write_text(damage)
+    faulty(tmp_path, *more).ok()
+    goodput = json.loads((tmp_path / "next" / "summary.json").read_text())["goodput"]
+    assert 0 <= goodput["share"] <= 1 and all(0 <= lost <= goodput["seconds"] for lost in goodput["lost"].values())

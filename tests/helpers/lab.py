@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +141,14 @@ def until(file: Path, seconds: float = 90.0) -> None:
     end = time.monotonic() + seconds
     while not file.exists():
         assert time.monotonic() < end, f"no {file}:\n" + "\n\n".join(node.output for node in NODES)
+        time.sleep(0.05)
+
+
+def until_true(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait until the condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "\n\n".join(node.output for node in NODES)
         time.sleep(0.05)
 
 

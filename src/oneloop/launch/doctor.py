@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from oneloop.basics.command_options import Options
 from oneloop.basics.files import dumps, printable
-from oneloop.basics.launcher import die_with
+from oneloop.basics.launcher import die_with, on_stops
 from oneloop.launch.before_imports import read_once
 from oneloop.launch.command import accelerate_variables, launch_options
 from oneloop.launch.elastic import exchanged, open_store
@@ -27,9 +27,8 @@ from oneloop.launch.node_checks import about, compared, facts, foreign_folder, l
 from oneloop.launch.nodes import Nodes, address_towards, nodes, options
 
 _NO_RECIPE = "no-recipe"
-_WAIT, _LAST_CALL = 60.0, 5.0  # seconds to wait for the least number of hosts, and for all links; for more hosts
-_BYTES, _TIMES = 1 << 20, 4  # size of a message, and how often it is sent
-_SLOW, _FEW = 3.0, 4  # a link is slow if it takes this many times the median, of at least this many links
+_WAIT = 60.0  # seconds to wait for the other hosts, and for all links
+_TIMES, _FEW, _SLOW = 4, 4, 3.0  # tries of a link; of this many links, one with this many times the median is slow
 
 
 def main(words: Sequence[str]) -> int:
@@ -49,18 +48,20 @@ def main(words: Sequence[str]) -> int:
     given, _, found = launch_options([*rest, _NO_RECIPE])
     known = replace(nodes(own, os.environ) or found or Nodes(1, 1, "127.0.0.1"), rejoin=_WAIT)
     if not any(option.startswith("--config") for option in given):
-        several = known.most > 1 or torch.accelerator.device_count() > 1
-        rest = ["--config_file", "ddp" if several else "single", *rest]
+        rest = ["--config_file", "ddp" if known.most > 1 or torch.accelerator.device_count() > 1 else "single", *rest]
     variables, training, processes = accelerate_variables([*rest, _NO_RECIPE], known)
     os.environ |= variables
-    folder = read_once(tuple(training[:-1])).folder if training[:-1] else Path("runs")
-    mine: dict[str, Any] = {"name": socket.gethostname(), "about": about(), "problems": [*local_problems(folder)]}
+    folder = read_once(tuple(training[:-1])).folder if training[:-1] else None
+    mine: dict[str, Any] = {"name": socket.gethostname(), "about": about()}
+    mine["problems"] = [*local_problems(folder or Path("runs"))]
     every, shared, links = [mine], list[str](), ""
+    on_stops(lambda number, _: sys.exit(128 + number))
     try:
         every, shared, links = _together(known, mine, processes, folder)
     except (OSError, RuntimeError) as error:  # errors of torch's stores are RuntimeErrors
-        lost = f"no rendezvous at {known.host}:{known.port} ({str(error).splitlines()[0]}); check the address"
-        shared = [str(error) if isinstance(error, ConnectionError) else lost]
+        why, place = str(error).splitlines()[0], f"{known.host}:{known.port}"
+        lost = f"there is no rendezvous at {place}, or it is lost ({why}); check the address and its host"
+        shared = [why if isinstance(error, ConnectionError) else lost]
     shown = every if every[0] is mine else [mine]  # the first host prints the problems of all
     problems = [*(f"{host['name']}: {problem}" for host in shown for problem in host["problems"]), *shared]
     failed = bool(shared or any(host["problems"] for host in every))
@@ -71,44 +72,36 @@ def main(words: Sequence[str]) -> int:
     return int(failed)
 
 
-def _together(known: Nodes, mine: Any, processes: int, folder: Path) -> tuple[list[Any], list[str], str]:
-    """Return the facts of all hosts, the problems between them, and a line about their links. Raise OSError or
-    RuntimeError if there is no rendezvous."""
+def _together(known: Nodes, mine: Any, processes: int, folder: Path | None) -> tuple[list[Any], list[str], str]:
+    """Return the facts of all hosts, the problems between them, and a line about links. Raise OSError, RuntimeError."""
     if known.most == 1:
         store, holds, address = TCPStore("127.0.0.1", 0, is_master=True), True, "127.0.0.1"
-        known = replace(known, port=store.port)
+        known = replace(known, host=address, port=store.port)
     else:
         address = address_towards(known.host, known.port)
         mine["name"] += f" ({address})"
         store, holds = open_store(known)
-    store.set_timeout(timedelta(seconds=3 * _WAIT))
-    number, began = store.add("joined", 1) - 1, time.monotonic()
-    while number == 0 and (joined := store.add("joined", 0)) < known.most:
-        time.sleep(0.2)
-        if time.monotonic() - began > (_LAST_CALL if joined >= known.least else _WAIT):
-            break
-    if number == 0:
-        store.set("hosts", str(store.add("joined", 0)))
-    if (joined := int(store.get("hosts"))) < known.least or number >= joined:
-        few = f"{joined} of {known.least} hosts came to {known.host}:{known.port} in time"
-        return [mine], [f"{few}; start the same command on all of them"], ""
+    number, hosts = store.add("joined", 1) - 1, known.least
+    if number >= hosts:
+        return [mine], [f"{hosts} hosts came before this one; start {hosts} hosts, or raise --nodes"], ""
     mine |= facts(mine["name"], address, processes, folder, first=number == 0)
-    every = exchanged(store, "facts", mine, number, joined)
-    every[number] = mine
-    seen = exchanged(store, "seen", foreign_folder(mine["name"], every[0]), number, joined)
-    shared, line = [*compared(every), *filter(None, seen)], ""
-    ranks, same = joined * processes, len({host["processes"] for host in every}) == 1
-    if ranks > 1 and same and not any(host["loopback"] for host in every):
-        times = exchanged(store, "links", _links(known, number * processes, processes, ranks), number, joined)
-        names = [host["name"] for host in every for _ in range(processes)]
-        line, *slow = _judged([rank for host in times for rank in host], names)
-        shared += slow
-    store.add("left", 1)
-    while holds and store.add("left", 0) < joined and time.monotonic() < began + 3 * _WAIT:
-        time.sleep(0.1)
-    if "file" in mine:
-        Path(mine["file"]).unlink(missing_ok=True)
-    return every, shared, line
+    try:
+        every = exchanged(store, "facts", mine, number, hosts, _WAIT)
+        every[number] = mine
+        seen = exchanged(store, "seen", foreign_folder(mine["name"], every[0]), number, hosts)
+        shared, line = [*compared(every), *filter(None, seen)], ""
+        ranks, same = hosts * processes, len({host["processes"] for host in every}) == 1
+        if ranks > 1 and same and not any(host["loopback"] for host in every):
+            links = _links(known, number * processes, processes, ranks)
+            times = exchanged(store, "links", links, number, hosts, _WAIT + 15)
+            names = [host["name"] for host in every for _ in range(processes)]
+            line, *slow = _judged([rank for host in times for rank in host], names)
+            shared += slow
+        exchanged(store, "left", 0, number, hosts if holds else 0)
+        return every, shared, line
+    finally:
+        if "file" in mine:
+            Path(mine["file"]).unlink(missing_ok=True)
 
 
 def _links(known: Nodes, first: int, processes: int, ranks: int) -> list[Any]:
@@ -117,13 +110,15 @@ def _links(known: Nodes, first: int, processes: int, ranks: int) -> list[Any]:
     how: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     started = [subprocess.Popen([*command, str(first + local), str(local)], **how) for local in range(processes)]
     found, until = list[Any](), time.monotonic() + _WAIT
-    for process in started:
-        try:
+    try:
+        for process in started:
             printed, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
             found.append(json.loads(printed or '"it was killed"'))
-        except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired:
+        found += [f"no answer in {_WAIT:.0f} s"] * (processes - len(found))
+    finally:
+        for process in started:
             process.kill()
-            found.append(f"no answer in {_WAIT:.0f} s")
     return found
 
 
@@ -149,7 +144,7 @@ def _measured(store: TCPStore, ranks: int, rank: int, local: int) -> list[float]
     gpu = torch.cuda.is_available()
     how: dict[str, Any] = {"store": PrefixStore("links", store), "timeout": timedelta(seconds=_WAIT / 2)}
     dist.init_process_group("nccl" if gpu else "gloo", rank=rank, world_size=ranks, **how)
-    sent = torch.ones(_BYTES // 4, device=f"cuda:{local}" if gpu else "cpu")
+    sent = torch.ones(1 << 18, device=f"cuda:{local}" if gpu else "cpu")
     dist.all_reduce(total := sent.clone())
     if not bool((total == ranks).all()):
         raise RuntimeError("an all-reduce returns a wrong sum")

@@ -155,10 +155,15 @@ class Agent(LocalElasticAgent):
             say(f"{self._name}: {f'restarting; {left} restarts are left' if left >= 0 else 'no restarts are left'}")
 
 
-def exchanged(store: Store, name: str, mine: Any, rank: int, ranks: int) -> list[Any]:
-    """Return the values of all nodes, in order."""
+def exchanged(store: Store, name: str, mine: Any, rank: int, ranks: int, seconds: float = 30.0) -> list[Any]:
+    """Return the values of all nodes, in order; a signal can interrupt it. Raise ConnectionError if one is missing."""
     store.set(f"{name}/{rank}", json.dumps(mine))
-    return [json.loads(store.get(f"{name}/{other}")) for other in range(ranks)]
+    keys, until = [f"{name}/{other}" for other in range(ranks)], time.monotonic() + seconds
+    while not store.check(keys):
+        time.sleep(0.05)
+        if time.monotonic() > until:
+            raise ConnectionError(f"another node did not answer in {seconds:.0f} s; see the output of all nodes")
+    return [json.loads(store.get(key)) for key in keys]
 
 
 @contextmanager
@@ -271,7 +276,7 @@ def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
 
 def main() -> NoReturn:
     """Run the agent that ``oneloop launch`` describes in the first argument, and exit with oneloop's exit code."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its messages name no remedy
+    logging.disable(logging.ERROR)  # the messages of torch's agent name no remedy
     given = json.loads(sys.argv[1])
     folder = Path(given.pop("folder"))
     register_process()

@@ -49,7 +49,7 @@ def facts(name: str, address: str, processes: int, run_folder: Path | None, *, f
 
 def existing(folder: Path) -> Path:
     """Return the folder, or its nearest parent that exists."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.isdir(path))
 
 
 def foreign_folder(name: str, first: Mapping[str, Any]) -> str:
@@ -135,8 +135,7 @@ def gpu_problems(table: str) -> Iterator[str]:
 
 def xid_errors(kernel_log: str) -> Iterator[str]:
     """Yield the newest Xid error of each GPU in the kernel's log (NVIDIA's codes of GPU errors)."""
-    newest = dict(re.findall(r"NVRM: Xid \(([^)]*)\): (.*)", kernel_log))
-    for device, error in newest.items():
+    for device, error in dict(re.findall(r"NVRM: Xid \(([^)]*)\): (.*)", kernel_log)).items():
         yield f"the kernel reports Xid {error[:80]} for {device}; look it up in NVIDIA's table of Xid errors"
 
 
@@ -155,6 +154,8 @@ def _limits() -> Iterator[str]:
 
 def _folder(name: str, folder: Path, other: str) -> Iterator[str]:
     there = existing(folder)
+    if wrong := next((path for path in (folder, *folder.parents) if os.path.isfile(path)), None):
+        yield f"the {name} {folder}: {wrong} is a file; {other}"
     draft = there / f".oneloop-{uuid4().hex[:8]}"
     try:
         with draft.open("wb") as file:
@@ -166,7 +167,8 @@ def _folder(name: str, folder: Path, other: str) -> Iterator[str]:
         if (free := shutil.disk_usage(there).free) < _DISK:
             yield f"the disk of the {name} {there} has {free >> 20} MiB free; make room, or {other}"
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
         yield f"the {name} {there} cannot be written, flushed or renamed in: {error.strerror}; make room, or {other}"
 
 
@@ -174,5 +176,5 @@ def about() -> str:
     """Return a line about this host: versions, devices, cores and memory."""
     devices = {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
     gpus = f"{torch.cuda.device_count()} x {' and '.join(sorted(devices))}" if devices else "no GPU"
-    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    return f"{versions}, {gpus}, {len(os.sched_getaffinity(0))} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
+    host = f"{len(os.sched_getaffinity(0))} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
+    return f"torch {torch.__version__}, Python {platform.python_version()}, {gpus}, {host}"

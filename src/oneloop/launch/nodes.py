@@ -110,7 +110,7 @@ def _range(text: str) -> tuple[int, int]:
 
 def _endpoint(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":") if ":" in text else (text, "", str(PORT))
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise BadInput(f"--rendezvous {text} must be the address of one node, and a free port there: HOST:{PORT}")
     return host, int(port)
 

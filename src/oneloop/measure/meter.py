@@ -93,8 +93,7 @@ class Meter:
         self._chunks: list[Tensor] = []  # each holds 1024 earlier losses in one tensor
         self._loss = 0.0  # this rank's loss from the last read to the last save
         self._idle = 0.0  # seconds per step without data, before the last read
-        self.own: list[tuple[float, float]] = []
-        """at the last read, for each rank: its wait for data per step, and its device time, in seconds"""
+        self.own: list[list[float]] = []  # at the last read: for each rank what it measured alone
         self._norm = torch.zeros((), device=device)
         self._names = tuple(metrics)
         self._leaf, self._leaves = leaf, leaves
@@ -133,19 +132,19 @@ class Meter:
         self._timed_samples += samples
         self._norm = norm
 
-    def read(self, *, wait: float = 0.0, device: float = 0.0) -> dict[str, float]:
+    def read(self, own: Sequence[float] = (0.0,)) -> dict[str, float]:
         """Return the metrics since the last read; one all-gather and one host sync. Collective: call on every rank.
 
-        ``wait`` is how long this rank has waited for data per step, ``device`` its device time, in seconds; those of
+        ``own`` is what this rank measured alone: first, how long it waited for data per step, in seconds. The values of
         all ranks are then in :attr:`own`. (Only a wait that also left the device idle counts.)"""
         update = self._update.values(self._norm)
         values = [self._norm, *update, *self._metrics.flatten()]
-        own = [min(wait, self._idle), device]
-        losses, others = self._gathered(values, [float(peak_memory()), utilisation(self._norm.device), *own])
+        host = [float(peak_memory()), utilisation(self._norm.device), min(own[0], self._idle), *own[1:]]
+        losses, others = self._gathered(values, host)
         times = self.clock.read()
         seconds = times.pop("seconds")
-        norms, *rest, memory, busy, waits, devices = zip(*others, strict=True)
-        self.own = [*zip(waits, devices, strict=True)]
+        self.own = [row[-len(own) :] for row in others]
+        norms, *rest, memory, busy = zip(*(row[: -len(own)] for row in others), strict=True)
         self._idle = times["share/data"] * times.get("speed/step_seconds", 0.0)
         loss, *named = self._totals(losses, rest[len(update) :])
         metrics = {"train/loss": loss / self._weight, "train/grad_norm": statistics.fmean(norms)}

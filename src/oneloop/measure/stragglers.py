@@ -4,65 +4,60 @@ each rank therefore measures what no other rank can delay.
 >>> own = DeviceTime(model, device)
 >>> with own.measuring():                              # at a log step
 ...     loss = model(batch)
->>> found = stragglers.judge([(wait, own.read())], step_seconds=0.1, now=time.monotonic())
+>>> found = stragglers.judge([(wait, *own.read())], step_seconds=0.1, now=time.monotonic())
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from statistics import fmean, median_low
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 LIMIT, TIMES = 1.33, 3  # reported above this factor of the median, this many times in a row
 _WINDOW = 1.0  # seconds whose log steps are averaged, so that one slow step is no straggler
 
 
 class DeviceTime:
-    """Times a rank's device alone: the forward of ``model`` per element of its input (without DDP's collectives, which
-    are outside of the wrapped module), or, if ``product``, a small fixed matrix product: the forward of FSDP2 and of
-    SyncBatchNorm waits for other ranks."""
+    """Times a rank's device: the forward of ``model`` (inside of DDP's wrapper, so without collectives), and a small
+    fixed matrix product. Not ``alone``: the forward waits for other ranks, as under FSDP2 and with SyncBatchNorm, and
+    is not timed."""
 
-    def __init__(self, model: nn.Module, device: torch.device, *, product: bool = False) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, *, alone: bool = True) -> None:
         self._model, self._device = getattr(model, "module", model), device
-        self._product = product or any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
+        self._alone = alone and not any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
         self._marks: list[list[Any]] = []  # of each forward: the elements of its input, its begin and its end
 
     @contextmanager
     def measuring(self, inside: AbstractContextManager[Any] | None = None) -> Iterator[None]:
         """Time the forwards in this context; also enter ``inside``."""
-        hooks: list[Any] = []
-        if not self._product:
-            hooks.append(self._model.register_forward_pre_hook(self._begin, with_kwargs=True))
-            hooks.append(self._model.register_forward_hook(self._end))
-        try:
-            with inside or nullcontext():
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as stack:
+            if self._alone:
+                stack.callback(self._model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+                stack.callback(self._model.register_forward_hook(self._end).remove)
+            stack.enter_context(inside or nullcontext())
+            yield
 
-    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        self._marks.append([sum(value.numel() for value in inputs), self._now()])
+    def _begin(self, _: nn.Module, *inputs: Any) -> None:
+        tensors = (value for value in tree_leaves(inputs) if isinstance(value, Tensor))
+        self._marks.append([sum(value.numel() for value in tensors), self._now()])
 
     def _end(self, *_: Any) -> None:
         self._marks[-1].append(self._now())
 
-    def read(self) -> float:
-        """Return the seconds per element since the last read, or those of the products; 0 if there was no forward. On
-        a GPU, wait for it: call it only at log steps."""
-        if self._product:
-            values = torch.ones(256, 256, device=self._device)
-            began = self._now()
-            for _ in range(4):
-                values @ values
-            return self._seconds(began, self._now())
+    def read(self) -> tuple[float, float, float]:
+        """Return the seconds of the forwards since the last read, the elements of their inputs, and the seconds of the
+        product. On a GPU, wait for it: call it only at log steps."""
+        values, began = torch.ones(256, 256, device=self._device), self._now()
+        for _ in range(4):
+            values @ values
+        product = self._seconds(began, self._now())
         marks, self._marks = [mark for mark in self._marks if len(mark) == 3], []
-        return sum(self._seconds(*mark[1:]) for mark in marks) / (sum(mark[0] for mark in marks) or 1)
+        return sum(self._seconds(*mark[1:]) for mark in marks), float(sum(mark[0] for mark in marks)), product
 
     def _now(self) -> Any:
         if self._device.type == "cpu":
@@ -84,16 +79,17 @@ class Stragglers:
     faster one). ``names`` are the ranks' hosts."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._seen: list[list[tuple[float, float, float]]] = []  # by log and rank: wait, device, seconds per step
         self._names, self._since = names, float("-inf")
+        self._seen: list[list[tuple[float, float, float]]] = []  # by log and rank: wait, device, seconds per step
         self._streaks: defaultdict[tuple[int, str], int] = defaultdict(int)
 
-    def judge(
-        self, times: Sequence[tuple[float, float]], *, step_seconds: float, now: float
-    ) -> Iterator[tuple[int, str]]:
-        """Add one log step, at the time ``now``: for each rank its wait for data per step and its device time, in
-        seconds. Yield the ranks that are stragglers since this log, with a description."""
-        self._seen.append([(wait, device, step_seconds) for wait, device in times])
+    def judge(self, times: Sequence[Sequence[float]], *, step_seconds: float, now: float) -> Iterator[tuple[int, str]]:
+        """Add one log step, at the time ``now``: for each rank its wait for data per step in seconds, and the values of
+        :meth:`DeviceTime.read`. Yield the ranks that are stragglers since this log, with a description.
+
+        Forwards are compared only if all ranks had inputs of the same size; else the products are."""
+        same = len({elements for _, _, elements, _ in times}) == 1 and times[0][2] > 0
+        self._seen.append([(wait, forward if same else product, step_seconds) for wait, forward, _, product in times])
         if now - self._since < _WINDOW:
             return
         means = [[fmean(values) for values in zip(*rank, strict=True)] for rank in zip(*self._seen, strict=True)]

@@ -32,7 +32,8 @@ class Counters:
 
     def begin(self, starts: Mapping[str, float]) -> None:
         """Start the clock of :meth:`elapsed`; a rewind does not reset it. ``starts``: of :meth:`Folder.starts`."""
-        self._began, self._lost, self._starts = time.perf_counter() - self.seconds, dict(self.lost), starts
+        self._began, self._starts = time.perf_counter() - self.seconds, starts
+        self.lost = self._lost = self.lost if self.seconds > starts["before"] else {}  # else of another folder
 
     def elapsed(self) -> float:
         """Return the seconds spent on the run, over all starts."""
@@ -53,7 +54,7 @@ class Counters:
         lost to each cause. ``now`` is in seconds since 1970. Time after the last log line of a killed start counts as
         start."""
         starts, kept = self._starts, self.elapsed() - self._starts["before"]
-        seconds = max(now - starts["first"], kept + starts["repeated"])
+        seconds = max(now - starts["first"], kept + starts["repeated"], 1e-9)
         lost = {"start": seconds - kept - starts["repeated"], "repeated": starts["repeated"], **self.lost}
         names = {"start": "starts", "repeated": "repeated steps", "data": "waiting for data", "save": "saving"}
         causes = ", ".join(f"{value / seconds:.1%} {names[cause]}" for cause, value in lost.items())

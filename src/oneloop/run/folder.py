@@ -19,6 +19,7 @@ from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_file
 from oneloop.recipe.comparison import difference, only_extends, same_data_path
 from oneloop.show.run_reader import parsed
 
+_STARTS = ("first", "number", "repeated", "before")
 _TAIL = 1 << 16  # bytes of metrics.jsonl that hold the last log line
 _WITHOUT_RECIPE = {".lock", "owner.json", ".recipe.yaml.draft", ".environment.json.draft"}
 """files of a run that was killed before it wrote its recipe"""
@@ -169,14 +170,14 @@ class Folder:
     def starts(self, began: float, seconds: float) -> dict[str, float]:
         """Return the times of all starts. This one ``began`` at a time in seconds since 1970, and continues from a
         checkpoint with this training time in ``seconds`` (0: there is none)."""
-        old = (self._read("environment.json", json.loads) or {}).get("starts")
-        if not isinstance(old, dict) or not {"first", "number", "repeated", "before"} <= old.keys():
+        old = (self._read("environment.json", lambda text: dict(json.loads(text))) or {}).get("starts")
+        if not isinstance(old, dict) or not all(isinstance(old.get(name), int | float) for name in _STARTS):
             return {"first": began, "number": 1, "repeated": 0.0, "before": seconds}
         with suppress(OSError), (self.path / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
             times = [line["time"] for line in parsed(file) if isinstance(line.get("time"), float)]
-            old["repeated"] += max(0.0, times[-1] - seconds) if times else 0.0
-        return old | {"number": old["number"] + 1}
+            old["repeated"] += max(0.0, times[-1] - max(seconds, old["before"])) if times else 0.0
+        return old | {"number": old["number"] + 1, "before": min(old["before"], seconds)}
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -58,7 +58,7 @@ class Gradients:
         leaves = [layout.leaf(run.rank, micro) for micro in range(layout.accumulate)]
         self._leaves = torch.tensor(leaves, device=run.device)  # indices of this rank's leaves in the step
         self._at, self._weight = (0, -1), 0.0  # position of the step, and number of the micro-batch in it
-        self.device_time = DeviceTime(model, run.device, product=run.sharded)
+        self.device_time = DeviceTime(model, run.device, alone=not run.sharded)
 
     @property
     def factor(self) -> int:

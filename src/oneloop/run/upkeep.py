@@ -73,8 +73,8 @@ class Upkeep:
     def _log(self, lr: float, total: float) -> None:
         job, state, gradients = self._job, self._state, self._gradients
         epoch = state.count.samples / len(job.train_set)
-        own = {"wait": self._steps.data_wait(), "device": gradients.device_time.read() if self._run.ranks > 1 else 0.0}
-        metrics = {"train/lr": lr, **state.meter.read(**own), "train/epoch": epoch}
+        own = [self._steps.data_wait(), *(gradients.device_time.read() if self._run.ranks > 1 else (0.0, 0.0, 0.0))]
+        metrics = {"train/lr": lr, **state.meter.read(own), "train/epoch": epoch}
         state.count.measured(state.meter.clock.spent())
         step_seconds = metrics.get("speed/step_seconds", 0.0)
         for _, why in self._stragglers.judge(state.meter.own, step_seconds=step_seconds, now=time.monotonic()):

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from oneloop.basics.files import replacing
 from oneloop.basics.heartbeats import BEATS, SET_UP
 from oneloop.basics.launcher import rank
 from oneloop.supervise.crash_report import STACKS
@@ -172,7 +173,8 @@ def _write_collectives(folder: Path) -> None:
         if b'"entries"' in text:
             with suppress(OSError):
                 (folder / STACKS).mkdir(exist_ok=True)
-                (folder / STACKS / f"rank-{rank():05d}-collectives.json").write_bytes(text)
+                with replacing(folder / STACKS / f"rank-{rank():05d}-collectives.json") as draft:
+                    draft.write_bytes(text)
 
 
 def _follows(error: BaseException) -> bool:
