@@ -26,6 +26,8 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$expected" ]; then
   fi
   "${install[@]}" -e ".[$extra]"
   # The schema of launch/skypilot.yaml. SkyPilot excludes the newest transformers, so it has a folder of its own.
-  [ "$extra" != test ] || "${install[@]}" --target "$prefix/skypilot" "skypilot>=0.11"
+  if [ "$extra" = test ]; then
+    "${install[@]}" --target "$prefix/skypilot" "skypilot>=0.11" || echo "launch/skypilot.yaml is not tested"
+  fi
   echo "$expected" > "$stamp"
 fi
