@@ -10,6 +10,7 @@ each rank therefore measures what no other rank can delay.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import pairwise
 from statistics import fmean, median_low
 from time import perf_counter
 from typing import Any
@@ -24,8 +25,8 @@ _WINDOW = 1.0  # seconds whose log steps are averaged, so that one slow step is 
 
 class DeviceTime:
     """Times a rank's device: the forward of ``model`` (inside of DDP's wrapper, so without collectives), and a small
-    fixed matrix product. Not ``alone``: the forward waits for other ranks, as under FSDP2 and with SyncBatchNorm, and
-    is not timed."""
+    matrix product (the fastest of four). Not ``alone``: the forward waits for other ranks, as under FSDP2 and with
+    SyncBatchNorm, and is not timed."""
 
     def __init__(self, model: nn.Module, device: torch.device, *, alone: bool = True) -> None:
         self._model, self._device = getattr(model, "module", model), device
@@ -52,10 +53,9 @@ class DeviceTime:
     def read(self) -> tuple[float, float, float]:
         """Return the seconds of the forwards since the last read, the elements of their inputs, and the seconds of the
         product. On a GPU, wait for it: call it only at log steps."""
-        values, began = torch.ones(256, 256, device=self._device), self._now()
-        for _ in range(4):
-            values @ values
-        product = self._seconds(began, self._now())
+        values = torch.ones([128 if self._device.type == "cpu" else 2048] * 2, device=self._device)
+        times = [self._now() for _ in range(5) if torch.is_tensor(values @ values)]  # one product between two times
+        product = min(self._seconds(*pair) for pair in pairwise(times))
         marks, self._marks = [mark for mark in self._marks if len(mark) == 3], []
         return sum(self._seconds(*mark[1:]) for mark in marks), float(sum(mark[0] for mark in marks)), product
 
