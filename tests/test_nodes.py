@@ -170,7 +170,7 @@ def test_a_killed_rank_is_started_again_and_the_weights_are_bit_identical(tmp_pa
     lab.until(tmp_path / "run" / "checkpoints" / "step-00000010")
     os.kill(second.trainers()[0], signal.SIGKILL)
     assert first.ended() == second.ended() == 0, first.output + second.output
-    assert "was killed by SIGKILL" in first.output + second.output
+    assert "was killed by SIGKILL" in first.output + second.output, first.output + second.output
     assert "resuming from run/checkpoints/step-00000010" in first.output + second.output
     assert _weights(tmp_path / "run") == _weights(tmp_path / "whole")
 

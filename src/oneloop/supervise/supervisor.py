@@ -229,7 +229,7 @@ class Supervisor:
         if not self._child_listens and -code in stop_signals():
             self._stop_requested = self._stop_requested or (time.monotonic(), signal.Signals(-code).name)
             self._stop_early()
-        if not self._causes:
+        if not any(cause.rank == self.child.rank for cause in self._causes):  # another rank's report may come first
             stop_requested = self._stop_requested[1] if self._stop_requested else None
             self._add_cause(Cause(self.child.rank, describe_exit(self.child.rank, code, stopped_by=stop_requested)))
 
