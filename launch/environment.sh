@@ -25,7 +25,7 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$expected" ]; then
     install=("$python" -m pip install --quiet)
   fi
   "${install[@]}" -e ".[$extra]"
-  # The schema of launch/skypilot.yaml. SkyPilot excludes the newest transformers, so it has a folder of its own.
+  # The schema of launch/skypilot.yaml. SkyPilot excludes the newest transformers: install it into a separate folder.
   if [ "$extra" = test ]; then
     "${install[@]}" --target "$prefix/skypilot" "skypilot>=0.11" || echo "launch/skypilot.yaml is not tested"
   fi

@@ -26,7 +26,6 @@ from oneloop.launch.elastic import exchanged, open_store
 from oneloop.launch.node_checks import about, compared, facts, foreign_folder, local_problems
 from oneloop.launch.nodes import Nodes, address_towards, nodes, options
 
-_NO_RECIPE = "no-recipe"
 _WAIT = 60.0  # seconds to wait for the other hosts, and for all links
 _TIMES, _FEW, _SLOW = 4, 4, 3.0  # tries of a link; of this many links, one with this many times the median is slow
 
@@ -44,12 +43,12 @@ def main(words: Sequence[str]) -> int:
     if words[:1] in (["-h"], ["--help"]):
         Options("doctor", main.__doc__, usage="oneloop doctor [--json] [OPTIONS] [RECIPE --key value …]").print_help()
         return 0
-    own, rest = options(words)
-    given, _, found = launch_options([*rest, _NO_RECIPE])
+    own, rest = options([*words, "no-recipe"])  # the last word stands for a missing recipe
+    given, _, found = launch_options(rest)
     known = replace(nodes(own, os.environ) or found or Nodes(1, 1, "127.0.0.1"), rejoin=_WAIT)
     if not any(option.startswith("--config") for option in given):
         rest = ["--config_file", "ddp" if known.most > 1 or torch.accelerator.device_count() > 1 else "single", *rest]
-    variables, training, processes = accelerate_variables([*rest, _NO_RECIPE], known)
+    variables, training, processes = accelerate_variables(rest, known)
     os.environ |= variables
     folder = read_once(tuple(training[:-1])).folder if training[:-1] else None
     mine: dict[str, Any] = {"name": socket.gethostname(), "about": about()}
@@ -60,7 +59,7 @@ def main(words: Sequence[str]) -> int:
         every, shared, links = _together(known, mine, processes, folder)
     except (OSError, RuntimeError) as error:  # errors of torch's stores are RuntimeErrors
         why, place = str(error).splitlines()[0], f"{known.host}:{known.port}"
-        lost = f"there is no rendezvous at {place}, or it is lost ({why}); check the address and its host"
+        lost = f"the rendezvous at {place} does not answer ({why}); check the address and its host"
         shared = [why if isinstance(error, ConnectionError) else lost]
     shown = every if every[0] is mine else [mine]  # the first host prints the problems of all
     problems = [*(f"{host['name']}: {problem}" for host in shown for problem in host["problems"]), *shared]

@@ -81,11 +81,7 @@ class Agent(LocalElasticAgent):
         seen = exchanged(store, "seen", foreign_folder(self._name, every[0]), group_rank, group_world_size)
         if group_rank == 0 and "file" in mine:
             Path(mine["file"]).unlink(missing_ok=True)
-        if (
-            wrong := mine["loopback"] * (group_world_size > 1)
-            or next(compared(every), "")
-            or next(filter(None, seen), "")
-        ):
+        if wrong := next(compared(every), "") or next(filter(None, seen), ""):
             raise BadInput(wrong)
         workers = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
         ranks = workers[0].world_size
@@ -180,7 +176,7 @@ def _announced(words: str, after: float = 3.0) -> Iterator[None]:
 
 def open_store(nodes: Nodes) -> tuple[TCPStore, bool]:
     """Return the store of the rendezvous, and whether this process holds it: the first one on its node does. Raise
-    ConnectionError if there is no answer."""
+    ConnectionError if it does not answer."""
     timeout = timedelta(seconds=30)
     if is_here(nodes.host):
         with suppress(RuntimeError):  # another agent on this host has opened it

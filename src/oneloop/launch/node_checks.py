@@ -19,6 +19,7 @@ from uuid import uuid4
 import psutil
 import torch
 
+from oneloop.basics.files import replacing
 from oneloop.data.rows.cache import cache_folder
 from oneloop.launch.environment import versions
 
@@ -32,6 +33,8 @@ _COLUMNS = {  # of nvidia-smi, and what a value other than 0 or No means
     "retired_pages.pending": "must be reset before it replaces bad memory",
     "clocks_event_reasons.hw_slowdown": "is slowed down by heat or power; check both",
 }
+_SMI = f"nvidia-smi --query-gpu=index,{','.join(_COLUMNS)} --format=csv,noheader"
+_KERNEL_LOG = "dmesg", "journalctl --dmesg --no-pager"
 
 
 def facts(name: str, address: str, processes: int, run_folder: Path | None, *, first: bool) -> dict[str, Any]:
@@ -103,10 +106,11 @@ def local_problems(folder: Path) -> Iterator[str]:
     yield from _folder("cache folder", cache_folder(), "set ONELOOP_CACHE to another")
 
 
-def _output(*command: str) -> str:
-    """Return what a command prints; empty if there is no such command, or if it fails."""
-    with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+def _output(*commands: str) -> str:
+    """Return what the first command prints that is installed and does not fail; empty if all fail."""
+    for command in commands:
+        with suppress(OSError, subprocess.SubprocessError):
+            return subprocess.run(command.split(), capture_output=True, text=True, timeout=20, check=True).stdout
     return ""
 
 
@@ -121,8 +125,8 @@ def _devices() -> Iterator[str]:
                 yield f"GPU {number} multiplies wrongly; do not train on it"
         except RuntimeError as error:
             yield f"GPU {number} fails ({str(error).splitlines()[0]}); see nvidia-smi, and reset or exclude it"
-    yield from gpu_problems(_output("nvidia-smi", f"--query-gpu=index,{','.join(_COLUMNS)}", "--format=csv,noheader"))
-    yield from xid_errors(_output("dmesg") or _output("journalctl", "--dmesg", "--no-pager"))
+    yield from gpu_problems(_output(_SMI))
+    yield from xid_errors(_output(*_KERNEL_LOG))
 
 
 def gpu_problems(table: str) -> Iterator[str]:
@@ -156,25 +160,24 @@ def _folder(name: str, folder: Path, other: str) -> Iterator[str]:
     there = existing(folder)
     if wrong := next((path for path in (folder, *folder.parents) if os.path.isfile(path)), None):
         yield f"the {name} {folder}: {wrong} is a file; {other}"
-    draft = there / f".oneloop-{uuid4().hex[:8]}"
+    tried = there / f".oneloop-{uuid4().hex[:8]}"
     try:
-        with draft.open("wb") as file:
+        with replacing(tried) as draft, draft.open("wb") as file:
             file.write(bytes(1 << 20))
             file.flush()
             os.fsync(file.fileno())
-        draft = draft.rename(draft.with_suffix(".renamed"))
-        draft.unlink()
+        tried.unlink()
         if (free := shutil.disk_usage(there).free) < _DISK:
             yield f"the disk of the {name} {there} has {free >> 20} MiB free; make room, or {other}"
     except OSError as error:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
         yield f"the {name} {there} cannot be written, flushed or renamed in: {error.strerror}; make room, or {other}"
 
 
 def about() -> str:
-    """Return a line about this host: versions, devices, cores and memory."""
+    """Return a line about this host: versions, devices, cores, memory, and what cannot be checked here."""
     devices = {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
     gpus = f"{torch.cuda.device_count()} x {' and '.join(sorted(devices))}" if devices else "no GPU"
     host = f"{len(os.sched_getaffinity(0))} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
-    return f"torch {torch.__version__}, Python {platform.python_version()}, {gpus}, {host}"
+    checked = {"ECC": _output(_SMI), "Xid": "NVRM" in _output(*_KERNEL_LOG)}  # the driver's messages begin with NVRM
+    missing = "".join(f"; {name} errors are not checked" for name, seen in checked.items() if devices and not seen)
+    return f"torch {torch.__version__}, Python {platform.python_version()}, {gpus}, {host}{missing}"

@@ -92,7 +92,7 @@ def is_here(host: str) -> bool:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this host's address on the network that leads to ``host``. Raise OSError if there is no route."""
+    """Return this host's address on the network that leads to ``host``. Raise OSError if no route exists."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:  # connecting a datagram socket sends nothing
         unsent.connect((host, port or 9))
         return str(unsent.getsockname()[0])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 LIMIT, TIMES = 1.33, 3  # reported above this factor of the median, this many times in a row
-_WINDOW = 1.0  # seconds whose log steps are averaged, so that one slow step is no straggler
+_WINDOW = 1.0  # seconds whose log steps are averaged, so that one slow step does not count
 
 
 class DeviceTime:
