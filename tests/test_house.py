@@ -204,7 +204,7 @@ def test_the_loop_is_one_page():
     assert len(stored(train)) <= 45
     assert sum(isinstance(node, ast.FunctionDef) for node in ast.walk(train)) - 1 <= 2
     for call in ("accelerator.accumulate(", "accelerator.backward(", "clip_(", "guard.step("):
-        assert call in ast.unparse(loop)
+        assert call in ast.unparse(tree)
 
 
 def classes() -> dict[str, ast.ClassDef]:

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from oneloop.data.step_batches import Group
 from oneloop.ema import EMA
 from oneloop.job.build import Job
 from oneloop.job.preflight import preflight
 from oneloop.launch.processes import Run
 from oneloop.machine.torch_settings import scheduled_garbage
-from oneloop.optim.bad_step_guard import Guard, contagious
+from oneloop.measure.meter import Meter, Sums
+from oneloop.optim.bad_step_guard import Guard, Step, contagious
 from oneloop.optim.bad_step_policy import Fault, Outcome
 from oneloop.optim.clip import clear_gradients, clip_
 from oneloop.optim.optimizers import set_lr
@@ -25,6 +27,41 @@ from oneloop.run.start_lines import start_lines
 from oneloop.run.steps import NO_WEIGHT, Steps
 from oneloop.run.training_state import State
 from oneloop.run.upkeep import Upkeep
+
+
+# --8<-- [start:loop]
+def accumulate(
+    job: Job, run: Run, gradients: Gradients, group: Group, meter: Meter, *, position: int, measured: bool
+) -> Sums:
+    """Accumulate the gradients of the summed loss of one step, divided by the total weight of the global batch (all
+    ranks); return this rank's sums. ``position`` is that of the first sample; ``measured``: a log line follows."""
+    accelerator, model, clock, sums = run.accelerator, gradients.model, meter.clock, gradients.sums()
+    scale = gradients.factor / group.total  # the factor undoes accelerate's mean over the micro-batches
+    with gradients.step(position, measured=measured):
+        for batch, weight in zip(clock.over("transfer", group.batches), group.weights, strict=False):
+            with accelerator.accumulate(model), gradients.micro_batch(weight):  # .grad: sum over all ranks
+                loss, outputs = job.task.loss(model, batch)
+                accelerator.backward(contagious(loss, scale))  # a NaN loss makes the norm NaN on all ranks
+            sums.add(loss, outputs, weight)
+            clock.mark("compute")
+    return sums
+
+
+def update(gradients: Gradients, guard: Guard, sums: Sums, *, lr: float, clip: float, weight: float) -> None:
+    """Update the weights. The device leaves them unchanged if the gradients are bad. The step is then pending."""
+    guard.unscale()
+    norm = gradients.norm()
+    clip_(gradients.parameters, clip, norm)
+    set_lr(guard.optimizer, lr)
+    guard.step(norm, loss=sums.loss, weight=weight, metrics=sums.metrics)
+    clear_gradients(gradients.parameters)
+
+
+def accept(step: Step, meter: Meter, emas: Sequence[EMA], samples: int) -> None:
+    """Record a step that was not bad, and average the weights."""
+    meter.step(loss=step.loss, metrics=step.metrics, norm=step.norm, weight=step.weight, samples=samples)
+    for ema in emas:
+        ema.update(samples)
 
 
 def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
@@ -58,7 +95,6 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     steps = Steps(job, run, count, checkpoints, gradients.checks)
     upkeep = Upkeep(job, run, state, run_log, gradients, steps, emas)
 
-    # --8<-- [start:loop]
     def resolve() -> Outcome | None:
         """Return the outcome of the pending step, or None if no step is pending. See "The pending step" below."""
         steps.confirm()  # FSDP2: all ranks ran the same units
@@ -67,9 +103,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         if step.fault is not Fault.NONE:
             return upkeep.bad_step(step)  # skip, rewind, or raise Diverged
         count.trained(layout.size, step.weight)
-        meter.step(loss=step.loss, metrics=step.metrics, norm=step.norm, weight=step.weight, samples=layout.size)
-        for ema in emas:
-            ema.update(layout.size)
+        accept(step, meter, emas, layout.size)
         upkeep.bad.accepted()
         return Outcome.ACCEPTED
 
@@ -98,28 +132,14 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                 resolve()
                 raise ValueError(f"step {count.step + 1}: {NO_WEIGHT}")
 
-            # Accumulate the gradients of the summed loss, divided by the total weight of the global batch (all ranks).
-            sums = gradients.sums()
-            scale = gradients.factor / group.total  # the factor undoes accelerate's mean over the micro-batches
-            with gradients.step(count.position, measured=intervals.is_due("log", number)):
-                for batch, weight in zip(clock.over("transfer", group.batches), group.weights, strict=False):
-                    with accelerator.accumulate(model), gradients.micro_batch(weight):  # .grad: sum over all ranks
-                        loss, outputs = job.task.loss(model, batch)
-                        accelerator.backward(contagious(loss, scale))  # a NaN loss makes the norm NaN on all ranks
-                    sums.add(loss, outputs, weight)
-                    clock.mark("compute")
-
+            measured = intervals.is_due("log", number)
+            sums = accumulate(job, run, gradients, group, meter, position=count.position, measured=measured)
             if resolve() is Outcome.REWOUND:  # the previous step: these gradients belong to weights that are gone
                 continue
 
-            # Update the weights. The device leaves them unchanged if the gradients are bad. The step is now pending.
-            guard.unscale()
-            norm = gradients.norm()
-            clip_(parameters, recipe.optimizer.clip, norm)
-            lr = set_lr(optimizer, job.rate(count.step, reductions=count.reductions))
             meter.before_update(intervals.is_due("log", count.step + 1))
-            guard.step(norm, loss=sums.loss, weight=group.total, metrics=sums.metrics)
-            clear_gradients(parameters)
+            lr = job.rate(count.step, reductions=count.reductions)
+            update(gradients, guard, sums, lr=lr, clip=recipe.optimizer.clip, weight=group.total)
             count.position += layout.size
 
             due, stopped = intervals.due(count.step + 1, save=group.save), group.stop  # stop: a request on any rank

@@ -45,7 +45,7 @@ class Gradients:
         self, job: Job, run: Run, model: nn.Module, parameters: Sequence[nn.Parameter], seen: Preflight
     ) -> None:
         layout = job.layout
-        self._job, self._run, self._model, self._parameters = job, run, model, parameters
+        self._job, self._run, self.model, self.parameters = job, run, model, parameters
         self._metrics = tuple(seen.metrics)
         self._sensor = Sensor(run.accelerator, model, exact=job.exact, summed=True)
         self.checks = _checks(job, run, model, seen)
@@ -101,7 +101,7 @@ class Gradients:
 
     def norm(self) -> Tensor:
         """Return the global L2 norm of the gradients, 0-dim, equal on all ranks. Collective: call on every rank."""
-        return global_norm(self._parameters, exact=self._job.exact)
+        return global_norm(self.parameters, exact=self._job.exact)
 
     def noise(self, total: float) -> tuple[float, float, float]:
         """Return :meth:`Sensor.read` of the last measured step, whose total weight is ``total``.
@@ -124,8 +124,8 @@ class Gradients:
         if not self._job.exact or not (self._run.main or self._run.sharded):
             return {}
         averages = {name: tensor for ema in emas for name, tensor in ema.tensors().items()}
-        weights = model_tensors(self._model, frozen=False)
-        return fingerprint(weights | optimizer_tensors(self._model, optimizer) | averages)
+        weights = model_tensors(self.model, frozen=False)
+        return fingerprint(weights | optimizer_tensors(self.model, optimizer) | averages)
 
 
 def _checks(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Checks:
