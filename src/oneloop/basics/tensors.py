@@ -14,6 +14,18 @@ from torch.optim import Optimizer
 from oneloop.basics.parameter_names import bare_name
 
 
+class Planned:
+    """Settings of a process that plans a run."""
+
+    for_gpu = False
+    """whether its tensors, which are fake and on the CPU, stand for tensors on a GPU"""
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Return whether a tensor is, or stands for one, on a CUDA device."""
+    return tensor.device.type == "cuda" or Planned.for_gpu
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, sharing its memory; a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -109,8 +109,11 @@ class Job:
         return Policy(guard.nonfinite, guard.spike, guard.sigma, guard.window)
 
 
-def build_job(recipe: Recipe, *, ranks: int, sharded: bool = False, device: str = "cpu", micro: Any = None) -> Job:
-    """Build the job; ``micro`` is the result of ``batch.micro auto``. Raise ValueError for bad input."""
+def build_job(
+    recipe: Recipe, *, ranks: int, sharded: bool = False, device: str = "cpu", micro: Any = None, on_meta: bool = False
+) -> Job:
+    """Build the job; ``micro`` is the result of ``batch.micro auto``. ``on_meta``: without memory for the weights, if
+    the task can build its model so. Raise ValueError for bad input."""
     if sharded:
         reject_if_sharded(resolve("optimizer", recipe.optimizer.name))
     micro = recipe.batch.micro if isinstance(recipe.batch.micro, int) else micro
@@ -131,7 +134,7 @@ def build_job(recipe: Recipe, *, ranks: int, sharded: bool = False, device: str 
     if total < 1:
         raise ValueError(f"duration {recipe.duration} is shorter than one step; the minimum is 1")
     collate = CollateWithWeight(task.collate, task.weight, sample_weight=sample_weight, dtype=torch_dtype(recipe))
-    built = build_model(recipe, task, layout, sharded=sharded, device=device)
+    built = build_model(recipe, task, layout, sharded=sharded, device=device, on_meta=on_meta)
     optimizer = resolve("optimizer", recipe.optimizer.name)
     return Job(
         recipe=recipe,

@@ -73,8 +73,9 @@ class Trial:
         return steps
 
 
-def by_size(job: Job) -> list[int]:
-    """Return indices of training samples, largest first; if all samples have one size, the first 4096."""
+def by_size(job: Job, most: int | None = None) -> list[int]:
+    """Return indices of training samples, largest first; if all samples have one size, the first 4096. If they must be
+    loaded to know their sizes, ``most`` limits their number."""
     if job.collate.sample_weight is not None:
         return list(range(min(len(job.train_set), 4096)))
     if (lengths := getattr(job.train_set, "lengths", None)) is not None:  # texts know their lengths
@@ -86,7 +87,7 @@ def by_size(job: Job) -> list[int]:
         batch, _ = job.collate([samples[0, index]])
         return sum(value.numel() for value in batch.values() if torch.is_tensor(value))
 
-    return sorted(range(len(job.train_set)), key=size, reverse=True)
+    return sorted(range(min(len(job.train_set), most or len(job.train_set))), key=size, reverse=True)
 
 
 def find_micro(recipe: Recipe, run: Run) -> int | None:

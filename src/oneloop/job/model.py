@@ -47,9 +47,11 @@ def torch_dtype(recipe: Recipe) -> torch.dtype:
     return {"float32": torch.float32, "float64": torch.float64}[recipe.machine.dtype]
 
 
-def build_model(recipe: Recipe, task: Task, layout: BatchLayout, *, sharded: bool, device: str) -> BuiltModel:
+def build_model(
+    recipe: Recipe, task: Task, layout: BatchLayout, *, sharded: bool, device: str, on_meta: bool = False
+) -> BuiltModel:
     """Build the task's model by the recipe. Raise ValueError if weights, layout or batch.grain do not fit it."""
-    model, notes = _make_model(recipe, task, sharded=sharded)
+    model, notes = (_on_meta(recipe, task), []) if on_meta else _make_model(recipe, task, sharded=sharded)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{named(task, 'model')} returned a {type(model).__name__}; a torch.nn.Module is needed")
     _reject_unfit(model, task, sharded=sharded)
@@ -66,6 +68,14 @@ def build_model(recipe: Recipe, task: Task, layout: BatchLayout, *, sharded: boo
     notes += setting_notes + _adapt_to_machine(model, recipe, names, sharded=sharded, device=device)
     _reject_inexact(recipe, model, layout)
     return BuiltModel(model, names, notes, structure, settings, sum(map(count, model.parameters())))
+
+
+def _on_meta(recipe: Recipe, task: Task) -> Any:
+    try:
+        with torch.device("meta"):
+            return task.model()
+    except Exception:  # it reads values; an error of the task is raised again
+        return _make_model(recipe, task, sharded=False)[0]
 
 
 def _make_model(recipe: Recipe, task: Task, *, sharded: bool) -> tuple[Any, list[str]]:

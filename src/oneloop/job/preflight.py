@@ -167,13 +167,18 @@ def _reject(job: Job, run: Run, last: Pass, moved: list[str], units: str, losses
         raise BadInput(f"the loss does not use {names}, so DDP would wait for their gradients; {advice}")
 
 
+def metric_names(outputs: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names of the real 0-dim outputs, which are logged as metrics, without ``loss``."""
+    numbers = {name: value for name, value in outputs.items() if torch.is_tensor(value) and not value.ndim}
+    return tuple(name for name, value in numbers.items() if name != "loss" and not value.is_complex())
+
+
 def _metrics(contract: Contract, outputs: dict[str, Any]) -> tuple[str, ...]:
-    """Return the names of the 0-dim outputs, which are logged as metrics, without ``loss``."""
-    names = [name for name, value in outputs.items() if torch.is_tensor(value) and not value.ndim and name != "loss"]
+    names = metric_names(outputs)
     for name in names:
         if f"train/{name}" in OWN_METRICS:
             raise contract.wrong("loss", f"returned the output {name!r}", f"oneloop also logs train/{name}: rename it")
-    return tuple(name for name in names if not outputs[name].is_complex())
+    return names
 
 
 def _tolerance(job: Job, run: Run, model: nn.Module) -> float:

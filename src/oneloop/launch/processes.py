@@ -84,6 +84,7 @@ def start(
     exact: bool = False,
     track: tuple[str, ...] = (),
     folder: Path | None = None,
+    run_type: type[Run] = Run,
 ) -> Run:
     """Build the Accelerator that the launcher's environment configures.
 
@@ -122,7 +123,7 @@ def start(
         ],
         step_scheduler_with_optimizer=False,
     )
-    run = Run(accelerator)
+    run = run_type(accelerator)
     if exact and on_cpu:
         run.closing.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)

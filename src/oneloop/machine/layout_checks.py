@@ -121,7 +121,7 @@ class Units:
         units: list[tuple[str, Any]] = [(n, one) for n, one in model.named_modules() if isinstance(one, FSDPModule)]
         for name, module in units:
             held, states = list[tuple[str, Any]](), list[list[Any]]()
-            for group in (one for one in _groups(module) if "post_backward" not in vars(one)):  # once per group
+            for group in (one for one in unit_groups(module) if "post_backward" not in vars(one)):  # once per group
                 held += (own := [(names[id(one.sharded_param)], one) for one in group.fsdp_params])
                 trained = [(name, one) for name, one in own if one.sharded_param.requires_grad]
                 self._names += [name for name, _ in trained]
@@ -237,7 +237,8 @@ def _number(text: str) -> int:
     return int.from_bytes(text.encode(), "big") % (2**61 - 1)
 
 
-def _groups(module: Any) -> Iterator[Any]:
+def unit_groups(module: Any) -> Iterator[Any]:
+    """Yield FSDP2's parameter groups of one unit."""
     state = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return filter(None, groups)  # before torch 2.15: one, or None

@@ -71,8 +71,13 @@ class Reduction:
 
     def _exchange(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Sum a bucket over the ranks (DDP communication hook)."""
-        summed = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-        return cast("torch.futures.Future[Tensor]", summed.then(lambda done: done.value()[0]))
+        buffer = bucket.buffer()
+
+        def summed(done: torch.futures.Future[Any]) -> Tensor:
+            done.value()  # raises if the collective failed
+            return buffer
+
+        return cast("torch.futures.Future[Tensor]", dist.all_reduce(buffer, async_op=True).get_future().then(summed))
 
 
 class Tree(Reduction):

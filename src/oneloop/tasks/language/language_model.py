@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.basics.base_models import BaseModel
+from oneloop.basics.tensors import on_gpu
 from oneloop.tasks.evaluation_metrics import TextSums
 from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.chunked_loss import without_logits
@@ -49,6 +50,10 @@ class LanguageModel(Task):
         layers: number of transformer blocks.
         heads: number of attention heads.
         width: hidden size.
+        kv_heads: number of key-value heads (llama; null: as many as heads).
+        mlp: width of the MLP (null: 4 x width for gpt2, 8/3 x width for llama).
+        tied: share the weights of embedding and output layer (null: true for gpt2, false for llama).
+        padded_vocab: rows of the embedding and the output layer, at least the vocabulary size (0: equal to it).
         fused_loss: fuse output layer and cross-entropy to save memory (auto: on a GPU, if a micro-batch has more than
             134 million logits, tokens x vocabulary).
         router_loss: for mixture-of-experts models with an auxiliary loss, which is not a sum over samples: refuse the
@@ -74,11 +79,15 @@ class LanguageModel(Task):
         layers: int = 4,
         heads: int = 4,
         width: int = 128,
+        kv_heads: int | None = None,
+        mlp: int | None = None,
+        tied: bool | None = None,
+        padded_vocab: int = 0,
         fused_loss: Fused = "auto",
         router_loss: Literal["refuse", "none"] = "refuse",
         lora: LoRA = LoRA(),
     ) -> None:
-        self.shape = Shape(architecture, layers, heads, width, length, dropout)
+        self.shape = Shape(architecture, layers, heads, width, length, dropout, kv_heads, mlp, tied, padded_vocab)
         self.fused_loss, self.packed, self.router_loss = fused_loss, packed, router_loss
         self.weights = {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
         self.adapters = adapters(model, lora, pretrained=pretrained)
@@ -134,13 +143,13 @@ class LanguageModel(Task):
     def _uses_fused_loss(self, tokens: Tensor, entries: int) -> bool:
         if self.fused_loss == "auto":
             fp16 = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is torch.float16
-            many = tokens.device.type == "cuda" and tokens.numel() * entries > MANY_LOGITS
+            many = on_gpu(tokens) and tokens.numel() * entries > MANY_LOGITS
             return self._can_fuse and many and not fp16
         return self._can_fuse
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         target = batch["target"]
-        if self._uses_fused_loss(target, self.entries):
+        if self._uses_fused_loss(target, self.shape.padded_vocab or self.entries):
             total, each, right = model(**self._model_inputs(batch), target=target)
         else:
             logits = model(**self._model_inputs(batch)).logits

@@ -104,25 +104,37 @@ class Shape:
     width: int
     length: int  # positions
     dropout: float = 0.0
+    kv_heads: int | None = None  # None: as many as heads
+    mlp: int | None = None  # width of the MLP; None: that of the architecture
+    tied: bool | None = None  # whether embedding and output layer share their weights; None: that of the architecture
+    padded_vocab: int = 0  # rows of the embedding, at least the vocabulary size
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise ValueError(f"task.width {self.width} is not divisible by task.heads {self.heads}")
+        if self.heads % (self.kv_heads or 1):
+            raise ValueError(f"task.heads {self.heads} is not divisible by task.kv_heads {self.kv_heads}")
 
 
-SCRATCH = dict.fromkeys(("architecture", "layers", "heads", "width"), "model=null")
+SCRATCH = dict.fromkeys(("architecture", "layers", "heads", "width", "mlp", "tied", "padded_vocab"), "model=null")
+SCRATCH |= {"kv_heads": "model=null architecture=llama"}
 """task arguments that apply only to a model from scratch (Task.needs)"""
 
 
 def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> nn.Module:
     """Build a GPT-2 or Llama (MLP width 8/3 x width, rounded up to a multiple of 32) with random weights. ``begin`` and
-    ``end`` are token ids."""
+    ``end`` are token ids. Raise ValueError if the vocabulary of ``entries`` tokens exceeds ``padded_vocab``."""
     import transformers
 
-    common = {"vocab_size": entries, "use_cache": False, "bos_token_id": begin, "eos_token_id": end}
+    if 0 < shape.padded_vocab < entries:
+        raise ValueError(f"task.padded_vocab {shape.padded_vocab} is smaller than the vocabulary of {entries:,} tokens")
+    common = {"vocab_size": shape.padded_vocab or entries, "use_cache": False}
+    common |= {"bos_token_id": begin, "eos_token_id": end}
+    common |= {} if shape.tied is None else {"tie_word_embeddings": shape.tied}
     if shape.architecture == "gpt2":
         dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), shape.dropout)
         sizes = {"n_embd": shape.width, "n_layer": shape.layers, "n_head": shape.heads, "n_positions": shape.length}
+        sizes |= {"n_inner": shape.mlp}
         model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**common, **sizes, **dropout))
     else:
         config = transformers.LlamaConfig(
@@ -130,7 +142,8 @@ def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> 
             hidden_size=shape.width,
             num_hidden_layers=shape.layers,
             num_attention_heads=shape.heads,
-            intermediate_size=int(8 * shape.width / 3 / 32 + 1) * 32,
+            num_key_value_heads=shape.kv_heads,
+            intermediate_size=shape.mlp or int(8 * shape.width / 3 / 32 + 1) * 32,
             max_position_embeddings=shape.length,
         )
         model = transformers.LlamaForCausalLM(config)

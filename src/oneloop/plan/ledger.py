@@ -1,0 +1,199 @@
+"""Count the memory, collectives and floating-point operations of code, on real tensors or on fake ones.
+
+>>> with Ledger() as ledger, ledger.stage("forward"):
+...     model(batch)
+>>> ledger.peak                                   # bytes of all tensors that were alive at once
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+BACKWARD, RECOMPUTE, COMMUNICATION = "backward", "recompute", "communication buffers"
+_NAMES = {"allgather": "all-gather", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+_NAMES |= {"alltoall": "all-to-all", "all_to_all": "all-to-all", "allreduce": "all-reduce", "all_reduce": "all-reduce"}
+
+
+class Collective(NamedTuple):
+    """One collective operation of this rank."""
+
+    name: str
+    """all-gather, reduce-scatter, all-reduce, all-to-all, broadcast …"""
+    size: int
+    """bytes of the whole tensor: the result of an all-gather, the input of a reduce-scatter"""
+    ranks: int
+    """size of its process group"""
+
+    @property
+    def wire(self) -> float:
+        """Bytes that this rank sends, in a ring: (n - 1) / n of the size; twice that for an all-reduce."""
+        return self.size * (self.ranks - 1) / self.ranks * (2 if self.name == "all-reduce" else 1)
+
+
+@dataclass
+class _Block:
+    alive: Any  # weak reference to the storage
+    size: int
+    kind: str  # the stage that allocated it
+
+
+class Ledger(TorchDispatchMode):
+    """Counts every operation in its context. A stage is a name for a part of the step; within the backward pass it is
+    ``backward``, or ``recompute`` for activation checkpointing's second forward.
+
+    Storages are counted with the bytes that were asked for, without the allocator's rounding and reserve."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = self.peak = self.events = self.peak_event = 0
+        self.operators: list[str] | None = None
+        """names of the operators, if it is a list"""
+        self.collectives: list[Collective] = []
+        self.operations: Counter[str] = Counter()
+        """floating-point operations by stage"""
+        self._live: dict[int, _Block] = {}
+        self._stage = "setup"
+        self._look: tuple[int, Callable[[Ledger], None]] = 0, lambda _: None
+        self.operator = ""
+        """of the last event"""
+        self._resize = torch.UntypedStorage.resize_
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Name the part of the step that runs in this context."""
+        before, self._stage = self._stage, name
+        try:
+            yield
+        finally:
+            self._stage = before
+
+    @contextmanager
+    def looking(self, at: int = 0, then: Callable[["Ledger"], None] = lambda _: None) -> Iterator[None]:
+        """Reset the peak and the counts; in this context, call ``then`` after the event of this number."""
+        self.peak, self.events, self.peak_event = self.size, 0, 0
+        self.collectives, self.operations = [], Counter()
+        self._look = at, then
+        try:
+            yield
+        finally:
+            self._look = 0, then
+
+    def now(self) -> str:
+        """Return the current stage."""
+        if torch._C._current_graph_task_id() == -1:
+            return self._stage
+        return RECOMPUTE if torch.is_grad_enabled() else BACKWARD
+
+    def settle(self, kind: str) -> None:
+        """Set the kind of all blocks that a backward pass has left."""
+        for block in self._live.values():
+            if block.kind in (BACKWARD, RECOMPUTE):
+                block.kind = kind
+
+    def __enter__(self) -> "Ledger":
+        ledger, resize = self, self._resize
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            ledger.see(storage)
+            ledger._event("resize")
+            return result
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]  # FSDP2 frees and refills storages
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its operations on shards come here
+        result = func(*args, **(kwargs or {}))
+        values = [result] if isinstance(result, Tensor) else tree_leaves(result)
+        for value in values:
+            if isinstance(value, Tensor):
+                self.see(value.untyped_storage())
+        if func.is_view or func.namespace in ("prim", "profiler"):
+            return result
+        if func in collective_ops and func not in sync_ops:
+            self._communicated(func, result, args, kwargs)
+        elif (counted := flop_registry.get(func._overloadpacket)) is not None:
+            self.operations[self.now()] += int(counted(*args, **(kwargs or {}), out_val=result))
+        if self.operators is not None:
+            self.operators.append(str(func))
+        self._event(str(func))
+        return result
+
+    def see(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage, or its new size."""
+        number, size = storage._cdata, storage.nbytes()
+        block = self._live.get(number)
+        if block is not None:
+            if block.size != size:
+                self.size += size - block.size
+                block.size = size
+                block.kind = self.now() if size else block.kind
+            return
+
+        def freed(_: Any) -> None:
+            if (gone := self._live.pop(number, None)) is not None:
+                self.size -= gone.size
+
+        self._live[number] = _Block(weakref.ref(storage, freed), size, self.now())
+        self.size += size
+
+    def _event(self, operator: str) -> None:
+        self.events, self.operator = self.events + 1, operator
+        if self.size > self.peak:
+            self.peak, self.peak_event = self.size, self.events
+        if self.events == self._look[0]:
+            self._look[1](self)
+
+    def classify(self, owners: Mapping[str, Iterable[Any]]) -> dict[str, int]:
+        """Return the bytes that are alive now, by kind."""
+        kinds = {
+            storage._cdata: kind
+            for kind, tensors in reversed(owners.items())  # of two owners, the first one counts
+            for storage in storages(tensors)
+        }
+        sizes: Counter[str] = Counter()
+        for number, block in self._live.items():
+            sizes[kinds.get(number, block.kind)] += block.size
+        return {kind: size for kind, size in sizes.items() if size}
+
+    def _communicated(self, func: Any, result: Any, args: Any, kwargs: Any) -> None:
+        words = func._overloadpacket.__name__
+        name = next((name for part, name in _NAMES.items() if part in words), words.strip("_"))
+        if "barrier" in words:
+            return
+        group = CollectiveOp.get_process_group(func, args)
+        size = CollectiveOp.get_comm_tensor_size(func, result, args, kwargs)
+        self.collectives.append(Collective(name, size, group.size()))
+        if name in ("all-gather", "reduce-scatter"):
+            for storage in storages(tree_leaves(args)):
+                if (block := self._live.get(storage._cdata)) is not None and block.kind in (
+                    BACKWARD,
+                    RECOMPUTE,
+                    self._stage,
+                ):
+                    block.kind = COMMUNICATION
+
+
+def storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages of this rank's parts of tensors; skip everything else."""
+    for tensor in tensors:
+        mine = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if isinstance(mine, Tensor) and not isinstance(mine, nn.parameter.UninitializedTensorMixin):
+            yield mine.untyped_storage()
