@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         pages = {name: next(iter((command.__doc__ or "").strip().splitlines())) for name, command in COMMANDS.items()}
-        pages |= {"evaluate": "Print loss and metrics of a run's weights.", "predict": "Write predictions to a file."}
+        pages |= ABOUT
         print("usage: oneloop COMMAND … (oneloop COMMAND --help explains a command)\n")
         print("\n".join(f"  {name:10}{page}" for name, page in pages.items()))
         return 0 if words else BAD_INPUT
@@ -97,12 +97,6 @@ def launch_processes(words: Sequence[str]) -> int:
         Options("launch", about, usage="oneloop launch [accelerate's OPTIONS] RECIPE [--key value …]").print_help()
         return 0
     return launch(words, after=AFTER)
-
-
-def doctor(words: Sequence[str]) -> int:
-    """Check that this host can train, and that several hosts can train together."""
-    os.environ.setdefault(CPP_LOG, "ERROR")  # torch reads it when it is imported
-    return int(importlib.import_module("oneloop.launch.doctor").main(words))
 
 
 def verify(words: Sequence[str]) -> int:
@@ -239,13 +233,6 @@ def prove(words: Sequence[str], **how: Any) -> int:
     return command(*options.parse_known_args(words), **how)
 
 
-def after(command: str, words: Sequence[str]) -> int:
-    """Run evaluate or predict on one process."""
-    from oneloop.apply import main as apply
-
-    apply([command, *words])
-
-
 def export(words: Sequence[str]) -> int:
     """Write the weights of a run as safetensors, with the files that the task adds (config, tokenizer).
 
@@ -295,6 +282,16 @@ def export_run(given: Namespace) -> list[str]:
         return [f"{checkpoint.name} of {given.run} is in {given.to}"] * bool(given.to) + pushed
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"new": new, "launch": launch_processes, "doctor": doctor}
+def _elsewhere(module: str, words: Sequence[str], *, command: Sequence[str] = ()) -> int:
+    os.environ.setdefault(CPP_LOG, "ERROR")  # torch reads it when it is imported
+    return int(importlib.import_module(module).main([*command, *words]))
+
+
+ABOUT = {"evaluate": "Print loss and metrics of a run's weights.", "predict": "Write predictions to a file."}
+ABOUT |= {"doctor": "Check that this host can train, and that several hosts can train together."}
+ABOUT |= {"plan": "Report what a run needs, and the cheapest change that makes it fit; needs no GPU."}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"new": new, "launch": launch_processes}
+COMMANDS |= {"doctor": partial(_elsewhere, "oneloop.launch.doctor"), "plan": partial(_elsewhere, "oneloop.plan.plan")}
 COMMANDS |= {"verify": verify, "check": check, "report": report, "compare": compare, "watch": watch, "worth": worth}
-COMMANDS |= {"prove": prove} | {name: partial(after, name) for name in AFTER} | {"export": export}
+COMMANDS |= {"prove": prove} | {name: partial(_elsewhere, "oneloop.apply", command=[name]) for name in AFTER}
+COMMANDS |= {"export": export}

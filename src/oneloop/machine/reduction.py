@@ -75,7 +75,7 @@ class Reduction:
 
         def summed(done: torch.futures.Future[Any]) -> Tensor:
             done.value()  # raises if the collective failed
-            return buffer
+            return buffer  # type: ignore[no-any-return]
 
         return cast("torch.futures.Future[Tensor]", dist.all_reduce(buffer, async_op=True).get_future().then(summed))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,7 +55,7 @@ class Ledger(TorchDispatchMode):
     Storages are counted with the bytes that were asked for, without the allocator's rounding and reserve."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.size = self.peak = self.events = self.peak_event = 0
         self.operators: list[str] | None = None
         """names of the operators, if it is a list"""
@@ -110,12 +110,13 @@ class Ledger(TorchDispatchMode):
             ledger._event("resize")
             return result
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]  # FSDP2 frees and refills storages
-        return super().__enter__()
+        torch.UntypedStorage.resize_ = resized  # type: ignore[assignment,method-assign]  # FSDP2 uses it
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -165,7 +166,7 @@ class Ledger(TorchDispatchMode):
         """Return the bytes that are alive now, by kind."""
         kinds = {
             storage._cdata: kind
-            for kind, tensors in reversed(owners.items())  # of two owners, the first one counts
+            for kind, tensors in reversed([*owners.items()])  # of two owners, the first one counts
             for storage in storages(tensors)
         }
         sizes: Counter[str] = Counter()
@@ -195,5 +196,5 @@ def storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
     """Yield the storages of this rank's parts of tensors; skip everything else."""
     for tensor in tensors:
         mine = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        if isinstance(mine, Tensor) and not isinstance(mine, nn.parameter.UninitializedTensorMixin):
+        if isinstance(mine, Tensor):
             yield mine.untyped_storage()

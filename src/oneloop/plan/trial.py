@@ -88,7 +88,7 @@ class Trial:
                 self.model = self._prepared()
             self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             self.optimizer = job.make_optimizer(self.model)
-            self._emas = [EMA(self.model, optimizer=self.optimizer, **ema) for ema in job.emas]
+            self.emas = [EMA(self.model, optimizer=self.optimizer, **ema) for ema in job.emas]
             with torch.no_grad():
                 names = metric_names(job.task.loss(self.model, self._inputs[0][0])[1])
             reshard(self.model)
@@ -108,7 +108,8 @@ class Trial:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        with self._mode or nullcontext(), _RealValues() if self._mode else nullcontext(), self.ledger:
+        real = cast(Any, _RealValues)()
+        with self._mode or nullcontext(), real if self._mode else nullcontext(), self.ledger:
             yield
 
     def _prepared(self) -> nn.Module:
@@ -124,9 +125,8 @@ class Trial:
             return model
         self._see(_empty(job.model, self._mode))
         vars(job.model)["to"] = lambda *_, **__: job.model  # accelerate moves it to the device: torch cannot
-        skipped = {
-            name: lambda *_, **__: None for name in ("_verify_param_shape_across_processes", "_sync_module_states")
-        }
+        names = ("_verify_param_shape_across_processes", "_sync_module_states")
+        skipped: Any = dict.fromkeys(names, lambda *_, **__: None)
         with patch.multiple(ddp, **skipped):
             model = prepare(job.model)
         del vars(job.model)["to"]
@@ -193,7 +193,7 @@ class Trial:
                 sums = accumulate(job, self.run, self._gradients, group, self._meter, position=0, measured=True)
             with self.ledger.stage("update"):
                 if (step := guard.resolve()) is not None:
-                    accept(step, self._meter, self._emas, job.layout.size)
+                    accept(step, self._meter, self.emas, job.layout.size)
                 self._meter.before_update()
                 how = {"lr": job.recipe.optimizer.lr, "clip": job.recipe.optimizer.clip, "weight": group.total}
                 update(self._gradients, guard, sums, **how)
@@ -229,7 +229,8 @@ class Trial:
         def pass_over() -> None:
             self._laps = []
             with self._working(), self.ledger.stage("evaluation"), loading, measuring:
-                for held in (nullcontext, *(ema.swapped for ema in self._emas)):
+                holding: list[Any] = [nullcontext, *(ema.swapped for ema in self.emas)]
+                for held in holding:
                     interrupted = iter([False, False, True])
                     how: dict[str, Any] = {"accelerator": run.accelerator, "micro": micro, "dtype": job.dtype}
                     how |= {"seed": recipe.seed, "exact": job.exact, "interrupted": lambda: next(interrupted)}  # noqa: B023
@@ -248,7 +249,7 @@ class Trial:
         parameters = [*model.parameters(), *(one.sharded_param for one in sharded)]
         gradients = [parameter.grad for parameter in (*parameters, *whole)]
         gradients += [one.unsharded_accumulated_grad for one in sharded]
-        emas = [tensor for ema in self._emas for tensor in ema.tensors().values()]
+        emas = [tensor for ema in self.emas for tensor in ema.tensors().values()]
         owners: dict[str, Sequence[Any]] = {"gathered parameters": gathered, "parameters": parameters}
         owners |= {"EMA": emas, "optimizer": tree_leaves([*self.optimizer.state.values()]), "gradients": gradients}
         return owners | {"buffers": [*model.buffers()], "inputs": tree_leaves([batch for batch, _ in self._inputs])}
@@ -256,6 +257,11 @@ class Trial:
     def owned(self) -> dict[str, int]:
         """Return the bytes of each kind between two steps."""
         return self.ledger.classify(self._owners())
+
+    @property
+    def input_size(self) -> int:
+        """Bytes of one micro-batch."""
+        return sum(value.nbytes for value in tree_leaves(self._inputs[0][0]) if isinstance(value, Tensor))
 
 
 class _RealValues(TorchDispatchMode):
@@ -281,8 +287,8 @@ def _module_names(model: nn.Module) -> Iterator[list[str]]:
 
     def leave(name: str, *given: Any) -> None:
         for tensor in tree_leaves(given[-1]):
-            node = tensor.grad_fn if isinstance(tensor, Tensor) else None
-            if node is not None and not node.metadata.setdefault("oneloop", False):  # else an inner module returned it
+            node: Any = tensor.grad_fn if isinstance(tensor, Tensor) else None
+            if node is not None and "oneloop" not in node.metadata:  # else an inner module returned it
                 node.metadata["oneloop"] = True
                 node.register_prehook(lambda _: entered.append(name))
         entered.append(name.rpartition(".")[0])

@@ -128,12 +128,17 @@ def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> 
 
     if 0 < shape.padded_vocab < entries:
         raise ValueError(f"task.padded_vocab {shape.padded_vocab} is smaller than the vocabulary of {entries:,} tokens")
-    common = {"vocab_size": shape.padded_vocab or entries, "use_cache": False}
+    common: dict[str, Any] = {"vocab_size": shape.padded_vocab or entries, "use_cache": False}
     common |= {"bos_token_id": begin, "eos_token_id": end}
     common |= {} if shape.tied is None else {"tie_word_embeddings": shape.tied}
     if shape.architecture == "gpt2":
         dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), shape.dropout)
-        sizes = {"n_embd": shape.width, "n_layer": shape.layers, "n_head": shape.heads, "n_positions": shape.length}
+        sizes: dict[str, Any] = {
+            "n_embd": shape.width,
+            "n_layer": shape.layers,
+            "n_head": shape.heads,
+            "n_positions": shape.length,
+        }
         sizes |= {"n_inner": shape.mlp}
         model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**common, **sizes, **dropout))
     else:

@@ -1,0 +1,220 @@
+"""One plan: build a recipe's run for rank 0 of N processes that do not exist, and measure its step on fake tensors."""
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.overrides import TorchFunctionMode
+
+from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.tensors import Planned
+from oneloop.checkpoint.resume import RunState
+from oneloop.job.build import Job, build_job
+from oneloop.launch.agreement import where
+from oneloop.launch.command import accelerate_variables
+from oneloop.launch.nodes import Nodes
+from oneloop.launch.processes import Run, start
+from oneloop.plan.trial import Measured, PlannedRun, Trial
+from oneloop.recipe.parse import read
+from oneloop.recipe.schema import Recipe
+
+_READS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+GIB = 2.0**30
+ALLOWANCES = {"CUDA context": 0.5 * GIB, "cuBLAS workspace": 0.03 * GIB}
+NCCL = 0.4 * GIB  # buffers of several processes
+"""rules of thumb, for what no tensor holds"""
+_LABELS = {"forward": "activations", "backward": "temporaries (backward)", "update": "temporaries (update)"}
+_LABELS |= {"recompute": "recomputed activations", "evaluation": "activations", "setup": "metrics and checks"}
+_MATH = "pow exp expm1 log log2 log10 log1p rsqrt reciprocal sum prod cumsum cumprod softmax log_softmax softplus"
+_LAYERS = "layer_norm group_norm norm nll_loss cross_entropy mse_loss l1_loss smooth_l1_loss kl_div cosine_similarity"
+_NO_TENSORS = ("cudnn_benchmark", "deterministic", "compile_mode", "matmul", "pinned", "patience", "check_every")
+_NO_TENSORS += ("gc_every", "quant_storage")
+"""keys of machine.* that change no tensor which is counted"""
+_WIDE = {*_MATH.split(), *_LAYERS.split()}
+"""functions that CUDA's autocast computes in float32"""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to plan."""
+
+    training: tuple[str, ...]  # recipe and keys
+    config_file: str
+    processes: int
+    nodes: int = 1
+    mixed_precision: str | None = None
+
+    def options(self) -> list[str]:
+        """Return the options of accelerate's launcher."""
+        precision = [] if self.mixed_precision is None else ["--mixed_precision", self.mixed_precision]
+        return ["--config_file", self.config_file, *precision]
+
+    def words(self) -> list[str]:
+        """Return the words of ``oneloop plan``."""
+        return [*self.training, *self.options(), "--processes", str(self.processes), "--nodes", str(self.nodes)]
+
+
+def planned(several: Sequence[Asked]) -> list[dict[str, Any]]:
+    """Plan each in a process of its own, two at once. Raise BadInput if the first cannot be planned."""
+    with get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+        found = pool.map(_planned, several, chunksize=1)
+    if found and "error" in found[0]:
+        raise BadInput(found[0]["error"])
+    return found
+
+
+def _planned(asked: Asked) -> dict[str, Any]:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    try:
+        return _plan(asked)
+    except (BadInput, ValueError, ImportError) as error:
+        return {"error": f"{error}{where(error) if not isinstance(error, BadInput) else ''}"}
+    except _READS as error:
+        reads = "reads a value of a tensor, or makes a tensor whose size depends on one"
+        why = f"the code at{where(error) or ' an unknown line'} {reads} ({error}), so the step cannot be planned"
+        return {"error": f"{why}; torch.where and masks need no values"}
+
+
+def _plan(asked: Asked) -> dict[str, Any]:
+    ranks = asked.processes
+    nodes = Nodes(asked.nodes, asked.nodes, "127.0.0.1", processes=ranks // asked.nodes)
+    variables, training, _ = accelerate_variables([*asked.options(), *asked.training], nodes)
+    recipe, missing = _plannable(read(training), training)
+    if variables.get("ACCELERATE_MIXED_PRECISION") in ("fp16", "fp8"):
+        missing.append(f"mixed_precision {variables['ACCELERATE_MIXED_PRECISION']}: planned as bf16")
+        variables["ACCELERATE_MIXED_PRECISION"] = "bf16"
+    places = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks // asked.nodes}
+    os.environ |= variables | ({name: str(value) for name, value in places.items()} if ranks > 1 else {})
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    if ranks > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    machine = recipe.machine
+    how: dict[str, Any] = {"sync_each_batch": machine.sync_each_batch, "exact": recipe.batch.grain is not None}
+    how |= {"find_unused_parameters": machine.find_unused_parameters}
+    run = start(**how, run_type=PlannedRun)
+    Planned.for_gpu = True
+    micro = max(1, recipe.batch.size // ranks)  # for auto and fastest
+    job = build_job(recipe, ranks=ranks, sharded=run.sharded, device="cuda", on_meta=True, micro=micro)
+    if any(type(module).__name__ == "Linear4bit" for module in job.model.modules()):
+        raise BadInput("4-bit weights cannot be planned; give the unquantized model, which is an upper bound")
+    with _CudaAutocast():
+        trial = Trial(job, run, FakeTensorMode(allow_non_fake_inputs=True))
+        step, evaluation = trial.step(), None
+        try:
+            evaluation = trial.evaluation()
+        except _READS:
+            missing.append("evaluation: the loss or the metrics read values")
+    return _described(asked, job, run, trial, step, evaluation) | {"not_counted": missing}
+
+
+def _plannable(recipe: Recipe, words: Sequence[str]) -> tuple[Recipe, list[str]]:
+    """Return the recipe without what cannot be planned, and lines about what is not counted."""
+    machine, bound = recipe.machine, "which is an upper bound"
+    lora = recipe.task.options.get("lora")
+    if quantize := lora.get("quantize") if isinstance(lora, Mapping) else None:
+        recipe = read([*words, "--task.lora.quantize", "null"])
+    changes: dict[str, Any] = {"compile": (machine.compile, "none"), "offload": (machine.offload, False)}
+    changes |= {"recompute": (machine.recompute, "none")} if machine.recompute.startswith("budget") else {}
+    changed = {key: (given, instead) for key, (given, instead) in changes.items() if given != instead}
+    notes = [f"machine.{key} {given}: planned as {instead}, {bound}" for key, (given, instead) in changed.items()]
+    notes += [f"task.lora.quantize {quantize}: planned in the dtype of the model, {bound}"] * bool(quantize)
+    if isinstance(recipe.batch.micro, str):
+        notes.append(f"batch.micro {recipe.batch.micro}: planned with one micro-batch per step, {bound}")
+    notes.append(f"the allocator's rounding and reserve, and workspaces; machine.{', '.join(_NO_TENSORS)}")
+    return replace(recipe, machine=replace(machine, **{key: instead for key, (_, instead) in changed.items()})), notes
+
+
+def _described(
+    asked: Asked, job: Job, run: Run, trial: Trial, step: Measured, evaluation: Measured | None
+) -> dict[str, Any]:
+    """Return the plan as plain data: see docs/how-to/plan.md."""
+    recipe, layout, ranks = job.recipe, job.layout, run.ranks
+    owned = trial.owned()
+    away = owned.get("EMA", 0) if recipe.ema.device == "cpu" else 0
+    peaks = [(one, one.peak - away) for one in (step, evaluation) if one is not None]
+    allowances = ALLOWANCES | ({"NCCL": NCCL} if ranks > 1 else {})
+    calls = [{**call._asdict(), "calls": number, "wire": call.wire * number} for call, number in step.collectives]
+    once, each = RunState(trial.model, trial.optimizer, emas=trial.emas, parts={}, own=[]).size(
+        job.optimizer_share, getattr(job.task, "origin", None)
+    )
+    every = job.intervals.every["save"] or job.steps
+    kept = min(recipe.save.keep + recipe.save.best + 1, 1 + job.steps // max(1, every))
+    local = ranks // asked.nodes
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in trial.model.parameters())
+    workers = recipe.machine.workers if isinstance(recipe.machine.workers, int) else 8  # auto: at most 8 on a GPU
+    host = {
+        "building the model": weights * (1 if recipe.machine.in_turn else local),
+        "copy for the checkpoint writer": each // ranks * local if run.sharded else each,
+        "batches of the workers": trial.input_size * (2 * workers + 2) * local,
+        "EMA": 2 * away * local,
+    }
+    return {
+        "processes": ranks,
+        "nodes": asked.nodes,
+        "micro": layout.each,
+        "accumulate": layout.accumulate,
+        "sharded": run.sharded,
+        "exact": job.exact,
+        "blocks": job.built.blocks,
+        "recompute": recipe.machine.recompute,
+        "sync_each_batch": recipe.machine.sync_each_batch,
+        "fused_loss": getattr(job.task, "fused_loss", None),
+        "parameters": sum(parameter.numel() for parameter in trial.model.parameters()),
+        "memory": {
+            "total": max(peak for _, peak in peaks) + sum(allowances.values()),
+            "allowances": allowances,
+            "kept": _labelled(owned, away),
+            **{name: _peak(one, away) for name, one in (("step", step), ("evaluation", evaluation)) if one},
+        },
+        "host": host,
+        "collectives": calls,
+        "wire": sum(call["wire"] for call in calls),
+        "flops": step.operations | {"total": sum(step.operations.values())},
+        "run": {"steps": job.steps, "samples": job.steps * layout.size, "tokens": _tokens(job)},
+        "disk": {"checkpoint": each, "once": once, "total": kept * each + once},
+    }
+
+
+def _tokens(job: Job) -> float | None:
+    weight = job.collate.sample_weight
+    return job.steps * job.layout.size * weight if weight is not None and job.unit == "tokens" else None
+
+
+def _peak(one: Measured, away: int) -> dict[str, Any]:
+    kinds = _labelled(one.kinds, away)
+    return {"peak": one.peak - away, "kinds": kinds, "stage": one.stage, "module": one.module, "operator": one.operator}
+
+
+def _labelled(kinds: dict[str, int], away: int) -> dict[str, int]:
+    sizes = Counter[str]()
+    for kind, size in kinds.items():
+        sizes[_LABELS.get(kind, kind)] += size - (away if kind == "EMA" else 0)
+    return {kind: size for kind, size in sizes.most_common() if size}
+
+
+class _CudaAutocast(TorchFunctionMode):
+    """Autocast on a CPU keeps half precision where CUDA's computes in float32; follow CUDA's rule."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _WIDE and torch.is_autocast_enabled("cpu"):
+            args = tuple(value.float() if _half(value) else value for value in args)
+        return func(*args, **(kwargs or {}))
+
+
+def _half(value: Any) -> bool:
+    return torch.is_tensor(value) and value.dtype in (torch.bfloat16, torch.float16)
