@@ -1,10 +1,12 @@
 """One plan: build a recipe's run for rank 0 of N processes that do not exist, and measure its step on fake tensors."""
 
 import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from multiprocessing import get_context
 from typing import Any
 
@@ -70,6 +72,8 @@ def planned(several: Sequence[Asked]) -> list[dict[str, Any]]:
     """Plan each in a process of its own, two at once. Raise BadInput if the first cannot be planned."""
     with get_context("fork").Pool(2, maxtasksperchild=1) as pool:
         found = pool.map(_planned, several, chunksize=1)
+    for module in {module for one in found for module in one.pop("modules", ())}:
+        import_module(module)  # so that the next processes need not
     if found and "error" in found[0]:
         raise BadInput(found[0]["error"])
     return found
@@ -119,7 +123,8 @@ def _plan(asked: Asked) -> dict[str, Any]:
             evaluation = trial.evaluation()
         except _READS:
             missing.append("evaluation: the loss or the metrics read values")
-    return _described(asked, job, run, trial, step, evaluation) | {"not_counted": missing}
+    modules = [name for name in sys.modules if name.startswith("transformers.models.")]
+    return _described(asked, job, run, trial, step, evaluation) | {"not_counted": missing, "modules": modules}
 
 
 def _plannable(recipe: Recipe, words: Sequence[str]) -> tuple[Recipe, list[str]]:

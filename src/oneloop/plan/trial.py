@@ -86,6 +86,7 @@ class Trial:
         with self._working():
             with self.ledger.stage("gradients"):  # DDP's buckets
                 self.model = self._prepared()
+            self._see([local(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())])
             self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             self.optimizer = job.make_optimizer(self.model)
             self.emas = [EMA(self.model, optimizer=self.optimizer, **ema) for ema in job.emas]
@@ -121,9 +122,9 @@ class Trial:
         if run.sharded:
             with _disable_current_modes():
                 model = prepare(job.model)
-            self._see(_empty(model, self._mode))
+            _empty(model, self._mode)
             return model
-        self._see(_empty(job.model, self._mode))
+        _empty(job.model, self._mode)
         vars(job.model)["to"] = lambda *_, **__: job.model  # accelerate moves it to the device: torch cannot
         names = ("_verify_param_shape_across_processes", "_sync_module_states")
         skipped: Any = dict.fromkeys(names, lambda *_, **__: None)
@@ -304,8 +305,8 @@ def _module_names(model: nn.Module) -> Iterator[list[str]]:
             handle.remove()
 
 
-def _empty(model: nn.Module, mode: FakeTensorMode) -> list[Tensor]:
-    """Replace parameters and buffers by fake ones of the same sizes, and return them; shared ones stay shared."""
+def _empty(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace parameters and buffers by fake ones of the same sizes; shared ones stay shared."""
     made: dict[int, Any] = {}
 
     def fake(tensor: Tensor) -> Any:
@@ -320,4 +321,3 @@ def _empty(model: nn.Module, mode: FakeTensorMode) -> list[Tensor]:
             for name, tensor in held.items():
                 if tensor is not None:
                     held[name] = fake(tensor)
-    return [local(tensor) for tensor in made.values()]

@@ -1,0 +1,89 @@
+"""One step of a recipe under the ledger: on real tensors in the processes of a world, or planned by one process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+
+def one_step(words: list[str], planned_ranks: int = 0) -> dict[str, Any]:
+    """Return what a step of this recipe takes. ``planned_ranks``: plan it for so many processes, with the CPU's rules
+    (0: on real tensors)."""
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from oneloop.job.build import build_job
+    from oneloop.launch.processes import Run, start
+    from oneloop.plan.trial import PlannedRun, Trial
+    from oneloop.recipe.parse import read
+
+    if planned_ranks > 1:
+        places = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": planned_ranks, "LOCAL_WORLD_SIZE": planned_ranks}
+        os.environ |= {name: str(value) for name, value in places.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        dist.init_process_group("fake", rank=0, world_size=planned_ranks, store=FakeStore())
+    recipe = read(words)
+    how = {"sync_each_batch": recipe.machine.sync_each_batch, "exact": recipe.batch.grain is not None}
+    run = start(**how, run_type=PlannedRun if planned_ranks else Run)
+    job = build_job(recipe, ranks=run.ranks, sharded=run.sharded, on_meta=bool(planned_ranks))
+    trial = Trial(job, run, FakeTensorMode(allow_non_fake_inputs=True) if planned_ranks else None)
+    step, evaluation = trial.step(), trial.evaluation()
+    trial.ledger.operators = []
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
+        trial._run_step()
+    operators, trial.ledger.operators = trial.ledger.operators, None
+    called = [(event.name, event.input_shapes) for event in trace.events() if event.name.startswith("gloo:")]
+    return {
+        "peak": step.peak,
+        "kinds": step.kinds,
+        "collectives": [(call.name, call.size, call.ranks, number) for call, number in step.collectives],
+        "operations": step.operations,
+        "evaluation": evaluation and evaluation.peak,
+        "operators": operators,
+        "kept": trial.owned(),
+        "called": called,
+        "parameters": [tuple(parameter.shape) for parameter in trial.model.parameters()],
+        "threads": torch.get_num_threads(),
+    }
+
+
+class Block(nn.Module):
+    """A block that repeats, as :func:`oneloop.machine.blocks.blocks` finds it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + self.down(torch.tanh(self.up(values)))
+
+
+class Blocks:
+    """Regression by repeated blocks on 64 samples: a task that is planned in half a second."""
+
+    def __init__(self, width: int = 64, layers: int = 2) -> None:
+        self.width, self.layers = width, layers
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(Block(self.width) for _ in range(self.layers)), nn.Linear(self.width, 1))
+
+    def train_set(self) -> Any:
+        return [torch.full((self.width,), index / 64) for index in range(64)]
+
+    def eval_sets(self) -> dict[str, Any]:
+        return {"validation": self.train_set()[:16]}
+
+    def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
+        return {"x": torch.stack(samples)}
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return torch.tensor(float(len(batch["x"])))
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        each = (model(batch["x"])[:, 0] - batch["x"].mean(1)).square()
+        return each.sum(), {"loss": each.detach()}

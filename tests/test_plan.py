@@ -1,0 +1,331 @@
+"""oneloop plan: the planned step is the real one, its numbers are those of formulas, and its changes make a run fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shlex
+from collections import Counter
+
+import pytest
+import torch
+
+from adapters import a_base
+from oneloop.cli import main
+from oneloop.launch.command import config_files
+from oneloop.plan.plan import GPUS, grid
+from oneloop.plan.planned import Asked, planned
+from oneloop.recipe.parse import read
+from oneloop.recipe.run_keys import MachineConfig
+from oneloop.tasks.language.models import Shape, from_scratch
+from planning import one_step
+from worlds import HERE, run
+
+LAYOUTS = {"single": 1, "ddp": 2, "fsdp2": 2}
+GPT = [
+    "gpt",
+    "--task.width",
+    "32",
+    "--task.heads",
+    "2",
+    "--task.block",
+    "32",
+    "--batch.size",
+    "8",
+    "--batch.micro",
+    "2",
+]
+LLAMA = [*GPT, "--task.architecture", "llama", "--task.layers", "4", "--ema.half_life", "5ep"]
+SFT = ["sft", "--task.length", "96", "--batch.size", "8", "--batch.micro", "2"]
+BLOCKS = (f"{HERE / 'planning.py'}:Blocks", "--batch.size", "32")
+GIB = 2.0**30
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory) -> dict[str, list[str]]:
+    base = a_base(tmp_path_factory.mktemp("base"))
+    lora = [*SFT, "--task.pack", "padded", "--task.model", str(base), "--task.lora.rank", "4"]
+    packed = [*SFT, "--task.pack", "packed"]
+    return {"digits": ["digits"], "gpt": GPT, "llama": LLAMA, "lora": lora, "packed": packed}
+
+
+def both(words: list[str], config: str, *options: str) -> tuple[dict, dict]:
+    """Return what a step takes: as planned, and as measured on real tensors."""
+    ranks = LAYOUTS[config]
+    real = run(one_step, words, ranks=ranks, config=config, options=options).ok()[0]
+    return run(one_step, words, ranks, config=config, options=options).ok()[0], real
+
+
+def recomputing(recipe: str, mode: str) -> list[str]:
+    return [] if mode == "none" else ["--machine.recompute", mode]
+
+
+GRID = [
+    (recipe, config, mode)
+    for recipe in ("digits", "gpt", "llama", "lora", "packed")
+    for config in LAYOUTS
+    for mode in ("none", "full", "selective", "every:2")
+    if recipe != "digits" or mode == "none"  # its convolutions have no repeated blocks
+]
+QUICK = [("digits", "single", "none"), ("gpt", "ddp", "selective"), ("llama", "fsdp2", "full")]
+QUICK += [("lora", "single", "full"), ("packed", "ddp", "none"), ("gpt", "fsdp2", "none")]
+
+
+def traced(real: dict) -> Counter[tuple[str, int]]:
+    """Return the calls in the trace of a real step, by name and bytes."""
+    sizes = [(name, 4 * math.prod(shapes[0])) for name, shapes in real["called"]]
+    return Counter((name, 2 * size if name.endswith("gather") else size) for name, size in sizes)
+
+
+GOLDEN = {
+    "ddp": {("gloo:all_reduce", 240_512): 1},
+    "fsdp2": {
+        ("gloo:all_gather", 4_096): 2,
+        ("gloo:all_gather", 33_280): 2,
+        ("gloo:all_gather", 50_816): 16,
+        ("gloo:all_reduce", 4): 1,
+        ("gloo:all_reduce", 4_096): 1,
+        ("gloo:all_reduce", 33_280): 1,
+        ("gloo:all_reduce", 50_816): 4,
+    },
+}
+"""of two real ranks that train gpt, from the profiler's trace, which is independent of the ledger; bytes of the whole
+tensor. gloo reduces by all-reduces only"""
+
+
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, marks=[] if cell in QUICK else pytest.mark.slow, id="-".join(cell)) for cell in GRID]
+)
+def test_a_planned_step_is_the_real_one(recipes, cell):
+    recipe, config, mode = cell
+    plan, real = both([*recipes[recipe], *recomputing(recipe, mode)], config)
+    copies = [  # gloo copies the result of a reduce-scatter
+        number
+        for number, operator in enumerate(real["operators"])
+        if operator == "aten.copy_.default" and real["operators"][number - 1] == "c10d._reduce_scatter_base_.default"
+    ]
+    assert plan["operators"] == [op for number, op in enumerate(real["operators"]) if number not in copies]
+    assert plan["collectives"] == real["collectives"] and plan["operations"] == real["operations"]
+    for name in ("peak", "evaluation"):
+        assert plan[name] == pytest.approx(real[name], rel=0.05)
+    assert plan["kept"]["parameters"] == real["kept"]["parameters"]
+    if recipe == "gpt" and config in GOLDEN:
+        assert traced(real) == GOLDEN[config]
+        names = {"all-gather": "gloo:all_gather", "reduce-scatter": "gloo:all_reduce", "all-reduce": "gloo:all_reduce"}
+        assert {(names[name], size): number for name, size, _, number in plan["collectives"]} == GOLDEN[config]
+    if mode in ("full", "every:2"):
+        assert plan["operations"]["recompute"] > 0
+    else:
+        assert "recompute" not in plan["operations"]
+
+
+def test_one_more_layer_adds_what_the_formulas_say():
+    width, block, micro = 32, 32, 2
+    three, four = planned([Asked((*LLAMA, "--task.layers", str(layers)), "single", 1) for layers in (3, 4)])
+    mlp = 96  # 8/3 x width, rounded up to a multiple of 32
+    parameters = 4 * width**2 + 3 * width * mlp + 2 * width
+    assert four["parameters"] - three["parameters"] == parameters
+    kept = {kind: four["memory"]["kept"][kind] - three["memory"]["kept"][kind] for kind in ("parameters", "EMA")}
+    assert kept == {"parameters": 4 * parameters, "EMA": 4 * parameters}
+    counters = 9 * 4  # AdamW's step of each tensor
+    assert four["memory"]["kept"]["optimizer"] - three["memory"]["kept"]["optimizer"] == 8 * parameters + counters
+    tokens, matrices = 4 * micro * block, parameters - 2 * width
+    attention = 4 * micro * 4 * block**2 * width  # queries x keys and weights x values, not halved for causality
+    forward = {name: four["flops"][name] - three["flops"][name] for name in ("forward", "backward")}
+    assert forward["forward"] == 2 * matrices * tokens + attention
+    assert forward["backward"] == 4 * matrices * tokens + 2.5 * attention  # with the recomputed attention matrix
+    assert four["disk"]["checkpoint"] - three["disk"]["checkpoint"] == pytest.approx(16 * parameters, rel=0.01)
+
+
+def sent(plan: dict, name: str) -> int:
+    """Return the bytes of all calls of a collective."""
+    return sum(
+        call["size"] * call["calls"] for call in plan["collectives"] if call["name"] == name and call["size"] > 8
+    )
+
+
+def test_bytes_of_each_layout(tmp_path):
+    """The closed forms: FSDP2 with and without resharding, with a reduce-scatter per micro-batch, HSDP and DDP."""
+    whole = tmp_path / "whole.yaml"
+    text = config_files()["fsdp2"].read_text()
+    whole.write_text(text.replace("fsdp_reshard_after_forward: true", "fsdp_reshard_after_forward: false"))
+    words, times = (*BLOCKS, "--batch.micro", "4", "--ema.half_life", "5ep"), 4  # micro-batches on two processes
+    each = ("--machine.sync_each_batch", "true")
+    asked = [Asked(words, "fsdp2", 2), Asked(words, str(whole), 2), Asked((*words, *each), "fsdp2", 2)]
+    asked += [Asked((*words, "--batch.size", "64"), "hsdp", 4), Asked(words, "ddp", 2)]
+    sharded, kept, synced, hybrid, replicated = planned(asked)
+    replica = 4 * sharded["parameters"]
+    number = replica + 4 * (64 + 1)  # FSDP2 pads the one row of the last layer to two
+    root = 4 * 2 * (64 + 1)  # that layer, which stays gathered
+    assert sent(sharded, "all-gather") == times * (2 * (number - root) + root)
+    assert sent(kept, "all-gather") == times * number
+    assert sent(sharded, "reduce-scatter") == sent(kept, "reduce-scatter") == number
+    assert sent(synced, "reduce-scatter") == times * number
+    assert sent(hybrid, "all-gather") == sent(sharded, "all-gather") and sent(hybrid, "reduce-scatter") == number
+    assert sent(hybrid, "all-reduce") == number / 2
+    assert sent(replicated, "all-reduce") == replica and not sent(replicated, "all-gather")
+    for plan, share in ((sharded, 2), (hybrid, 2), (replicated, 1)):
+        held, size = plan["memory"]["kept"], replica if plan is replicated else number / share
+        assert held["parameters"] == held["EMA"] == size
+        assert held["optimizer"] == pytest.approx(2 * size, rel=0.01)
+
+
+def test_the_first_change_fits_and_no_cheaper_one_does(capsys):
+    words = [*BLOCKS, "--task.width", "512", "--batch.size", "64", "--batch.micro", "64", "--ema.half_life", "5ep"]
+    asked = Asked(tuple(words), "single", 1)
+    plan = planned([asked])[0]
+    needs = {change.words: change for change in grid(asked, plan, GPUS["h100"])}
+    totals = {
+        words: again["memory"]["total"]
+        for words, again in zip(needs, planned([change.asked for change in needs.values()]), strict=True)
+    }
+    room = sorted(totals.values())[len(totals) // 3] / GIB  # a third of the grid fits
+    assert plan["memory"]["total"] > room * GIB
+    assert main(["plan", *words, "--gpu", repr(room), "--json"]) == 1
+    change = json.loads(capsys.readouterr().out)["change"]
+    first = next(words for words in needs if totals[words] <= room * GIB)  # in the order of the predicted cost
+    assert tuple(change["words"]) == first and change["total"] == totals[first]
+    assert all(change.least <= totals[words] for words, change in needs.items())  # nothing that fits was passed over
+    assert main([*shlex.split(change["command"])[1:]]) == 0
+    assert capsys.readouterr().out.startswith("fits: ")
+
+
+def test_it_says_what_fits(capsys):
+    assert main(["plan", *BLOCKS]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("fits on b200, ") and lines[1].startswith("limited by ") and "no change" in lines[2]
+    assert main(["plan", *BLOCKS, "--gpu", "0.1", "--no_changes"]) == 1
+    assert capsys.readouterr().out.startswith("does not fit: ")
+
+
+WRONG = [
+    ([], "takes a recipe first"),
+    (["--processes", "2"], "takes a recipe first"),
+    (["gpt", "--gpu", "h1000"], "--gpu h1000 is unknown"),
+    (["gpt", "--gpu", "-3"], "--gpu -3 is unknown"),
+    (["gpt", "--processes", "0"], "must be a positive integer"),
+    (["gpt", "--processes", "6", "--nodes", "4"], "cannot be divided among 4 nodes"),
+    (["gpt", "--mixed_precision", "int8"], "int8 does not exist"),
+    (["gpt", "--config_file", "fsdp3"], "fsdp3"),
+    (["gpt", "--config_file", "fsdp2", "--processes", "1"], "FSDP2 needs two processes"),
+    (["gpt", "--config_file", "single", "--processes", "2"], "is for one process"),
+    (["gpt", "--processes", "7"], "cannot be split over 7 ranks"),
+    (["gpt", "--task.widht", "32"], "widht"),
+    (["no-such-recipe"], "no-such-recipe"),
+    (["gpt", "--config_file", "hsdp", "--processes", "16"], "16"),
+]
+
+
+@pytest.mark.parametrize(("words", "text"), WRONG)
+def test_wrong_input_is_rejected(words, text, capsys):
+    assert main(["plan", *words]) == 2
+    output = capsys.readouterr()
+    assert text in output.err and not output.out and len(output.err.splitlines()) == 1
+
+
+READS = """
+import torch
+from torch import nn
+class Task:
+    def model(self):
+        return nn.Linear(4, 2)
+    def train_set(self):
+        return [torch.ones(4)] * 8
+    def eval_sets(self):
+        return {}
+    def collate(self, samples):
+        return {"x": torch.stack(samples)}
+    def weight(self, batch):
+        return torch.tensor(float(len(batch["x"])))
+    def loss(self, model, batch):
+        found = model(batch["x"])
+        return (found.sum() if found.max() > 0 else -found.sum()), {}
+"""
+
+
+def test_a_task_that_reads_a_value_is_rejected(tmp_path, capsys):
+    (tmp_path / "reads.py").write_text(READS)
+    assert main(["plan", f"{tmp_path / 'reads.py'}:Task", "--batch.size", "4"]) == 2
+    assert "reads.py:17" in capsys.readouterr().err
+
+
+COUNTED = {
+    "workers": "3",
+    "dtype": "float64",
+    "sync_each_batch": "true",
+    "recompute": "full",
+    "in_turn": "true",
+    "blocks": "Block",
+}
+"""keys of machine.* that change a number of the plan, with a value that does"""
+BOUNDS = {"compile": "regional", "offload": "true", "recompute": "budget:0.5"}
+"""those that are replaced, with a line about it"""
+ONE_LAYOUT = {"base_dtype", "channels_last", "find_unused_parameters"}
+"""those of frozen weights, convolutions and routers, which the model of this test does not have"""
+
+
+def test_every_machine_key_is_planned_or_listed():
+    words = (*BLOCKS, "--batch.micro", "8")
+    plain, *plans = planned(
+        [Asked((*words, *more), "fsdp2", 2) for more in [(), *((f"--machine.{k}", v) for k, v in COUNTED.items())]]
+    )
+    for key, plan in zip(COUNTED, plans, strict=True):
+        assert plan != plain, key
+    bounds = planned([Asked((*words, f"--machine.{key}", value), "fsdp2", 2) for key, value in BOUNDS.items()])
+    for key, plan in zip(BOUNDS, bounds, strict=True):
+        assert any(line.startswith(f"machine.{key} ") and "upper bound" in line for line in plan["not_counted"])
+    listed = set(" ".join(plain["not_counted"]).split("machine.")[1].replace(",", "").split())
+    names = {field.name for field in dataclasses.fields(MachineConfig)}
+    assert names == (listed & names) | COUNTED.keys() | BOUNDS.keys() | ONE_LAYOUT
+    assert not listed & (COUNTED.keys() | BOUNDS.keys() | ONE_LAYOUT)
+
+
+@pytest.mark.slow
+def test_keys_of_other_models(recipes):
+    """machine.base_dtype holds the frozen weights of LoRA in 16 bits; channels_last permutes strides, not sizes."""
+    asked = [Asked((*recipes["lora"], *more), "single", 1, mixed_precision="bf16") for more in ([], BASE)]
+    wide, narrow = (plan["memory"]["kept"]["parameters"] for plan in planned(asked))
+    assert narrow < 0.6 * wide
+    images = [Asked(("digits", "--machine.channels_last", value), "single", 1) for value in ("true", "false")]
+    one, other = (plan["memory"]["kept"] for plan in planned(images))
+    assert one == other
+
+
+BASE = ["--machine.base_dtype", "bfloat16"]
+
+
+def test_every_config_file_is_planned():
+    ranks = {name: {"single": 1, "hsdp": 4, "multi_node": 16}.get(name, 2) for name in config_files()}
+    asked = [Asked(BLOCKS, name, number, nodes=2 if number == 16 else 1) for name, number in ranks.items()]
+    for one, plan in zip(asked, planned(asked), strict=True):
+        assert plan["memory"]["step"]["peak"] > 0 and plan["processes"] == one.processes
+        assert plan["sharded"] is (one.config_file in ("fsdp2", "hsdp"))
+        assert bool(plan["collectives"]) is (one.processes > 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("gpt2", 124_439_808), ("llama-1b", 1_235_814_400), ("llama-7b", 6_738_415_616)]
+)
+def test_the_large_recipes_have_their_shapes(name, number):
+    options = read([name]).task.options
+    names = {field.name for field in dataclasses.fields(Shape)}
+    known = {key: value for key, value in options.items() if key in names}
+    with torch.device("meta"):
+        model = from_scratch(Shape(**known, length=options["block"]), entries=16_384, begin=None, end=0)
+    assert sum(parameter.numel() for parameter in model.parameters()) == number
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [8, 64, 1024])
+def test_a_llama_of_seven_billion_parameters(processes):
+    words = ("llama-7b", "--ema.half_life", "10%", "--batch.size", "1024")
+    plan = planned([Asked(words, "fsdp2", processes, nodes=max(1, processes // 8), mixed_precision="bf16")])[0]
+    number, root = 6_738_415_616, 32_000 * 4_096 + 4_096
+    assert plan["parameters"] == number
+    held, padding = plan["memory"]["kept"], 0.02 if processes == 1024 else 1e-6
+    assert held["parameters"] == held["EMA"] == pytest.approx(4 * number / processes, rel=padding)
+    assert held["optimizer"] == pytest.approx(8 * number / processes, rel=padding + 1e-6)
+    times = plan["accumulate"]
+    assert sent(plan, "all-gather") == pytest.approx(times * (4 * (number - root) + 2 * root), rel=padding)
+    assert sent(plan, "reduce-scatter") == pytest.approx(4 * number, rel=padding)
