@@ -206,7 +206,7 @@ WRONG = [
     (["gpt", "--gpu", "-3"], "--gpu -3 is unknown"),
     (["gpt", "--processes", "0"], "must be a positive integer"),
     (["gpt", "--processes", "6", "--nodes", "4"], "cannot be divided among 4 nodes"),
-    (["gpt", "--mixed_precision", "int8"], "int8 does not exist"),
+    (["gpt", "--mixed_precision", "int8"], "int8"),
     (["gpt", "--config_file", "fsdp3"], "fsdp3"),
     (["gpt", "--config_file", "fsdp2", "--processes", "1"], "FSDP2 needs two processes"),
     (["gpt", "--config_file", "single", "--processes", "2"], "is for one process"),

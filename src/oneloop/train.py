@@ -33,8 +33,8 @@ from oneloop.run.upkeep import Upkeep
 def accumulate(
     job: Job, run: Run, gradients: Gradients, group: Group, meter: Meter, *, position: int, measured: bool
 ) -> Sums:
-    """Accumulate the gradients of the summed loss of one step, divided by the total weight of the global batch (all
-    ranks); return this rank's sums. ``position`` is that of the first sample; ``measured``: a log line follows."""
+    """Accumulate the gradients of a step's summed loss, divided by the total weight of the global batch (all ranks).
+    Return this rank's sums. ``position``: of the first sample; ``measured``: a log line follows."""
     accelerator, model, clock, sums = run.accelerator, gradients.model, meter.clock, gradients.sums()
     scale = gradients.factor / group.total  # the factor undoes accelerate's mean over the micro-batches
     with gradients.step(position, measured=measured):

@@ -85,6 +85,13 @@ class Job:
         return self.intervals.total
 
     @property
+    def checkpoints_kept(self) -> int:
+        """Largest number of checkpoints at once, without those of ``save.forever``."""
+        save = self.recipe.save
+        every = self.intervals.every["save"] or (self.steps if save.every.unit != "seconds" else 1)
+        return min(save.keep + save.best + 1, 1 + self.steps // max(1, every))
+
+    @property
     def unit(self) -> str:
         """Unit of the batch weight: samples or tokens."""
         return getattr(self.task, "unit", "samples")

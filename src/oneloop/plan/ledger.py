@@ -45,7 +45,7 @@ class Collective(NamedTuple):
 class _Block:
     alive: Any  # weak reference to the storage
     size: int
-    kind: str  # the stage that allocated it
+    kind: str  # the stage that allocated it, or what it was found to be
 
 
 class Ledger(TorchDispatchMode):
@@ -71,7 +71,6 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Name the part of the step that runs in this context."""
         before, self._stage = self._stage, name
         try:
             yield
@@ -177,19 +176,12 @@ class Ledger(TorchDispatchMode):
     def _communicated(self, func: Any, result: Any, args: Any, kwargs: Any) -> None:
         words = func._overloadpacket.__name__
         name = next((name for part, name in _NAMES.items() if part in words), words.strip("_"))
-        if "barrier" in words:
-            return
         group = CollectiveOp.get_process_group(func, args)
         size = CollectiveOp.get_comm_tensor_size(func, result, args, kwargs)
         self.collectives.append(Collective(name, size, group.size()))
-        if name in ("all-gather", "reduce-scatter"):
-            for storage in storages(tree_leaves(args)):
-                if (block := self._live.get(storage._cdata)) is not None and block.kind in (
-                    BACKWARD,
-                    RECOMPUTE,
-                    self._stage,
-                ):
-                    block.kind = COMMUNICATION
+        for storage in storages(tree_leaves(args)) if name in ("all-gather", "reduce-scatter") else ():
+            if (block := self._live.get(storage._cdata)) is not None:
+                block.kind = COMMUNICATION
 
 
 def storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:

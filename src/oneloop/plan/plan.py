@@ -18,6 +18,7 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps, printable
 from oneloop.launch.command import config_file
 from oneloop.measure.flops import PEAKS
+from oneloop.plan.planned import GIB, Asked, planned
 
 _HELP = """Report memory, transfers and FLOPs of a run on any number of GPUs, and the cheapest change that makes it fit.
 
@@ -28,29 +29,17 @@ Runs the real step of training on tensors without memory, on a CPU. The exit cod
 
 
 class Gpu(NamedTuple):
-    """A device."""
-
     memory: float  # GiB, as torch reports it
     name: str  # in PEAKS
     link: float  # GB/s to the next GPU, in one direction
 
 
-GPUS = {
-    "b200": Gpu(178.4, "B200", 900),
-    "h200": Gpu(139.8, "H200", 450),
-    "h100": Gpu(79.1, "H100", 450),
-    "a100-80": Gpu(79.1, "A100", 300),
-    "l40s": Gpu(44.4, "L40S", 32),
-    "a100-40": Gpu(39.4, "A100", 300),
-    "v100-32": Gpu(31.7, "V100", 150),
-    "4090": Gpu(23.5, "4090", 32),
-    "3090": Gpu(23.6, "3090", 32),
-    "a10g": Gpu(22.1, "A10G", 32),
-    "l4": Gpu(22.0, "L4", 32),
-    "t4": Gpu(14.6, "T4", 32),
-}
+GPUS = {"b200": Gpu(178.4, "B200", 900), "h200": Gpu(139.8, "H200", 450), "h100": Gpu(79.1, "H100", 450)}
+GPUS |= {"a100-80": Gpu(79.1, "A100", 300), "l40s": Gpu(44.4, "L40S", 32), "a100-40": Gpu(39.4, "A100", 300)}
+GPUS |= {"v100-32": Gpu(31.7, "V100", 150), "4090": Gpu(23.5, "4090", 32), "3090": Gpu(23.6, "3090", 32)}
+GPUS |= {"a10g": Gpu(22.1, "A10G", 32), "l4": Gpu(22.0, "L4", 32), "t4": Gpu(14.6, "T4", 32)}
 """memory as torch reports it, and the links of the data sheets (NVLink, or PCIe 4.0 x16)"""
-GIB, _SHARE, _HOST_LINK = 2.0**30, 0.5, 25e9  # share of the peak FLOP/s; bytes/s between device and host
+_SHARE, _HOST_LINK = 0.5, 25e9  # share of the peak FLOP/s; bytes/s between device and host
 _RECOMPUTE = {"selective": 0.05, "full": 1.0}  # additional share of the forward's FLOPs
 
 
@@ -60,16 +49,15 @@ def main(words: Sequence[str]) -> int:
     options.add_argument("--config_file", metavar="FILE", help="the layout (ddp, fsdp2, …); default: single or ddp")
     options.add_argument("--processes", type=positive(int), metavar="N", help="default: the number in the config file")
     options.add_argument("--nodes", type=positive(int), metavar="M", help="default: the number in the config file")
-    options.add_argument("--mixed_precision", metavar="P", help="no, bf16, fp16; default: that of the config file")
+    precisions: Any = {"choices": ("no", "bf16", "fp16", "fp8"), "help": "default: that of the config file"}
+    options.add_argument("--mixed_precision", **precisions)
     options.add_argument("--gpu", metavar="GPU", help=f"{', '.join(GPUS)}, or its memory in GiB (23.5)")
     options.add_argument("--no_changes", action="store_true", help="do not search for a change that makes it fit")
     options.add_argument("--json", action="store_true", help="print one JSON object")
     given, training = options.parse_known_args(words)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     gpu = _gpu(given.gpu)
-    from oneloop.plan.planned import Asked, planned  # imports torch
-
-    asked = _asked(Asked, given, training)
+    asked = _asked(given, training)
     plan: dict[str, Any] = planned([asked])[0]
     plan["fits_on"] = [name for name, one in GPUS.items() if plan["memory"]["total"] <= one.memory * GIB]
     fits = plan["memory"]["total"] <= gpu[1].memory * GIB if gpu else bool(plan["fits_on"])
@@ -82,8 +70,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def _gpu(text: str | None) -> tuple[str, Gpu] | None:
-    if text is None or text in GPUS:
-        return None if text is None else (text, GPUS[text])
+    if text is None:
+        return None
+    if text in GPUS:
+        return text, GPUS[text]
     try:
         memory = float(text)
     except ValueError:
@@ -93,11 +83,10 @@ def _gpu(text: str | None) -> tuple[str, Gpu] | None:
     return f"a GPU of {memory:g} GiB", GPUS["h100"]._replace(memory=memory)
 
 
-def _asked(kind: Any, given: Namespace, training: Sequence[str]) -> Any:
+def _asked(given: Namespace, training: Sequence[str]) -> Asked:
     """Return what to plan; fill in numbers from the config file. Raise BadInput."""
     if not training or training[0].startswith("-"):
         raise BadInput("oneloop plan takes a recipe first; for example: oneloop plan gpt --processes 8")
-    config: dict[str, Any] = {}
     file = given.config_file or ("ddp" if (given.processes or 1) > 1 else "single")
     try:
         config = yaml.safe_load(Path(config_file(file)).read_text())
@@ -107,21 +96,17 @@ def _asked(kind: Any, given: Namespace, training: Sequence[str]) -> Any:
     processes, nodes = given.processes or processes, given.nodes or nodes
     if processes % nodes:
         raise BadInput(f"{processes} processes cannot be divided among {nodes} nodes; change --processes or --nodes")
-    if given.mixed_precision not in (None, "no", "bf16", "fp16", "fp8"):
-        raise BadInput(f"--mixed_precision {given.mixed_precision} does not exist; use no, bf16, fp16 or fp8")
-    return kind(tuple(training), file, processes, nodes, given.mixed_precision)
+    return Asked(tuple(training), file, processes, nodes, given.mixed_precision)
 
 
 class Change(NamedTuple):
-    """A combination of changes, its predicted seconds per step, and the least memory that it could need."""
-
-    words: tuple[str, ...]  # options and keys
-    seconds: float
-    least: float
-    asked: Any
+    words: tuple[str, ...]  # options and keys of a combination of changes
+    seconds: float  # predicted, per step
+    least: float  # bytes that it needs at least
+    asked: Asked
 
 
-def grid(asked: Any, plan: Mapping[str, Any], gpu: Gpu) -> list[Change]:
+def grid(asked: Asked, plan: Mapping[str, Any], gpu: Gpu) -> list[Change]:
     """Return all combinations of changes that do not change the result, the cheapest first.
 
     The cost of each change is predicted from the plan: FLOPs at half of the device's peak, bytes at the speed of links.
@@ -157,15 +142,14 @@ def grid(asked: Any, plan: Mapping[str, Any], gpu: Gpu) -> list[Change]:
         words = tuple(word for way in chosen for word in way[0])
         shard = words[:1] == ("--config_file",)
         keys = words[2:] if shard else words
-        changed = replace(asked, training=(*asked.training, *keys), **({"config_file": "fsdp2"} if shard else {}))
+        file = "fsdp2" if shard else asked.config_file
+        changed = replace(asked, training=(*asked.training, *keys), config_file=file)
         found.append(Change(words, sum(way[1] for way in chosen), memory["total"] - sum(w[2] for w in chosen), changed))
     return sorted((change for change in found if change.words), key=lambda change: (change.seconds, len(change.words)))
 
 
-def cheapest(asked: Any, plan: Mapping[str, Any], gpu: Gpu, name: str) -> dict[str, Any] | None:
+def cheapest(asked: Asked, plan: Mapping[str, Any], gpu: Gpu, name: str) -> dict[str, Any] | None:
     """Plan the changes again, the cheapest first; return the first one that fits, or None."""
-    from oneloop.plan.planned import planned
-
     left = [change for change in grid(asked, plan, gpu) if change.least <= gpu.memory * GIB]
     while left:
         tried, left = left[:2], left[2:]

@@ -41,8 +41,8 @@ _LABELS = {"forward": "activations", "backward": "temporaries (backward)", "upda
 _LABELS |= {"recompute": "recomputed activations", "evaluation": "activations", "setup": "metrics and checks"}
 _MATH = "pow exp expm1 log log2 log10 log1p rsqrt reciprocal sum prod cumsum cumprod softmax log_softmax softplus"
 _LAYERS = "layer_norm group_norm norm nll_loss cross_entropy mse_loss l1_loss smooth_l1_loss kl_div cosine_similarity"
-_NO_TENSORS = ("cudnn_benchmark", "deterministic", "compile_mode", "matmul", "pinned", "patience", "check_every")
-_NO_TENSORS += ("gc_every", "quant_storage")
+_NO_TENSORS = "cudnn_benchmark, deterministic, compile_mode, matmul, pinned, patience, check_every, gc_every, "
+_NO_TENSORS += "quant_storage"
 """keys of machine.* that change no tensor which is counted"""
 _WIDE = {*_MATH.split(), *_LAYERS.split()}
 """functions that CUDA's autocast computes in float32"""
@@ -86,7 +86,9 @@ def _planned(asked: Asked) -> dict[str, Any]:
         return _plan(asked)
     except (BadInput, ValueError, ImportError) as error:
         return {"error": f"{error}{where(error) if not isinstance(error, BadInput) else ''}"}
-    except _READS as error:
+    except Exception as error:
+        if not isinstance(error, _READS):
+            return {"error": f"the planned step failed: {type(error).__name__}: {error}{where(error)}"}
         reads = "reads a value of a tensor, or makes a tensor whose size depends on one"
         why = f"the code at{where(error) or ' an unknown line'} {reads} ({error}), so the step cannot be planned"
         return {"error": f"{why}; torch.where and masks need no values"}
@@ -123,6 +125,7 @@ def _plan(asked: Asked) -> dict[str, Any]:
             evaluation = trial.evaluation()
         except _READS:
             missing.append("evaluation: the loss or the metrics read values")
+    missing += [f"optimizer.name {recipe.optimizer.name} reads values, planned as 1"] * trial.values.read
     modules = [name for name in sys.modules if name.startswith("transformers.models.")]
     return _described(asked, job, run, trial, step, evaluation) | {"not_counted": missing, "modules": modules}
 
@@ -140,7 +143,7 @@ def _plannable(recipe: Recipe, words: Sequence[str]) -> tuple[Recipe, list[str]]
     notes += [f"task.lora.quantize {quantize}: planned in the dtype of the model, {bound}"] * bool(quantize)
     if isinstance(recipe.batch.micro, str):
         notes.append(f"batch.micro {recipe.batch.micro}: planned with one micro-batch per step, {bound}")
-    notes.append(f"the allocator's rounding and reserve, and workspaces; machine.{', '.join(_NO_TENSORS)}")
+    notes.append(f"the allocator's rounding and reserve, and workspaces; machine.{_NO_TENSORS}")
     return replace(recipe, machine=replace(machine, **{key: instead for key, (_, instead) in changed.items()})), notes
 
 
@@ -154,50 +157,32 @@ def _described(
     peaks = [(one, one.peak - away) for one in (step, evaluation) if one is not None]
     allowances = ALLOWANCES | ({"NCCL": NCCL} if ranks > 1 else {})
     calls = [{**call._asdict(), "calls": number, "wire": call.wire * number} for call, number in step.collectives]
-    once, each = RunState(trial.model, trial.optimizer, emas=trial.emas, parts={}, own=[]).size(
-        job.optimizer_share, getattr(job.task, "origin", None)
-    )
-    every = job.intervals.every["save"] or job.steps
-    kept = min(recipe.save.keep + recipe.save.best + 1, 1 + job.steps // max(1, every))
-    local = ranks // asked.nodes
+    state = RunState(trial.model, trial.optimizer, emas=trial.emas, parts={}, own=[])
+    once, each = state.size(job.optimizer_share, getattr(job.task, "origin", None))
+    local, samples, weight = ranks // asked.nodes, job.steps * layout.size, job.collate.sample_weight
+    tokens = samples * weight if weight is not None and job.unit == "tokens" else None
     weights = sum(parameter.numel() * parameter.element_size() for parameter in trial.model.parameters())
     workers = recipe.machine.workers if isinstance(recipe.machine.workers, int) else 8  # auto: at most 8 on a GPU
-    host = {
-        "building the model": weights * (1 if recipe.machine.in_turn else local),
-        "copy for the checkpoint writer": each // ranks * local if run.sharded else each,
-        "batches of the workers": trial.input_size * (2 * workers + 2) * local,
-        "EMA": 2 * away * local,
-    }
-    return {
+    host = {"building the model": weights * (1 if recipe.machine.in_turn else local), "EMA": 2 * away * local}
+    host |= {"copy for the checkpoint writer": each // ranks * local if run.sharded else each}
+    host |= {"batches of the workers": owned.get("inputs", 0) * (2 * workers + 2) * local}
+    memory: dict[str, Any] = {"total": max(peak for _, peak in peaks) + sum(allowances.values())}
+    memory |= {"allowances": allowances, "kept": _labelled(owned, away)}
+    memory |= {name: _peak(one, away) for name, one in (("step", step), ("evaluation", evaluation)) if one}
+    plan: dict[str, Any] = {
         "processes": ranks,
         "nodes": asked.nodes,
         "micro": layout.each,
         "accumulate": layout.accumulate,
-        "sharded": run.sharded,
-        "exact": job.exact,
-        "blocks": job.built.blocks,
-        "recompute": recipe.machine.recompute,
-        "sync_each_batch": recipe.machine.sync_each_batch,
-        "fused_loss": getattr(job.task, "fused_loss", None),
-        "parameters": sum(parameter.numel() for parameter in trial.model.parameters()),
-        "memory": {
-            "total": max(peak for _, peak in peaks) + sum(allowances.values()),
-            "allowances": allowances,
-            "kept": _labelled(owned, away),
-            **{name: _peak(one, away) for name, one in (("step", step), ("evaluation", evaluation)) if one},
-        },
-        "host": host,
-        "collectives": calls,
-        "wire": sum(call["wire"] for call in calls),
-        "flops": step.operations | {"total": sum(step.operations.values())},
-        "run": {"steps": job.steps, "samples": job.steps * layout.size, "tokens": _tokens(job)},
-        "disk": {"checkpoint": each, "once": once, "total": kept * each + once},
     }
-
-
-def _tokens(job: Job) -> float | None:
-    weight = job.collate.sample_weight
-    return job.steps * job.layout.size * weight if weight is not None and job.unit == "tokens" else None
+    plan |= {"sharded": run.sharded, "exact": job.exact, "blocks": job.built.blocks, "memory": memory, "host": host}
+    plan |= {"recompute": recipe.machine.recompute, "sync_each_batch": recipe.machine.sync_each_batch}
+    plan |= {"fused_loss": getattr(job.task, "fused_loss", None), "collectives": calls}
+    plan |= {"parameters": sum(parameter.numel() for parameter in trial.model.parameters())}
+    plan |= {"wire": sum(call["wire"] for call in calls)}
+    plan |= {"flops": step.operations | {"total": sum(step.operations.values())}}
+    plan |= {"run": {"steps": job.steps, "samples": samples, "tokens": tokens}}
+    return plan | {"disk": {"checkpoint": each, "once": once, "total": job.checkpoints_kept * each + once}}
 
 
 def _peak(one: Measured, away: int) -> dict[str, Any]:
@@ -217,9 +202,6 @@ class _CudaAutocast(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _WIDE and torch.is_autocast_enabled("cpu"):
-            args = tuple(value.float() if _half(value) else value for value in args)
+            half = (torch.bfloat16, torch.float16)
+            args = tuple(value.float() if getattr(value, "dtype", None) in half else value for value in args)
         return func(*args, **(kwargs or {}))
-
-
-def _half(value: Any) -> bool:
-    return torch.is_tensor(value) and value.dtype in (torch.bfloat16, torch.float16)

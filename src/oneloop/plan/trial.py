@@ -6,10 +6,10 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
@@ -50,21 +50,16 @@ class PlannedRun(Run):
         return None
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """What a step takes, or two micro-batches of the evaluation."""
 
-    peak: int
-    """bytes"""
-    kinds: dict[str, int]
-    """bytes at the peak by the owner of a tensor, else by the stage that allocated it"""
+    peak: int  # bytes
+    kinds: dict[str, int]  # bytes at the peak by the owner of a tensor, else by the stage that allocated it
     stage: str
     module: str
     operator: str
-    collectives: list[tuple[Collective, int]]
-    """with the number of calls"""
-    operations: dict[str, float]
-    """floating-point operations by stage"""
+    collectives: list[tuple[Collective, int]]  # with the number of calls
+    operations: dict[str, float]  # floating-point operations by stage
 
 
 class Trial:
@@ -81,6 +76,7 @@ class Trial:
             job = replace(job, layout=BatchLayout(2 * run.ranks * layout.each, run.ranks, layout.each))
         self.job, self.run, self._mode, self.ledger = job, run, mode, Ledger()
         self._laps: list[tuple[Counter[Collective], Counter[str]]] = []
+        self.values = _RealValues(self.ledger)
         run.accelerator.gradient_accumulation_steps = job.layout.accumulate
         self._inputs = self._loaded(job, job.layout.each, job.layout.accumulate)
         with self._working():
@@ -97,9 +93,9 @@ class Trial:
         about: dict[str, Any] = {"leaf": job.layout.leaf, "leaves": job.layout.accumulate} if job.exact else {}
         with self.ledger:  # it computes real indices
             self._meter = Meter(run.accelerator, self._parameters, metrics=names, **about)
-        if mode is not None and not hasattr(self.optimizer, "found_inf"):
-            self.optimizer.found_inf = None  # type: ignore[attr-defined]  # else the guard would read its flag
-        how: dict[str, Any] = {"device": run.device, "scaler": run.accelerator.scaler, "policy": job.policy}
+        on_device = mode is None or all(group.get("fused") for group in self.optimizer.param_groups)
+        policy = job.policy if on_device else replace(job.policy, sigma=0.0)  # else the guard reads the window's value
+        how: dict[str, Any] = {"device": run.device, "scaler": run.accelerator.scaler, "policy": policy}
         self._guard = Guard(self.optimizer, **how, total=self._gradients.total)
         for number in range(_WARM):
             self._run_step()
@@ -109,8 +105,7 @@ class Trial:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        real = cast(Any, _RealValues)()
-        with self._mode or nullcontext(), real if self._mode else nullcontext(), self.ledger:
+        with self._mode or nullcontext(), self.values if self._mode else nullcontext(), self.ledger:
             yield
 
     def _prepared(self) -> nn.Module:
@@ -172,10 +167,8 @@ class Trial:
         with self.ledger.looking(event, look):
             run()
         laps, self._laps = self._laps, []
-        with (
-            _module_names(self.model) as entered,
-            self.ledger.looking(event, lambda _: found.update(module=entered[-1])),
-        ):
+        entered = [""]
+        with _module_names(self.model, entered), self.ledger.looking(event, lambda _: found.update(module=entered[-1])):
             run()  # apart from the second time, since hooks keep tensors alive
         repeats = [self._repeats] + [1] * (len(laps) - 1)
         calls, operations = Counter[Collective](), Counter[str]()
@@ -221,11 +214,10 @@ class Trial:
         micro = recipe.eval.micro or job.layout.each
         largest = by_size(replace(job, train_set=sets[0]), _SAMPLED)
         indices = [largest[position % len(largest)] for position in range(3 * micro * run.ranks)]
-        load, metrics = Batches.__getitem__, getattr(job.task, "metrics", None)
+        load, metrics = Batches.__getitem__, cast(Any, getattr(job.task, "metrics", None))
         loading = patch.object(Batches, "__getitem__", lambda *given: self._outside(load, *given))
-        measuring: Any = nullcontext()
-        if metrics is not None:
-            measuring = patch.object(job.task, "metrics", lambda: self._outside(metrics))
+        make = partial(self._outside, metrics)
+        measuring: Any = nullcontext() if metrics is None else patch.object(job.task, "metrics", make)
 
         def pass_over() -> None:
             self._laps = []
@@ -259,32 +251,30 @@ class Trial:
         """Return the bytes of each kind between two steps."""
         return self.ledger.classify(self._owners())
 
-    @property
-    def input_size(self) -> int:
-        """Bytes of one micro-batch."""
-        return sum(value.nbytes for value in tree_leaves(self._inputs[0][0]) if isinstance(value, Tensor))
-
 
 class _RealValues(TorchDispatchMode):
     """In fake mode, an operation on real tensors stays real, since the task may read its result: it depends on the data
-    only. So do int32 tensors, which DDP's reducer reads."""
+    only. So do int32 tensors, which DDP's reducer reads. A value that an optimizer reads is 1; ``read``: it did."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ledger, self.read = ledger, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         values = [value for value in tree_leaves([args, kwargs]) if isinstance(value, Tensor)]
         real = not any(isinstance(value, FakeTensor) or value.is_meta for value in values)
         if not values:
             real = (kwargs or {}).get("dtype") is torch.int32
+        if not real and func is torch.ops.aten._local_scalar_dense.default and self._ledger.now() == "update":
+            self.read = True
+            return 1.0
         with cast(Any, _disable_current_modes() if real else nullcontext()):
             return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def _module_names(model: nn.Module) -> Iterator[list[str]]:
-    """Yield a list whose last item is the module that runs, forwards or backwards, in this context."""
-    entered, handles = [""], []
-
-    def enter(name: str, *_: Any) -> None:
-        entered.append(name)
+def _module_names(model: nn.Module, entered: list[str]) -> Iterator[None]:
+    """Append to the list the module that runs, forwards or backwards, in this context."""
 
     def leave(name: str, *given: Any) -> None:
         for tensor in tree_leaves(given[-1]):
@@ -294,15 +284,13 @@ def _module_names(model: nn.Module) -> Iterator[list[str]]:
                 node.register_prehook(lambda _: entered.append(name))
         entered.append(name.rpartition(".")[0])
 
-    for name, module in model.named_modules():
-        name = name.removeprefix("module.")
-        handles.append(module.register_forward_pre_hook(partial(enter, name)))
-        handles.append(module.register_forward_hook(partial(leave, name)))
-    try:
-        yield entered
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            name = name.removeprefix("module.")
+            enter = partial(lambda name, *_: entered.append(name), name)
+            stack.callback(module.register_forward_pre_hook(enter).remove)
+            stack.callback(module.register_forward_hook(partial(leave, name)).remove)
+        yield
 
 
 def _empty(model: nn.Module, mode: FakeTensorMode) -> None:

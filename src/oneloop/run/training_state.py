@@ -107,12 +107,9 @@ class State(RunState):
         return run_log
 
     def _hold(self, job: Job, run: Run, folder: Folder) -> None:
-        save = job.recipe.save
         once, each = self.size(job.optimizer_share, getattr(job.task, "origin", None))  # collective under FSDP2
         with run.setting_up():
             if run.main:
                 there = len(Store(folder.path / "checkpoints").sealed())
-                every = job.intervals.every["save"] or (job.steps if save.every.unit != "seconds" else 1)
-                most = min(save.keep + save.best + 1, 1 + job.steps // max(1, every))
-                folder.hold(need=max(0, most - there) * (each + _SMALL) + once + _SMALL)
+                folder.hold(need=max(0, job.checkpoints_kept - there) * (each + _SMALL) + once + _SMALL)
         reject_other_folders(folder.path, run, patience=job.recipe.machine.patience)
