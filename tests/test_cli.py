@@ -107,7 +107,7 @@ def test_each_command_has_a_help_page(capsys):
         assert pages[name].startswith(f"usage: oneloop {name}") and f"\n  {name} " in overview
     assert len(set(pages.values())) == len(pages) and "ddp" in pages["launch"]
     assert main([]) == 2 and main(["lunch"]) == 2
-    assert "unknown command 'lunch'; known: new, launch, doctor, verify, check" in capsys.readouterr().err
+    assert "unknown command 'lunch'; known: new, launch, doctor, plan, verify, check" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("recipe", ["digits", "gpt", "sft", "snippets"])

@@ -131,7 +131,7 @@ def test_the_schedule_is_the_same_on_two_ranks_and_with_accumulation(tmp_path):
 
 
 def test_the_packaged_recipes_read_and_print(capsys):
-    assert packaged() == ["digits", "gpt", "images", "llama", "sft", "snippets"]
+    assert packaged() == ["digits", "gpt", "gpt2", "images", "llama", "llama-1b", "llama-7b", "sft", "snippets"]
     for name in packaged():
         assert read([name]).name == name
     with pytest.raises(SystemExit) as end:

@@ -19,7 +19,7 @@ def one_step(words: list[str], planned_ranks: int = 0) -> dict[str, Any]:
 
     from oneloop.job.build import build_job
     from oneloop.launch.processes import Run, start
-    from oneloop.plan.trial import PlannedRun, Trial
+    from oneloop.plan.step_costs import PlannedRun, StepCosts
     from oneloop.recipe.parse import read
 
     if planned_ranks > 1:
@@ -31,12 +31,12 @@ def one_step(words: list[str], planned_ranks: int = 0) -> dict[str, Any]:
     how = {"sync_each_batch": recipe.machine.sync_each_batch, "exact": recipe.batch.grain is not None}
     run = start(**how, run_type=PlannedRun if planned_ranks else Run)
     job = build_job(recipe, ranks=run.ranks, sharded=run.sharded, on_meta=bool(planned_ranks))
-    trial = Trial(job, run, FakeTensorMode(allow_non_fake_inputs=True) if planned_ranks else None)
-    step, evaluation = trial.step(), trial.evaluation()
-    trial.ledger.operators = []
+    costs = StepCosts(job, run, FakeTensorMode(allow_non_fake_inputs=True) if planned_ranks else None)
+    step, evaluation = costs.step(), costs.evaluation()
+    costs.ledger.operators = []
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
-        trial._run_step()
-    operators, trial.ledger.operators = trial.ledger.operators, None
+        costs._run_step()
+    operators, costs.ledger.operators = costs.ledger.operators, None
     called = [(event.name, event.input_shapes) for event in trace.events() if event.name.startswith("gloo:")]
     return {
         "peak": step.peak,
@@ -45,9 +45,9 @@ def one_step(words: list[str], planned_ranks: int = 0) -> dict[str, Any]:
         "operations": step.operations,
         "evaluation": evaluation and evaluation.peak,
         "operators": operators,
-        "kept": trial.owned(),
+        "kept": costs.owned(),
         "called": called,
-        "parameters": [tuple(parameter.shape) for parameter in trial.model.parameters()],
+        "parameters": [tuple(parameter.shape) for parameter in costs.model.parameters()],
         "threads": torch.get_num_threads(),
     }
 

@@ -8,12 +8,13 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,7 +53,7 @@ class Ledger(TorchDispatchMode):
     """Counts every operation in its context. A stage is a name for a part of the step; within the backward pass it is
     ``backward``, or ``recompute`` for activation checkpointing's second forward.
 
-    Storages are counted with the bytes that were asked for, without the allocator's rounding and reserve."""
+    Storages are counted with the bytes of their tensors, without the allocator's rounding and reserve."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -190,3 +191,24 @@ def storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
         mine = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if isinstance(mine, Tensor):
             yield mine.untyped_storage()
+
+
+@contextmanager
+def module_names(model: nn.Module, entered: list[str]) -> Iterator[None]:
+    """Append to the list the module that runs, forwards or backwards, in this context."""
+
+    def leave(name: str, *given: Any) -> None:
+        for tensor in tree_leaves(given[-1]):
+            node: Any = tensor.grad_fn if isinstance(tensor, Tensor) else None
+            if node is not None and "oneloop" not in node.metadata:  # else an inner module returned it
+                node.metadata["oneloop"] = True
+                node.register_prehook(lambda _: entered.append(name))
+        entered.append(name.rpartition(".")[0])
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            name = name.removeprefix("module.")
+            enter = partial(lambda name, *_: entered.append(name), name)
+            stack.callback(module.register_forward_pre_hook(enter).remove)
+            stack.callback(module.register_forward_hook(partial(leave, name)).remove)
+        yield

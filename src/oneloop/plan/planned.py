@@ -28,7 +28,7 @@ from oneloop.launch.agreement import where
 from oneloop.launch.command import accelerate_variables
 from oneloop.launch.nodes import Nodes
 from oneloop.launch.processes import Run, start
-from oneloop.plan.trial import Measured, PlannedRun, Trial
+from oneloop.plan.step_costs import Costs, PlannedRun, StepCosts
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
 
@@ -119,15 +119,15 @@ def _plan(asked: Asked) -> dict[str, Any]:
     if any(type(module).__name__ == "Linear4bit" for module in job.model.modules()):
         raise BadInput("4-bit weights cannot be planned; give the unquantized model, which is an upper bound")
     with _CudaAutocast():
-        trial = Trial(job, run, FakeTensorMode(allow_non_fake_inputs=True))
-        step, evaluation = trial.step(), None
+        costs = StepCosts(job, run, FakeTensorMode(allow_non_fake_inputs=True))
+        step, evaluation = costs.step(), None
         try:
-            evaluation = trial.evaluation()
+            evaluation = costs.evaluation()
         except _READS:
             missing.append("evaluation: the loss or the metrics read values")
-    missing += [f"optimizer.name {recipe.optimizer.name} reads values, planned as 1"] * trial.values.read
+    missing += [f"optimizer.name {recipe.optimizer.name} reads values, planned as 1"] * costs.values.read
     modules = [name for name in sys.modules if name.startswith("transformers.models.")]
-    return _described(asked, job, run, trial, step, evaluation) | {"not_counted": missing, "modules": modules}
+    return _described(asked, job, run, costs, step, evaluation) | {"not_counted": missing, "modules": modules}
 
 
 def _plannable(recipe: Recipe, words: Sequence[str]) -> tuple[Recipe, list[str]]:
@@ -148,20 +148,20 @@ def _plannable(recipe: Recipe, words: Sequence[str]) -> tuple[Recipe, list[str]]
 
 
 def _described(
-    asked: Asked, job: Job, run: Run, trial: Trial, step: Measured, evaluation: Measured | None
+    asked: Asked, job: Job, run: Run, costs: StepCosts, step: Costs, evaluation: Costs | None
 ) -> dict[str, Any]:
     """Return the plan as plain data: see docs/how-to/plan.md."""
     recipe, layout, ranks = job.recipe, job.layout, run.ranks
-    owned = trial.owned()
+    owned = costs.owned()
     away = owned.get("EMA", 0) if recipe.ema.device == "cpu" else 0
     peaks = [(one, one.peak - away) for one in (step, evaluation) if one is not None]
     allowances = ALLOWANCES | ({"NCCL": NCCL} if ranks > 1 else {})
     calls = [{**call._asdict(), "calls": number, "wire": call.wire * number} for call, number in step.collectives]
-    state = RunState(trial.model, trial.optimizer, emas=trial.emas, parts={}, own=[])
+    state = RunState(costs.model, costs.optimizer, emas=costs.emas, parts={}, own=[])
     once, each = state.size(job.optimizer_share, getattr(job.task, "origin", None))
     local, samples, weight = ranks // asked.nodes, job.steps * layout.size, job.collate.sample_weight
     tokens = samples * weight if weight is not None and job.unit == "tokens" else None
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in trial.model.parameters())
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in costs.model.parameters())
     workers = recipe.machine.workers if isinstance(recipe.machine.workers, int) else 8  # auto: at most 8 on a GPU
     host = {"building the model": weights * (1 if recipe.machine.in_turn else local), "EMA": 2 * away * local}
     host |= {"copy for the checkpoint writer": each // ranks * local if run.sharded else each}
@@ -178,14 +178,14 @@ def _described(
     plan |= {"sharded": run.sharded, "exact": job.exact, "blocks": job.built.blocks, "memory": memory, "host": host}
     plan |= {"recompute": recipe.machine.recompute, "sync_each_batch": recipe.machine.sync_each_batch}
     plan |= {"fused_loss": getattr(job.task, "fused_loss", None), "collectives": calls}
-    plan |= {"parameters": sum(parameter.numel() for parameter in trial.model.parameters())}
+    plan |= {"parameters": sum(parameter.numel() for parameter in costs.model.parameters())}
     plan |= {"wire": sum(call["wire"] for call in calls)}
     plan |= {"flops": step.operations | {"total": sum(step.operations.values())}}
     plan |= {"run": {"steps": job.steps, "samples": samples, "tokens": tokens}}
     return plan | {"disk": {"checkpoint": each, "once": once, "total": job.checkpoints_kept * each + once}}
 
 
-def _peak(one: Measured, away: int) -> dict[str, Any]:
+def _peak(one: Costs, away: int) -> dict[str, Any]:
     kinds = _labelled(one.kinds, away)
     return {"peak": one.peak - away, "kinds": kinds, "stage": one.stage, "module": one.module, "operator": one.operator}
 

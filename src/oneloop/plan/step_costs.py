@@ -1,12 +1,12 @@
 """The step of ``train.py`` under a ledger: on fake tensors, which have sizes but no memory, or on real ones.
 
->>> trial = Trial(job, run, FakeTensorMode(allow_non_fake_inputs=True))
->>> trial.step().picture.total                    # bytes at the peak
+>>> costs = StepCosts(job, run, FakeTensorMode(allow_non_fake_inputs=True))
+>>> costs.step().peak                             # bytes
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -35,7 +35,7 @@ from oneloop.launch.processes import Run
 from oneloop.machine.layout_checks import unit_groups
 from oneloop.measure.meter import Meter
 from oneloop.optim.bad_step_guard import Guard
-from oneloop.plan.ledger import Collective, Ledger
+from oneloop.plan.ledger import Collective, Ledger, module_names
 from oneloop.run.gradients import Gradients
 from oneloop.train import accept, accumulate, update
 
@@ -50,7 +50,7 @@ class PlannedRun(Run):
         return None
 
 
-class Measured(NamedTuple):
+class Costs(NamedTuple):
     """What a step takes, or two micro-batches of the evaluation."""
 
     peak: int  # bytes
@@ -62,7 +62,7 @@ class Measured(NamedTuple):
     operations: dict[str, float]  # floating-point operations by stage
 
 
-class Trial:
+class StepCosts:
     """The parts of a run, built as ``train`` builds them, and its step on the largest samples of the data set.
 
     A step has at most two micro-batches, of which the first one counts for all others; with ``batch.grain`` it has all
@@ -150,11 +150,11 @@ class Trial:
                 if isinstance(tensor, Tensor):
                     self.ledger.see(tensor.untyped_storage())
 
-    def step(self) -> Measured:
+    def step(self) -> Costs:
         """Run one step three times, with all that a log step measures: find the peak, look at it, find its module."""
         return self._measured(self._run_step)
 
-    def _measured(self, run: Callable[[], None]) -> Measured:
+    def _measured(self, run: Callable[[], None]) -> Costs:
         found: dict[str, Any] = {}
 
         def look(ledger: Ledger) -> None:
@@ -168,14 +168,14 @@ class Trial:
             run()
         laps, self._laps = self._laps, []
         entered = [""]
-        with _module_names(self.model, entered), self.ledger.looking(event, lambda _: found.update(module=entered[-1])):
+        with module_names(self.model, entered), self.ledger.looking(event, lambda _: found.update(module=entered[-1])):
             run()  # apart from the second time, since hooks keep tensors alive
         repeats = [self._repeats] + [1] * (len(laps) - 1)
         calls, operations = Counter[Collective](), Counter[str]()
         for (lap_calls, lap_operations), times in zip(laps, repeats, strict=True):
             calls.update({call: number * times for call, number in lap_calls.items()})
             operations.update({stage: number * times for stage, number in lap_operations.items()})
-        return Measured(**found, collectives=sorted(calls.items()), operations=dict(operations))
+        return Costs(**found, collectives=sorted(calls.items()), operations=dict(operations))
 
     def _run_step(self) -> None:
         job, ranks, guard = self.job, self.run.ranks, self._guard
@@ -205,7 +205,7 @@ class Trial:
         self._laps.append((Counter(self.ledger.collectives), Counter(self.ledger.operations)))
         self.ledger.collectives, self.ledger.operations = [], Counter()
 
-    def evaluation(self) -> Measured | None:
+    def evaluation(self) -> Costs | None:
         """Evaluate two micro-batches with the weights and with each EMA; None if there is no evaluation set."""
         job, run, recipe = self.job, self.run, self.job.recipe
         sets = [part for part in job.eval_sets.values() if len(part)]
@@ -270,27 +270,6 @@ class _RealValues(TorchDispatchMode):
             return 1.0
         with cast(Any, _disable_current_modes() if real else nullcontext()):
             return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _module_names(model: nn.Module, entered: list[str]) -> Iterator[None]:
-    """Append to the list the module that runs, forwards or backwards, in this context."""
-
-    def leave(name: str, *given: Any) -> None:
-        for tensor in tree_leaves(given[-1]):
-            node: Any = tensor.grad_fn if isinstance(tensor, Tensor) else None
-            if node is not None and "oneloop" not in node.metadata:  # else an inner module returned it
-                node.metadata["oneloop"] = True
-                node.register_prehook(lambda _: entered.append(name))
-        entered.append(name.rpartition(".")[0])
-
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            name = name.removeprefix("module.")
-            enter = partial(lambda name, *_: entered.append(name), name)
-            stack.callback(module.register_forward_pre_hook(enter).remove)
-            stack.callback(module.register_forward_hook(partial(leave, name)).remove)
-        yield
 
 
 def _empty(model: nn.Module, mode: FakeTensorMode) -> None:
