@@ -42,7 +42,7 @@ class SFT(LanguageModel):
         window: megabytes of parquet rows in memory per process while tokenizing.
         chat_template: Jinja file to use instead of the tokenizer's chat template.
         day: date (YYYY-MM-DD) for chat templates that insert the current date.
-        architecture: llama or gpt2, for a model from scratch.
+        architecture: gpt2 or llama, for a model from scratch.
         vocab: vocabulary size of the bpe tokenizer from scratch.
         length: maximum tokens per sample.
         answer: maximum tokens of a generated answer (report, oneloop predict).

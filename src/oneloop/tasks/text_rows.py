@@ -28,9 +28,9 @@ class TextRows(Task):
             classes differ, the last layer is re-initialized.
         pretrained: load the weights of model (false: use only its configuration).
         trust_remote_code: run Python code stored with the weights (only if you trust the author).
-        layers: number of transformer blocks (bytes).
-        heads: number of attention heads (bytes).
-        width: hidden size (bytes).
+        layers: number of transformer blocks.
+        heads: number of attention heads.
+        width: hidden size.
         length: maximum bytes or tokens of a text; longer texts are cut.
         dropout: dropout of embeddings, attention and residuals (bytes).
     """
