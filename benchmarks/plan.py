@@ -2,8 +2,8 @@
 
     python benchmarks/plan.py > benchmarks/DATE-plan.txt
 
-A cell is a recipe, a layout and a mode of recompute. Predicted: planned by one process. Measured: the same ledger on real
-tensors of real processes (gloo). Needs two cores and about 15 minutes.
+A cell is a recipe, a layout and a mode of recompute. Predicted: planned by one process. Measured: the same ledger on
+real tensors of real processes (gloo). Needs two cores and about 15 minutes.
 """
 
 import json
