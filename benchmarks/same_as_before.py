@@ -53,7 +53,7 @@ RECIPES = {
 }
 STRATEGIES = {"single": 1, "ddp": 2, "fsdp2": 2}
 POLICIES = ("none bad", "stop", "skip", "rewind")
-TIMED = ("time", "seconds", "train/samples_per_second", "speed/", "share/", "memory/", "device/")
+TIMED = ("time", "seconds", "goodput", "checksum", "train/samples_per_second", "speed/", "share/", "memory/", "device/")
 
 
 def timeless(line: dict[str, Any]) -> dict[str, Any]:
