@@ -174,7 +174,7 @@ def test_bytes_of_each_layout(tmp_path):
 
 
 def test_the_first_change_fits_and_no_cheaper_one_does(capsys):
-    words = [*BLOCKS, "--task.width", "512", "--batch.size", "64", "--batch.micro", "64", "--ema.half_life", "5ep"]
+    words = [*BLOCKS, "--task.width", "512", "--batch.size", "4", "--batch.micro", "4", "--ema.half_life", "5ep"]
     asked = Asked(tuple(words), "single", 1)
     plan = planned([asked])[0]
     needs = {change.words: change for change in grid(asked, plan, GPUS["h100"])}
@@ -191,6 +191,12 @@ def test_the_first_change_fits_and_no_cheaper_one_does(capsys):
     assert all(change.least <= totals[words] for words, change in needs.items())  # nothing that fits was passed over
     assert main([*shlex.split(change["command"])[1:]]) == 0
     assert capsys.readouterr().out.startswith("fits: ")
+
+
+def test_the_fused_loss_has_three_products_of_the_output_layer():
+    words = (*LLAMA, "--task.layers", "1")
+    plain, fused = planned([Asked((*words, "--task.fused_loss", value), "single", 1) for value in ("false", "true")])
+    assert fused["flops"]["total"] == plain["flops"]["total"]  # its gradient is computed in the forward, in place
 
 
 def test_it_says_what_fits(capsys):
@@ -250,6 +256,47 @@ def test_a_task_that_reads_a_value_is_rejected(tmp_path, capsys):
     (tmp_path / "reads.py").write_text(READS)
     assert main(["plan", f"{tmp_path / 'reads.py'}:Task", "--batch.size", "4"]) == 2
     assert "reads.py:17" in capsys.readouterr().err
+
+
+ODD = f"{HERE / 'planning.py'}:Odd"
+
+
+@pytest.mark.parametrize(
+    ("does", "text"), [("exit", "SystemExit: 5"), ("killed", "was killed"), ("lines", "one line and another")]
+)
+def test_a_task_that_ends_the_process_is_rejected(does, text, capsys):
+    assert main(["plan", ODD, "--task.does", does, "--batch.size", "8"]) == 2
+    output = capsys.readouterr()
+    assert text in output.err and len(output.err.splitlines()) == 1 and not output.out
+
+
+def test_odd_tasks_and_environments(capfd, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")  # of another launcher: accelerate would wait for other ranks
+    assert main(["plan", ODD, "--task.does", "pop", "--batch.size", "8", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["fits"]  # nothing of what the task prints
+
+
+def changes(*words: str, processes: int = 1) -> list[tuple[str, ...]]:
+    """Return the words of all changes of a run."""
+    asked = Asked(words, "ddp" if processes > 1 else "single", processes)
+    return [change.words for change in grid(asked, planned([asked])[0], GPUS["h100"])]
+
+
+def test_changes_that_would_change_the_result_are_not_tried():
+    assert ("--batch.micro", "4") in changes(*BLOCKS, "--batch.micro", "8")
+    assert not [words for words in changes(ODD, "--task.does", "norm", "--batch.size", "8") if "--batch.micro" in words]
+    grain = changes(*BLOCKS, "--batch.grain", "8")
+    assert grain and not [words for words in grain if "--batch.micro" in words]
+
+
+def test_a_change_that_cannot_be_planned_is_passed_over(capsys):
+    """Adafactor is rejected under FSDP2, which the search tries first."""
+    words = [*BLOCKS, "--task.width", "1024", "--optimizer.name", "adafactor", "--batch.micro", "16"]
+    asked = Asked(tuple(words), "ddp", 2)
+    plan = planned([asked])[0]
+    room = repr(plan["memory"]["total"] / GIB - 1e-5)
+    assert main(["plan", *words, "--config_file", "ddp", "--processes", "2", "--gpu", room, "--json"]) == 1
+    assert "fsdp2" not in json.loads(capsys.readouterr().out)["change"]["words"]
 
 
 COUNTED = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from typing import Any
 
 import torch
@@ -18,8 +20,8 @@ def one_step(words: list[str], planned_ranks: int = 0) -> dict[str, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from oneloop.job.build import build_job
-    from oneloop.launch.processes import Run, start
-    from oneloop.plan.step_costs import PlannedRun, StepCosts
+    from oneloop.launch.processes import start
+    from oneloop.plan.step_costs import StepCosts
     from oneloop.recipe.parse import read
 
     if planned_ranks > 1:
@@ -29,7 +31,8 @@ def one_step(words: list[str], planned_ranks: int = 0) -> dict[str, Any]:
         dist.init_process_group("fake", rank=0, world_size=planned_ranks, store=FakeStore())
     recipe = read(words)
     how = {"sync_each_batch": recipe.machine.sync_each_batch, "exact": recipe.batch.grain is not None}
-    run = start(**how, run_type=PlannedRun if planned_ranks else Run)
+    how["find_unused_parameters"] = recipe.machine.find_unused_parameters
+    run = start(**how)
     job = build_job(recipe, ranks=run.ranks, sharded=run.sharded, on_meta=bool(planned_ranks))
     costs = StepCosts(job, run, FakeTensorMode(allow_non_fake_inputs=True) if planned_ranks else None)
     step, evaluation = costs.step(), costs.evaluation()
@@ -87,3 +90,25 @@ class Blocks:
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         each = (model(batch["x"])[:, 0] - batch["x"].mean(1)).square()
         return each.sum(), {"loss": each.detach()}
+
+
+class Odd(Blocks):
+    """A task that does something unusual: exit, pop, print, norm (BatchNorm) or lines."""
+
+    def __init__(self, does: str = "pop", **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.does = does
+
+    def model(self) -> nn.Module:
+        if self.does == "exit":
+            sys.exit(5)
+        if self.does == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        print("printed by the task")
+        return nn.Sequential(super().model(), nn.BatchNorm1d(1)) if self.does == "norm" else super().model()
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.does == "lines":
+            raise ValueError("one line\nand another")
+        values = batch.pop("x")
+        return super().loss(model, {"x": values})

@@ -15,10 +15,7 @@ from oneloop.basics.parameter_names import bare_name
 
 
 class Planned:
-    """Settings of a process that plans a run."""
-
-    for_gpu = False
-    """whether its tensors, which are fake and on the CPU, stand for tensors on a GPU"""
+    for_gpu = False  # whether this process plans a run: its fake tensors, on the CPU, stand for tensors on a GPU
 
 
 def on_gpu(tensor: Tensor) -> bool:

@@ -25,11 +25,9 @@ class Agreement:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.host = cast("dist.ProcessGroup | None", self._host_group() if ranks > 1 else None)
+        several = ranks > 1 and dist.get_backend() != "fake"  # oneloop plan: the other ranks do not exist
+        self.host = cast("dist.ProcessGroup | None", dist.new_group(backend="gloo") if several else None)
         """process group of collectives on the host; None: one rank"""
-
-    def _host_group(self) -> Any:
-        return dist.new_group(backend="gloo")
 
     def union(self, flags: list[bool]) -> list[bool]:
         """Return for each flag whether it is set on any rank. Collective: call on every rank."""

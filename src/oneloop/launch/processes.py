@@ -84,7 +84,6 @@ def start(
     exact: bool = False,
     track: tuple[str, ...] = (),
     folder: Path | None = None,
-    run_type: type[Run] = Run,
 ) -> Run:
     """Build the Accelerator that the launcher's environment configures.
 
@@ -123,7 +122,7 @@ def start(
         ],
         step_scheduler_with_optimizer=False,
     )
-    run = run_type(accelerator)
+    run = Run(accelerator)
     if exact and on_cpu:
         run.closing.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)

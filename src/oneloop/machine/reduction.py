@@ -72,12 +72,8 @@ class Reduction:
     def _exchange(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Sum a bucket over the ranks (DDP communication hook)."""
         buffer = bucket.buffer()
-
-        def summed(done: torch.futures.Future[Any]) -> Tensor:
-            done.value()  # raises if the collective failed
-            return buffer  # type: ignore[no-any-return]
-
-        return cast("torch.futures.Future[Tensor]", dist.all_reduce(buffer, async_op=True).get_future().then(summed))
+        summed = dist.all_reduce(buffer, async_op=True).get_future()  # its value() raises if the collective failed
+        return cast("torch.futures.Future[Tensor]", summed.then(lambda done: (done.value(), buffer)[1]))
 
 
 class Tree(Reduction):

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 PEAKS: dict[str, dict[torch.dtype, float]] = {
     "GB200": {torch.bfloat16: 2500e12, torch.float16: 2500e12, torch.float32: 80e12},
@@ -30,6 +30,8 @@ PEAKS: dict[str, dict[torch.dtype, float]] = {
 }
 """dense FLOP/s from the vendors' data sheets, without sparsity; float32 without TF32"""
 
+IN_PLACE = {getattr(torch.ops.aten, f"{n}_"): flop_registry[getattr(torch.ops.aten, n)] for n in ("addmm", "baddbmm")}
+
 
 class Operations(FlopCounterMode):
     """Counts the floating-point operations in its context; a multiply-add counts as two.
@@ -39,7 +41,7 @@ class Operations(FlopCounterMode):
     """
 
     def __init__(self, *, modules: bool = False) -> None:
-        super().__init__(display=False)
+        super().__init__(display=False, custom_mapping=IN_PLACE)
         tracker: Any = nullcontext()
         tracker.parents = {"Global"}
         if not modules:

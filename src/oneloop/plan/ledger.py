@@ -21,7 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from oneloop.measure.flops import IN_PLACE
+
 BACKWARD, RECOMPUTE, COMMUNICATION = "backward", "recompute", "communication buffers"
+_FORMULAS = flop_registry | IN_PLACE
 _NAMES = {"allgather": "all-gather", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 _NAMES |= {"alltoall": "all-to-all", "all_to_all": "all-to-all", "allreduce": "all-reduce", "all_reduce": "all-reduce"}
 
@@ -58,16 +61,13 @@ class Ledger(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.size = self.peak = self.events = self.peak_event = 0
-        self.operators: list[str] | None = None
-        """names of the operators, if it is a list"""
+        self.operators: list[str] | None = None  # names of the operators, if it is a list
         self.collectives: list[Collective] = []
-        self.operations: Counter[str] = Counter()
-        """floating-point operations by stage"""
+        self.operations: Counter[str] = Counter()  # floating-point operations by stage
         self._live: dict[int, _Block] = {}
         self._stage = "setup"
         self._look: tuple[int, Callable[[Ledger], None]] = 0, lambda _: None
-        self.operator = ""
-        """of the last event"""
+        self.operator = ""  # of the last event
         self._resize = torch.UntypedStorage.resize_
 
     @contextmanager
@@ -130,7 +130,7 @@ class Ledger(TorchDispatchMode):
             return result
         if func in collective_ops and func not in sync_ops:
             self._communicated(func, result, args, kwargs)
-        elif (counted := flop_registry.get(func._overloadpacket)) is not None:
+        elif (counted := _FORMULAS.get(func._overloadpacket)) is not None:
             self.operations[self.now()] += int(counted(*args, **(kwargs or {}), out_val=result))
         if self.operators is not None:
             self.operators.append(str(func))

@@ -3,11 +3,11 @@
 import os
 import shlex
 from argparse import Namespace
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from math import inf, log2
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,6 +59,8 @@ def main(words: Sequence[str]) -> int:
     gpu = _gpu(given.gpu)
     asked = _asked(given, training)
     plan: dict[str, Any] = planned([asked])[0]
+    if "error" in plan:
+        raise BadInput(plan["error"])
     plan["fits_on"] = [name for name, one in GPUS.items() if plan["memory"]["total"] <= one.memory * GIB]
     fits = plan["memory"]["total"] <= gpu[1].memory * GIB if gpu else bool(plan["fits_on"])
     largest = gpu or max(GPUS.items(), key=lambda item: item[1].memory)
@@ -70,17 +72,15 @@ def main(words: Sequence[str]) -> int:
 
 
 def _gpu(text: str | None) -> tuple[str, Gpu] | None:
-    if text is None:
-        return None
-    if text in GPUS:
-        return text, GPUS[text]
+    if text is None or text in GPUS:
+        return None if text is None else (text, GPUS[text])
     try:
         memory = float(text)
     except ValueError:
         memory = 0.0
     if not 0 < memory < inf:
         raise BadInput(f"--gpu {text} is unknown; known: {', '.join(GPUS)}, or its memory in GiB (--gpu 23.5)")
-    return f"a GPU of {memory:g} GiB", GPUS["h100"]._replace(memory=memory)
+    return "a GPU", GPUS["h100"]._replace(memory=memory)
 
 
 def _asked(given: Namespace, training: Sequence[str]) -> Asked:
@@ -114,13 +114,15 @@ def grid(asked: Asked, plan: Mapping[str, Any], gpu: Gpu) -> list[Change]:
     second, link = max(PEAKS[gpu.name].values()) * _SHARE, gpu.link * 1e9
     flops, memory, ranks, micro = plan["flops"], plan["memory"], plan["processes"], plan["micro"]
     kinds, kept = memory["step"]["kinds"], memory["kept"]
-    activations = sum(size for kind, size in kinds.items() if "activations" in kind or "temporaries" in kind)
+    phases = [memory[phase] for phase in ("step", "evaluation") if phase in memory]
+    words = ("activations", "temporaries")
+    activations = max(sum(n for k, n in one["kinds"].items() if k.split()[0] in words) for one in phases)
     gradients, ema = kinds.get("gradients", 0), kept.get("EMA", 0)
     state = gradients + ema + kept["parameters"] + kept.get("optimizer", 0)
     sent: Any = Counter()
     for call in plan["collectives"]:
         sent[call["name"]] += call["wire"]
-    ways: dict[str, list[Any]] = {key: [((), 0.0, 0.0)] for key in ("shard", "sync", "fuse", "micro", "mode", "ema")}
+    ways: dict[str, list[Any]] = defaultdict(list)
     if not plan["sharded"] and ranks > 1:
         more = plan["wire"] * plan["accumulate"] / link
         ways["shard"].append((("--config_file", "fsdp2"), more, state * (1 - 1 / ranks)))
@@ -129,16 +131,18 @@ def grid(asked: Asked, plan: Mapping[str, Any], gpu: Gpu) -> list[Change]:
         ways["sync"].append((("--machine.sync_each_batch", "true"), more, gradients))
     if plan["fused_loss"] == "auto":
         ways["fuse"].append((("--task.fused_loss", "true"), 0.02 * flops["forward"] / second, activations))
-    for part in () if plan["exact"] else (2, 4, micro):  # without batch.grain, the micro-batch is free
-        if micro % part == 0 and micro >= part > 1:
-            more = 0.02 * log2(part) * flops["total"] / second + (part - 1) * sent["all-gather"] / link
-            ways["micro"].append((("--batch.micro", str(micro // part)), more, activations))
+    for part in (2**power for power in range(1, micro.bit_length()) if micro % 2**power == 0):
+        if not plan["exact"] and not plan["batch_statistics"]:  # else the micro-batch changes the result
+            more = (part - 1) * (0.005 * flops["total"] / second + sent["all-gather"] / link)
+            ways["micro"].append((("--batch.micro", str(micro // part)), more, activations * (1 - 1 / part)))
+    if len(phases) == 2 and phases[1]["peak"] > phases[0]["peak"]:
+        ways["eval"] += [(("--eval.micro", str(n)), 0.0, activations) for n in sorted({1, (micro + 3) // 4, micro})]
     for mode, share in _RECOMPUTE.items() if plan["blocks"] and plan["recompute"] == "none" else ():
         ways["mode"].append((("--machine.recompute", mode), share * flops["forward"] / second, activations))
     if ema:
         ways["ema"].append((("--ema.device", "cpu"), ema / _HOST_LINK, ema))
     found = []
-    for chosen in product(*ways.values()):
+    for chosen in product(*([((), 0.0, 0.0), *several] for several in ways.values())):
         words = tuple(word for way in chosen for word in way[0])
         shard = words[:1] == ("--config_file",)
         keys = words[2:] if shard else words
@@ -151,7 +155,8 @@ def grid(asked: Asked, plan: Mapping[str, Any], gpu: Gpu) -> list[Change]:
 def cheapest(asked: Asked, plan: Mapping[str, Any], gpu: Gpu, name: str) -> dict[str, Any] | None:
     """Plan the changes again, the cheapest first; return the first one that fits, or None."""
     left = [change for change in grid(asked, plan, gpu) if change.least <= gpu.memory * GIB]
-    while left:
+    most = planned([min(left, key=lambda change: change.least).asked])[0] if left else {}  # saves the most
+    while left and ("error" in most or most["memory"]["total"] <= gpu.memory * GIB):
         tried, left = left[:2], left[2:]
         for change, again in zip(tried, planned([one.asked for one in tried]), strict=True):
             if "error" not in again and (total := again["memory"]["total"]) <= gpu.memory * GIB:
@@ -164,21 +169,19 @@ def _lines(plan: Mapping[str, Any], given: Namespace, device: tuple[str, Gpu]) -
     memory = plan["memory"]
     unit, name = (GIB, "GiB") if memory["total"] > 4 * GIB else (GIB / 1024, "MiB")
     peaks = {phase: memory[phase] for phase in ("step", "evaluation") if phase in memory}
-    total, room = f"{memory['total'] / GIB:.2f} GiB per process", f"{device[1].memory:g} GiB of {plan['gpu']}"
+    total, room = f"{memory['total'] / GIB:.2f} GiB per process", device[1].memory
     if plan["gpu"]:
-        yield f"{'fits' if plan['fits'] else 'does not fit'}: {total}, of {room}"
+        left = f"{room:g} GiB of {plan['gpu']}, {room - memory['total'] / GIB:.2f} GiB left"
+        yield f"{'fits' if plan['fits'] else 'does not fit'}: {total}, of {left}"
     else:
         yield f"fits on {', '.join(plan['fits_on'])}: {total}" if plan["fits"] else f"fits on no known GPU: {total}"
     peak = max(peaks.values(), key=lambda one: one["peak"])
     kind, size = next(iter(peak["kinds"].items()))
     place = f"{peak['stage']} of {peak['module'] or 'the model'} ({peak['operator'].removeprefix('aten.')})"
     yield f"limited by {kind}: {size / unit:,.2f} of {peak['peak'] / unit:,.2f} {name} at the peak, in the {place}"
-    if change := plan["change"]:
-        yield f"cheapest change ({change['total'] / GIB:.2f} GiB): {change['command']}"
-    elif plan["fits"]:
-        yield "no change is needed"
-    else:
-        yield "no change was tried" if given.no_changes else "no change makes it fit; use more processes with fsdp2"
+    found = f"no change {'is needed' if plan['fits'] else 'was tried' if given.no_changes else 'makes it fit'}"
+    change = plan["change"]
+    yield f"cheapest change ({change['total'] / GIB:.2f} GiB): {change['command']}" if change else found
     yield f"\n{name + ' per process':34}" + "".join(f"{phase:>12}" for phase in peaks)
     rows = {
         label: [one["kinds"].get(label, 0) for one in peaks.values()]
@@ -186,14 +189,19 @@ def _lines(plan: Mapping[str, Any], given: Namespace, device: tuple[str, Gpu]) -
         for label in one["kinds"]
     }
     rows |= {f"{label} (rule of thumb)": [size] * len(peaks) for label, size in memory["allowances"].items()}
+    rows = {label: sizes for label, sizes in rows.items() if max(sizes) / unit >= 0.005}
+    rows["total"] = [sum(each) for each in zip(*rows.values(), strict=True)]
     yield from (f"  {label:32}" + "".join(f"{size / unit:12,.2f}" for size in sizes) for label, sizes in rows.items())
     yield "host memory per node, GiB: " + ", ".join(f"{name} {size / GIB:,.2f}" for name, size in plan["host"].items())
     flops, run, disk = plan["flops"], plan["run"], plan["disk"]
-    yield f"\none step of a process: {plan['accumulate']} micro-batches of {plan['micro']} samples"
+    layout = (
+        f"{plan['processes']} processes, {Path(plan['config_file']).stem}, mixed_precision {plan['mixed_precision']}"
+    )
+    yield f"\none step of a process ({layout}): {plan['accumulate']} micro-batches of {plan['micro']} samples"
     yield f"  {flops['total'] / 1e12:,.3f} TFLOP, of which {flops.get('recompute', 0) / 1e12:,.3f} recompute"
-    for call in plan["collectives"]:
+    for call in (call for call in plan["collectives"] if call["wire"] >= 5e3):
         each = f"{call['calls']:,} of {call['size'] / 1e6:,.2f} MB over {call['ranks']} processes"
-        yield f"  {call['name']:16}{each}, which sends {call['wire'] / 1e6:,.2f} MB"
+        yield f"  {call['name']:16}{each}, which send {call['wire'] / 1e6:,.2f} MB in all"
     tokens = f", {run['tokens']:,.0f} tokens" if run["tokens"] else ""
     yield f"{plan['parameters']:,} parameters; {run['steps']:,} steps, {run['samples']:,} samples{tokens}"
     yield f"checkpoint {disk['checkpoint'] / 1e9:,.2f} GB; disk space for the run {disk['total'] / 1e9:,.2f} GB"

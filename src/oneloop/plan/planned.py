@@ -5,13 +5,17 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, replace
 from importlib import import_module
+from io import StringIO
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -28,24 +32,23 @@ from oneloop.launch.agreement import where
 from oneloop.launch.command import accelerate_variables
 from oneloop.launch.nodes import Nodes
 from oneloop.launch.processes import Run, start
-from oneloop.plan.step_costs import Costs, PlannedRun, StepCosts
+from oneloop.machine.blocks import has_batch_statistics
+from oneloop.plan.step_costs import SAMPLED, Costs, StepCosts
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
 
 _READS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 GIB = 2.0**30
 ALLOWANCES = {"CUDA context": 0.5 * GIB, "cuBLAS workspace": 0.03 * GIB}
-NCCL = 0.4 * GIB  # buffers of several processes
-"""rules of thumb, for what no tensor holds"""
+NCCL = 0.4 * GIB  # buffers of several processes; these are rules of thumb, for what no tensor holds
 _LABELS = {"forward": "activations", "backward": "temporaries (backward)", "update": "temporaries (update)"}
-_LABELS |= {"recompute": "recomputed activations", "evaluation": "activations", "setup": "metrics and checks"}
+_LABELS |= {"recompute": "activations (recomputed)", "evaluation": "activations", "setup": "metrics and checks"}
 _MATH = "pow exp expm1 log log2 log10 log1p rsqrt reciprocal sum prod cumsum cumprod softmax log_softmax softplus"
 _LAYERS = "layer_norm group_norm norm nll_loss cross_entropy mse_loss l1_loss smooth_l1_loss kl_div cosine_similarity"
+_KILLED = "the process that plans was killed; it may need more host memory"
 _NO_TENSORS = "cudnn_benchmark, deterministic, compile_mode, matmul, pinned, patience, check_every, gc_every, "
-_NO_TENSORS += "quant_storage"
-"""keys of machine.* that change no tensor which is counted"""
-_WIDE = {*_MATH.split(), *_LAYERS.split()}
-"""functions that CUDA's autocast computes in float32"""
+_NO_TENSORS += "quant_storage"  # keys of machine.* that change no tensor which is counted
+_WIDE = {*_MATH.split(), *_LAYERS.split()}  # functions that CUDA's autocast computes in float32
 
 
 @dataclass(frozen=True)
@@ -59,23 +62,23 @@ class Asked:
     mixed_precision: str | None = None
 
     def options(self) -> list[str]:
-        """Return the options of accelerate's launcher."""
         precision = [] if self.mixed_precision is None else ["--mixed_precision", self.mixed_precision]
         return ["--config_file", self.config_file, *precision]
 
     def words(self) -> list[str]:
-        """Return the words of ``oneloop plan``."""
         return [*self.training, *self.options(), "--processes", str(self.processes), "--nodes", str(self.nodes)]
 
 
 def planned(several: Sequence[Asked]) -> list[dict[str, Any]]:
-    """Plan each in a process of its own, two at once. Raise BadInput if the first cannot be planned."""
-    with get_context("fork").Pool(2, maxtasksperchild=1) as pool:
-        found = pool.map(_planned, several, chunksize=1)
+    """Plan each in a process of its own, two at once; of a run that cannot be planned, return {"error": message}."""
+    found: list[dict[str, Any]] = []
+    for pair in (several[at : at + 2] for at in range(0, len(several), 2)):
+        with ExitStack() as stack:
+            pools = [stack.enter_context(ProcessPoolExecutor(1, get_context("fork"))) for _ in pair]
+            futures = [pool.submit(_planned, asked) for pool, asked in zip(pools, pair, strict=True)]
+            found += [{"error": _KILLED} if one.exception() else one.result() for one in futures]
     for module in {module for one in found for module in one.pop("modules", ())}:
         import_module(module)  # so that the next processes need not
-    if found and "error" in found[0]:
-        raise BadInput(found[0]["error"])
     return found
 
 
@@ -83,15 +86,17 @@ def _planned(asked: Asked) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     try:
-        return _plan(asked)
-    except (BadInput, ValueError, ImportError) as error:
-        return {"error": f"{error}{where(error) if not isinstance(error, BadInput) else ''}"}
-    except Exception as error:
-        if not isinstance(error, _READS):
-            return {"error": f"the planned step failed: {type(error).__name__}: {error}{where(error)}"}
-        reads = "reads a value of a tensor, or makes a tensor whose size depends on one"
-        why = f"the code at{where(error) or ' an unknown line'} {reads} ({error}), so the step cannot be planned"
-        return {"error": f"{why}; torch.where and masks need no values"}
+        with redirect_stdout(StringIO()):
+            return _plan(asked)
+    except BadInput as error:
+        why = str(error)
+    except _READS as error:
+        reads = f"{where(error)} reads a value of a tensor, or makes a tensor whose size depends on one ({error})"
+        why = f"the step cannot be planned:{reads}; torch.where and masks need no values"
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        kind = "" if isinstance(error, ValueError | ImportError) else f"the plan failed: {type(error).__name__}: "
+        why = f"{kind}{error}{where(error)}"
+    return {"error": " ".join(why.split())}
 
 
 def _plan(asked: Asked) -> dict[str, Any]:
@@ -103,6 +108,8 @@ def _plan(asked: Asked) -> dict[str, Any]:
         missing.append(f"mixed_precision {variables['ACCELERATE_MIXED_PRECISION']}: planned as bf16")
         variables["ACCELERATE_MIXED_PRECISION"] = "bf16"
     places = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks // asked.nodes}
+    for name in places:
+        os.environ.pop(name, None)
     os.environ |= variables | ({name: str(value) for name, value in places.items()} if ranks > 1 else {})
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     if ranks > 1:
@@ -112,7 +119,7 @@ def _plan(asked: Asked) -> dict[str, Any]:
     machine = recipe.machine
     how: dict[str, Any] = {"sync_each_batch": machine.sync_each_batch, "exact": recipe.batch.grain is not None}
     how |= {"find_unused_parameters": machine.find_unused_parameters}
-    run = start(**how, run_type=PlannedRun)
+    run = start(**how)
     Planned.for_gpu = True
     micro = max(1, recipe.batch.size // ranks)  # for auto and fastest
     job = build_job(recipe, ranks=ranks, sharded=run.sharded, device="cuda", on_meta=True, micro=micro)
@@ -125,6 +132,10 @@ def _plan(asked: Asked) -> dict[str, Any]:
             evaluation = costs.evaluation()
         except _READS:
             missing.append("evaluation: the loss or the metrics read values")
+    if any(isinstance(module, nn.RNNBase) for module in job.model.modules()):
+        missing.append("what the kernels of recurrent layers (nn.LSTM, …) keep for the backward pass")
+    if job.collate.sample_weight is None and not hasattr(job.train_set, "lengths") and len(job.train_set) > SAMPLED:
+        missing.append(f"samples after the first {SAMPLED}, which may be larger")
     missing += [f"optimizer.name {recipe.optimizer.name} reads values, planned as 1"] * costs.values.read
     modules = [name for name in sys.modules if name.startswith("transformers.models.")]
     return _described(asked, job, run, costs, step, evaluation) | {"not_counted": missing, "modules": modules}
@@ -169,19 +180,15 @@ def _described(
     memory: dict[str, Any] = {"total": max(peak for _, peak in peaks) + sum(allowances.values())}
     memory |= {"allowances": allowances, "kept": _labelled(owned, away)}
     memory |= {name: _peak(one, away) for name, one in (("step", step), ("evaluation", evaluation)) if one}
-    plan: dict[str, Any] = {
-        "processes": ranks,
-        "nodes": asked.nodes,
-        "micro": layout.each,
-        "accumulate": layout.accumulate,
-    }
-    plan |= {"sharded": run.sharded, "exact": job.exact, "blocks": job.built.blocks, "memory": memory, "host": host}
-    plan |= {"recompute": recipe.machine.recompute, "sync_each_batch": recipe.machine.sync_each_batch}
-    plan |= {"fused_loss": getattr(job.task, "fused_loss", None), "collectives": calls}
-    plan |= {"parameters": sum(parameter.numel() for parameter in costs.model.parameters())}
-    plan |= {"wire": sum(call["wire"] for call in calls)}
+    plan: dict[str, Any] = {"processes": ranks, "nodes": asked.nodes, "config_file": asked.config_file}
+    plan |= {"micro": layout.each, "accumulate": layout.accumulate, "sharded": run.sharded, "exact": job.exact}
+    plan |= {"mixed_precision": run.accelerator.mixed_precision, "blocks": job.built.blocks, "memory": memory}
+    plan |= {"recompute": recipe.machine.recompute, "sync_each_batch": recipe.machine.sync_each_batch, "host": host}
+    plan |= {"batch_statistics": has_batch_statistics(costs.model), "collectives": calls}
+    plan |= {"fused_loss": getattr(job.task, "fused_loss", None), "wire": sum(call["wire"] for call in calls)}
     plan |= {"flops": step.operations | {"total": sum(step.operations.values())}}
     plan |= {"run": {"steps": job.steps, "samples": samples, "tokens": tokens}}
+    plan |= {"parameters": sum(parameter.numel() for parameter in costs.model.parameters())}
     return plan | {"disk": {"checkpoint": each, "once": once, "total": job.checkpoints_kept * each + once}}
 
 

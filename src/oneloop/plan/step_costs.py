@@ -40,14 +40,7 @@ from oneloop.run.gradients import Gradients
 from oneloop.train import accept, accumulate, update
 
 _WARM = 2  # steps before the measured ones: then the optimizer has its state, and DDP its buckets
-_SAMPLED = 256  # samples of unknown size that are loaded to find the largest
-
-
-class PlannedRun(Run):
-    """Rank 0 of a run whose other ranks do not exist."""
-
-    def _host_group(self) -> Any:
-        return None
+SAMPLED = 256  # samples of unknown size that are loaded to find the largest
 
 
 class Costs(NamedTuple):
@@ -87,7 +80,7 @@ class StepCosts:
             self.optimizer = job.make_optimizer(self.model)
             self.emas = [EMA(self.model, optimizer=self.optimizer, **ema) for ema in job.emas]
             with torch.no_grad():
-                names = metric_names(job.task.loss(self.model, self._inputs[0][0])[1])
+                names = metric_names(job.task.loss(self.model, {**self._inputs[0][0]})[1])
             reshard(self.model)
             self._gradients = Gradients(job, run, self.model, self._parameters, Preflight(metrics=names))
         about: dict[str, Any] = {"leaf": job.layout.leaf, "leaves": job.layout.accumulate} if job.exact else {}
@@ -130,7 +123,7 @@ class StepCosts:
 
     def _loaded(self, job: Job, micro: int, number: int) -> list[tuple[Batch, float]]:
         """Return micro-batches of the largest samples, with their weights."""
-        largest, samples = by_size(job, _SAMPLED), SeededSamples(job.train_set, seed=job.recipe.seed)
+        largest, samples = by_size(job, SAMPLED), SeededSamples(job.train_set, seed=job.recipe.seed)
         places = [(0, largest[position % len(largest)]) for position in range(micro * number)]
         load = Batches(samples, job.collate)
         batches = [load[places[start : start + micro]] for start in range(0, micro * number, micro)]
@@ -212,7 +205,7 @@ class StepCosts:
         if not sets:
             return None
         micro = recipe.eval.micro or job.layout.each
-        largest = by_size(replace(job, train_set=sets[0]), _SAMPLED)
+        largest = by_size(replace(job, train_set=sets[0]), SAMPLED)
         indices = [largest[position % len(largest)] for position in range(3 * micro * run.ranks)]
         load, metrics = Batches.__getitem__, cast(Any, getattr(job.task, "metrics", None))
         loading = patch.object(Batches, "__getitem__", lambda *given: self._outside(load, *given))
