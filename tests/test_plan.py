@@ -219,7 +219,7 @@ WRONG = [
     (["gpt", "--config_file", "fsdp2", "--processes", "1"], "FSDP2 needs two processes"),
     (["gpt", "--config_file", "single", "--processes", "2"], "is for one process"),
     (["gpt", "--processes", "7"], "cannot be split over 7 ranks"),
-    (["gpt", "--task.widht", "32"], "widht"),
+    (["gpt", "--task.widthh", "32"], "widthh"),
     (["no-such-recipe"], "no-such-recipe"),
     (["gpt", "--config_file", "hsdp", "--processes", "16"], "16"),
 ]
