@@ -143,7 +143,7 @@ CEILINGS = {  # lines of a package; a ceiling only falls, or rises by the budget
     **{"optim": 1175, "machine": 1240, "recipe": 1483, "": 1536, "checkpoint": 1747, "run": 1974, "show": 2226},
     **{"data": 2652, "tasks": 5524},
 }
-CODE, FILES = 19_837, 197  # lines of code in all packages (no blank, comment or docstring), and files
+CODE, FILES = 19_838, 197  # lines of code in all packages (no blank, comment or docstring), and files
 
 
 def code(source: str) -> int:

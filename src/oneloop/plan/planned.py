@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.tensors import Planned
@@ -113,12 +115,10 @@ def _plan(asked: Asked) -> dict[str, Any]:
     os.environ |= variables | ({name: str(value) for name, value in places.items()} if ranks > 1 else {})
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     if ranks > 1:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    machine = recipe.machine
-    how: dict[str, Any] = {"sync_each_batch": machine.sync_each_batch, "exact": recipe.batch.grain is not None}
-    how |= {"find_unused_parameters": machine.find_unused_parameters}
+    AcceleratorState._reset_state(reset_partial_state=True)  # this process is a fork, whose parent may have used it
+    how: dict[str, Any] = {"sync_each_batch": recipe.machine.sync_each_batch, "exact": recipe.batch.grain is not None}
+    how |= {"find_unused_parameters": recipe.machine.find_unused_parameters}
     run = start(**how)
     Planned.for_gpu = True
     micro = max(1, recipe.batch.size // ranks)  # for auto and fastest
