@@ -20,41 +20,19 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
 
 from adapters import a_base  # noqa: E402
-from planning import one_step  # noqa: E402
+from planning import GPT, LAYOUTS, one_step, planned_recipes  # noqa: E402
 from worlds import run  # noqa: E402
 
-LAYOUTS = {"single": 1, "ddp": 2, "fsdp2": 2}
 MODES = ("none", "full", "selective", "every:2")
-GPT = [
-    "gpt",
-    "--task.width",
-    "32",
-    "--task.heads",
-    "2",
-    "--task.block",
-    "32",
-    "--batch.size",
-    "8",
-    "--batch.micro",
-    "2",
-]
-LLAMA = [*GPT, "--task.architecture", "llama", "--task.layers", "4", "--ema.half_life", "5ep"]
-SFT = ["sft", "--task.length", "96", "--batch.size", "8", "--batch.micro", "2"]
-WIDE = ["--task.width", "256", "--task.block", "256"]
-
-
-def recipes(base: Path) -> dict[str, list[str]]:
-    lora = [*SFT, "--task.pack", "padded", "--task.model", str(base), "--task.lora.rank", "4"]
-    packed, grain = [*SFT, "--task.pack", "packed"], [*GPT[:-2], "--batch.grain", "2"]
-    known = {"digits": ["digits"], "gpt": GPT, "llama, 4 layers, EMA": LLAMA, "LoRA": lora, "packed": packed}
-    return known | {"gpt, batch.grain": grain, "gpt, 256 wide": [*GPT, *WIDE]}
+GRAIN, WIDE = [*GPT[:-2], "--batch.grain", "2"], [*GPT, "--task.width", "256", "--task.block", "256"]
 
 
 def grid() -> None:
     print(f"{'recipe':22}{'layout':8}{'recompute':11}{'predicted':>12}{'measured':>12}{'error':>9}{'evaluation':>12}")
     worst = 0.0
     with tempfile.TemporaryDirectory() as scratch:
-        for name, words in recipes(a_base(Path(scratch))).items():
+        known = planned_recipes(a_base(Path(scratch))) | {"gpt, batch.grain": GRAIN, "gpt, 256 wide": WIDE}
+        for name, words in known.items():
             for config, ranks in LAYOUTS.items():
                 for mode in MODES[:1] if name == "digits" else MODES:
                     keys = [*words, *([] if mode == "none" else ["--machine.recompute", mode])]

@@ -139,11 +139,11 @@ def test_nothing_grows_without_bounds():
 
 
 CEILINGS = {  # lines of a package; a ceiling only falls, or rises by the budget of an issue that names it
-    **{"after": 361, "plan": 1623, "launch": 1759, "supervise": 1048, "basics": 1007, "job": 1192, "measure": 1231},
+    **{"after": 361, "plan": 1620, "launch": 1759, "supervise": 1048, "basics": 1009, "job": 1192, "measure": 1231},
     **{"optim": 1175, "machine": 1240, "recipe": 1483, "": 1536, "checkpoint": 1747, "run": 1974, "show": 2226},
     **{"data": 2652, "tasks": 5524},
 }
-CODE, FILES = 19_838, 197  # lines of code in all packages (no blank, comment or docstring), and files
+CODE, FILES = 19_836, 197  # lines of code in all packages (no blank, comment or docstring), and files
 
 
 def code(source: str) -> int:

@@ -21,35 +21,16 @@ from oneloop.plan.planned import Asked, planned
 from oneloop.recipe.parse import read
 from oneloop.recipe.run_keys import MachineConfig
 from oneloop.tasks.language.models import Shape, from_scratch
-from planning import one_step
+from planning import LAYOUTS, LLAMA, one_step, planned_recipes
 from worlds import HERE, ROOT, run
 
-LAYOUTS = {"single": 1, "ddp": 2, "fsdp2": 2}
-GPT = [
-    "gpt",
-    "--task.width",
-    "32",
-    "--task.heads",
-    "2",
-    "--task.block",
-    "32",
-    "--batch.size",
-    "8",
-    "--batch.micro",
-    "2",
-]
-LLAMA = [*GPT, "--task.architecture", "llama", "--task.layers", "4", "--ema.half_life", "5ep"]
-SFT = ["sft", "--task.length", "96", "--batch.size", "8", "--batch.micro", "2"]
 BLOCKS = (f"{HERE / 'planning.py'}:Blocks", "--batch.size", "32")
 GIB = 2.0**30
 
 
 @pytest.fixture(scope="module")
 def recipes(tmp_path_factory) -> dict[str, list[str]]:
-    base = a_base(tmp_path_factory.mktemp("base"))
-    lora = [*SFT, "--task.pack", "padded", "--task.model", str(base), "--task.lora.rank", "4"]
-    packed = [*SFT, "--task.pack", "packed"]
-    return {"digits": ["digits"], "gpt": GPT, "llama": LLAMA, "lora": lora, "packed": packed}
+    return planned_recipes(a_base(tmp_path_factory.mktemp("base")))
 
 
 def both(words: list[str], config: str, *options: str) -> tuple[dict, dict]:
@@ -198,6 +179,15 @@ def test_the_fused_loss_has_three_products_of_the_output_layer():
     words = (*LLAMA, "--task.layers", "1")
     plain, fused = planned([Asked((*words, "--task.fused_loss", value), "single", 1) for value in ("false", "true")])
     assert fused["flops"]["total"] == plain["flops"]["total"]  # its gradient is computed in the forward, in place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_half_precision(config):
+    plan, real = both(LLAMA, config, "--mixed_precision", "bf16")
+    for name in ("peak", "evaluation"):
+        assert plan[name] == pytest.approx(real[name], rel=0.05)
+    assert plan["collectives"] == real["collectives"] and plan["operations"] == real["operations"]
 
 
 def test_it_says_what_fits(capsys):

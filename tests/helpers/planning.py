@@ -5,11 +5,35 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+
+LAYOUTS = {"single": 1, "ddp": 2, "fsdp2": 2}
+GPT = [
+    "gpt",
+    "--task.width",
+    "32",
+    "--task.heads",
+    "2",
+    "--task.block",
+    "32",
+    "--batch.size",
+    "8",
+    "--batch.micro",
+    "2",
+]
+LLAMA = [*GPT, "--task.architecture", "llama", "--task.layers", "4", "--ema.half_life", "5ep"]
+SFT = ["sft", "--task.length", "96", "--batch.size", "8", "--batch.micro", "2"]
+
+
+def planned_recipes(base: Path) -> dict[str, list[str]]:
+    """Return small recipes by name; ``base`` is a model for LoRA."""
+    lora = [*SFT, "--task.pack", "padded", "--task.model", str(base), "--task.lora.rank", "4"]
+    return {"digits": ["digits"], "gpt": GPT, "llama": LLAMA, "lora": lora, "packed": [*SFT, "--task.pack", "packed"]}
 
 
 def one_step(words: list[str], planned_ranks: int = 0) -> dict[str, Any]:

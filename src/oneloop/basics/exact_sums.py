@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oneloop.basics.tensors import Planned
+
 _HALF = 15  # bits per digit of a value; its square has digits of 30 bits
 _DIGITS = 3
 NOTHING = -60
@@ -158,7 +160,7 @@ def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     waiting: list[Tensor] = []
     held = 0
     for tensor in tensors:
-        most = _ON_CPU if tensor.device.type == "cpu" else _ELSEWHERE
+        most = _ON_CPU if tensor.device.type == "cpu" and not Planned.for_gpu else _ELSEWHERE
         for part in tensor.detach().reshape(-1).split(most):
             if not part.numel():
                 continue

@@ -155,8 +155,13 @@ def grid(asked: Asked, plan: Mapping[str, Any], gpu: Gpu) -> list[Change]:
 def cheapest(asked: Asked, plan: Mapping[str, Any], gpu: Gpu, name: str) -> dict[str, Any] | None:
     """Plan the changes again, the cheapest first; return the first one that fits, or None."""
     left = [change for change in grid(asked, plan, gpu) if change.least <= gpu.memory * GIB]
-    most = planned([min(left, key=lambda change: change.least).asked])[0] if left else {}  # saves the most
-    while left and ("error" in most or most["memory"]["total"] <= gpu.memory * GIB):
+    largest = {  # the combinations that save most; FSDP2 and the fused loss can also cost memory
+        (change.asked.config_file, "--task.fused_loss" in change.words): change.asked
+        for change in sorted(left, key=lambda change: (-change.least, change.seconds))
+    }
+    if not any("error" in one or one["memory"]["total"] <= gpu.memory * GIB for one in planned([*largest.values()])):
+        return None
+    while left:
         tried, left = left[:2], left[2:]
         for change, again in zip(tried, planned([one.asked for one in tried]), strict=True):
             if "error" not in again and (total := again["memory"]["total"]) <= gpu.memory * GIB:
@@ -183,25 +188,20 @@ def _lines(plan: Mapping[str, Any], given: Namespace, device: tuple[str, Gpu]) -
     change = plan["change"]
     yield f"cheapest change ({change['total'] / GIB:.2f} GiB): {change['command']}" if change else found
     yield f"\n{name + ' per process':34}" + "".join(f"{phase:>12}" for phase in peaks)
-    rows = {
-        label: [one["kinds"].get(label, 0) for one in peaks.values()]
-        for one in peaks.values()
-        for label in one["kinds"]
-    }
+    labels = [label for one in peaks.values() for label in one["kinds"]]
+    rows = {label: [one["kinds"].get(label, 0) for one in peaks.values()] for label in labels}
     rows |= {f"{label} (rule of thumb)": [size] * len(peaks) for label, size in memory["allowances"].items()}
     rows = {label: sizes for label, sizes in rows.items() if max(sizes) / unit >= 0.005}
     rows["total"] = [sum(each) for each in zip(*rows.values(), strict=True)]
     yield from (f"  {label:32}" + "".join(f"{size / unit:12,.2f}" for size in sizes) for label, sizes in rows.items())
     yield "host memory per node, GiB: " + ", ".join(f"{name} {size / GIB:,.2f}" for name, size in plan["host"].items())
     flops, run, disk = plan["flops"], plan["run"], plan["disk"]
-    layout = (
-        f"{plan['processes']} processes, {Path(plan['config_file']).stem}, mixed_precision {plan['mixed_precision']}"
-    )
+    layout = f"{Path(plan['config_file']).stem}, {plan['mixed_precision']}, {plan['processes']} processes"
     yield f"\none step of a process ({layout}): {plan['accumulate']} micro-batches of {plan['micro']} samples"
     yield f"  {flops['total'] / 1e12:,.3f} TFLOP, of which {flops.get('recompute', 0) / 1e12:,.3f} recompute"
     for call in (call for call in plan["collectives"] if call["wire"] >= 5e3):
         each = f"{call['calls']:,} of {call['size'] / 1e6:,.2f} MB over {call['ranks']} processes"
-        yield f"  {call['name']:16}{each}, which send {call['wire'] / 1e6:,.2f} MB in all"
+        yield f"  {call['name']:16}{each}; one process sends {call['wire'] / 1e6:,.2f} MB"
     tokens = f", {run['tokens']:,.0f} tokens" if run["tokens"] else ""
     yield f"{plan['parameters']:,} parameters; {run['steps']:,} steps, {run['samples']:,} samples{tokens}"
     yield f"checkpoint {disk['checkpoint'] / 1e9:,.2f} GB; disk space for the run {disk['total'] / 1e9:,.2f} GB"

@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -17,12 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import fake_tensor as fake
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -39,7 +35,7 @@ from oneloop.plan.step_costs import SAMPLED, Costs, StepCosts
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
 
-_READS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+_READS = (fake.DataDependentOutputException, fake.DynamicOutputShapeException, fake.UnsupportedOperatorException)
 GIB = 2.0**30
 ALLOWANCES = {"CUDA context": 0.5 * GIB, "cuBLAS workspace": 0.03 * GIB}
 NCCL = 0.4 * GIB  # buffers of several processes; these are rules of thumb, for what no tensor holds
@@ -72,13 +68,14 @@ class Asked:
 
 
 def planned(several: Sequence[Asked]) -> list[dict[str, Any]]:
-    """Plan each in a process of its own, two at once; of a run that cannot be planned, return {"error": message}."""
+    """Plan each in its own process, two at once; for a run that cannot be planned, return {"error": message}."""
     found: list[dict[str, Any]] = []
     for pair in (several[at : at + 2] for at in range(0, len(several), 2)):
         with ExitStack() as stack:
             pools = [stack.enter_context(ProcessPoolExecutor(1, get_context("fork"))) for _ in pair]
             futures = [pool.submit(_planned, asked) for pool, asked in zip(pools, pair, strict=True)]
-            found += [{"error": _KILLED} if one.exception() else one.result() for one in futures]
+            killed = [isinstance(one.exception(), BrokenProcessPool) for one in futures]
+            found += [{"error": _KILLED} if k else one.result() for k, one in zip(killed, futures, strict=True)]
     for module in {module for one in found for module in one.pop("modules", ())}:
         import_module(module)  # so that the next processes need not
     return found
@@ -126,7 +123,7 @@ def _plan(asked: Asked) -> dict[str, Any]:
     if any(type(module).__name__ == "Linear4bit" for module in job.model.modules()):
         raise BadInput("4-bit weights cannot be planned; give the unquantized model, which is an upper bound")
     with _CudaAutocast():
-        costs = StepCosts(job, run, FakeTensorMode(allow_non_fake_inputs=True))
+        costs = StepCosts(job, run, fake.FakeTensorMode(allow_non_fake_inputs=True))
         step, evaluation = costs.step(), None
         try:
             evaluation = costs.evaluation()

@@ -199,7 +199,7 @@ class StepCosts:
         self.ledger.collectives, self.ledger.operations = [], Counter()
 
     def evaluation(self) -> Costs | None:
-        """Evaluate two micro-batches with the weights and with each EMA; None if there is no evaluation set."""
+        """Evaluate two micro-batches with the weights and with each EMA; None without an evaluation set."""
         job, run, recipe = self.job, self.run, self.job.recipe
         sets = [part for part in job.eval_sets.values() if len(part)]
         if not sets:
