@@ -8,13 +8,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from oneloop.basics.heartbeats import BEATS, SAVING
 from oneloop.basics.progress import Working
@@ -26,39 +26,42 @@ _PATIENCE = 15.0  # seconds for the save in progress when the writer must end
 
 
 class WritingProcess:
-    """A process that runs ``module``, and ``size`` bytes of memory shared with it, pinned if ``pin``."""
+    """A process that runs ``module``, and memory shared with it, pinned if ``pin``. ``uploads``: arguments of
+    :class:`oneloop.checkpoint.uploads.Uploads`, if there is a mirror; ``heard`` receives its news."""
 
-    def __init__(self, module: str, size: int, *, pin: bool) -> None:
-        self.size = size
+    def __init__(
+        self, module: str, *, pin: bool, uploads: dict[str, Any] | None = None, heard: Callable[..., None] = print
+    ) -> None:
+        self._pin, self._heard, self.began = pin, heard, time.monotonic()
         if hasattr(os, "memfd_create"):
             shared = os.memfd_create("oneloop-checkpoint")
         else:
             with tempfile.TemporaryFile() as file:
                 shared = os.dup(file.fileno())
-        os.ftruncate(shared, max(1, size))
-        self.buffer: Tensor = torch.frombuffer(mmap.mmap(shared, max(1, size)), dtype=torch.uint8)
-        if pin and size:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), size, 0)))
+        self._shared = os.fdopen(shared, "r+b", buffering=0)
+        self.buffer = torch.empty(0, dtype=torch.uint8)
         package = str(Path(__file__).parents[2])
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-m", module, str(os.getpid()), str(shared), str(size)]
+        command = [sys.executable, "-m", module, str(os.getpid()), str(shared), json.dumps(uploads)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pass_fds": [shared]}
         self._process = subprocess.Popen(command, **pipes, env={**os.environ, "PYTHONPATH": path})
-        os.close(shared)
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
         self._received = b""
 
-    def send(self, request: writer.SaveRequest) -> None:
-        self._send(writer.as_line(request))
+    def grow(self, size: int) -> None:
+        """Let the shared memory have at least ``size`` bytes; its content may be lost."""
+        if size > len(self.buffer):
+            self._shared.truncate(size)
+            self.buffer = torch.frombuffer(mmap.mmap(self._shared.fileno(), size), dtype=torch.uint8)
+            if self._pin:
+                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), size, 0)))
 
-    def cancel(self) -> None:
-        self._send(writer.as_line(None))
-
-    def _send(self, line: bytes) -> None:
+    def send(self, request: Mapping[str, Any] | None) -> None:
+        """Send a request; None cancels the save in progress."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(line)
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             return  # the process has exited, which answer() reports
@@ -68,7 +71,13 @@ class WritingProcess:
         assert self._process.stdout is not None
         handle = self._process.stdout.fileno()
         until = None if seconds is None else time.monotonic() + seconds
-        while b"\n" not in self._received:
+        while True:
+            if b"\n" in self._received:
+                line, _, self._received = self._received.partition(b"\n")
+                if "news" not in (answer := dict(json.loads(line))):
+                    return answer
+                self._heard(**answer["news"])
+                continue
             try:
                 more = os.read(handle, 1 << 16)
             except BlockingIOError:
@@ -80,8 +89,6 @@ class WritingProcess:
             if not more:
                 return {"error": f"the writing process ended with {self._process.wait()}"}
             self._received += more
-        line, _, self._received = self._received.partition(b"\n")
-        return json.loads(line)  # type: ignore[no-any-return]
 
     def alive(self) -> bool:
         return self._process.poll() is None
@@ -105,6 +112,8 @@ WRITER = "oneloop.checkpoint.writer"  # module of the writing process
 _MIN_LIMIT = 10.0  # seconds; minimum of the time limit of a save
 _MIN_THROUGHPUT = 10e6  # bytes per second; assumed minimum throughput of storage
 _STILL = "still"
+_RESTART = 5.0  # seconds between two starts of a process that was killed, for the mirror's lease
+_TAKEN = "Taken: "
 
 
 class SaveInProgress:
@@ -131,19 +140,54 @@ class SaveInProgress:
         self._patience = patience
         self._shown: Working | None = None
         self._failures, self._max_failures = 0, max_failures
+        self.uploads: dict[str, Any] | None = None  # arguments of Uploads, if there is a mirror
+        self._upload_error: str | None = None  # of the last upload of a copy
         self.stuck = False  # whether the save exceeds the time limit on any rank
 
     def begin(self, request: writer.SaveRequest, pieces: list[Piece]) -> None:
         """Copy to host memory and let the writing process write."""
-        if self._process is None or self._process.size < request.size or not self._process.alive():
-            if self._process is not None:
-                self._process.close()
-            self._process = WritingProcess(WRITER, request.size, pin=self._pin)
-        stage(pieces, self._process.buffer)
-        self._process.send(request)
+        process = self.start()
+        process.grow(max(1, request.size))
+        stage(pieces, process.buffer)
+        process.send(asdict(request))
         self._pending, self._began = True, time.monotonic()
         self._step, self._size = request.step, request.size
         self._shown = Working(f"saving step {request.step}")
+
+    def start(self) -> WritingProcess:
+        """Return the writing process; start it if it does not run."""
+        if self._process is not None and not self._process.alive():
+            self._process.close()
+            self._process = None
+        if self._process is None:
+            self._process = WritingProcess(WRITER, pin=self._pin, uploads=self.uploads, heard=self._heard)
+        return self._process
+
+    def _heard(self, *, step: int = 0, error: str | None = None, taken: bool = False) -> None:
+        """Receive news of uploads: the newest ``step`` in the mirror, or an error."""
+        if taken:
+            self._error = f"{_TAKEN}{error}"
+        elif error and not self._upload_error:
+            self._say(f"MIRROR FAILED; a later save tries again: {error} (the run folder is intact)")
+        elif step and self._upload_error:
+            self._say(f"the mirror works again, and holds step {step}")
+        self._upload_error = error
+
+    def end_uploads(self, *, final: bool) -> dict[str, Any]:
+        """Wait for :meth:`oneloop.checkpoint.uploads.Uploads.end`, and return its result; cancel a save that waits for
+        other ranks. Empty if there is no mirror."""
+        answer: dict[str, Any] | None = {}
+        for _ in range(2 if self.uploads is not None else 0):  # twice, if the process is killed
+            process, expected = self.start(), 1 + self._pending
+            process.send({"end": {"final": final}})
+            while expected and (answer is None or "mirrored" not in answer):
+                answer = process.answer(1.0)
+                expected -= answer is not None
+                BEATS.beat()
+            self._pending = False
+            if answer and "mirrored" in answer:
+                return answer
+        return answer or {}
 
     def write_here(self, request: writer.SaveRequest, pieces: list[Piece]) -> None:
         """Write in this process; rank 0 writes last, after all other ranks have finished or failed."""
@@ -160,8 +204,13 @@ class SaveInProgress:
 
     def poll(self) -> str | None:
         """Return this rank's error if it is known by now. Does not block (about 1 us)."""
-        if self._pending and self._process is not None:
-            self._record(self._process.answer(0.0))
+        process = self._process
+        if process is not None and (self._pending or self.uploads is not None):
+            answer = process.answer(0.0)
+            if self._pending:
+                self._record(answer)
+            elif answer is not None and time.monotonic() - process.began > _RESTART:
+                self.start()
         return self._error
 
     def finish(self, *, or_go_on: bool = False) -> str | None:
@@ -199,11 +248,11 @@ class SaveInProgress:
         others = self._gather(self._state())
         if self._rank == 0 and self._pending and self._process is not None:
             if any(problem not in (None, _STILL) for problem in others[1:]):
-                self._process.cancel()
+                self._process.send(None)
             if _STILL not in others[1:]:
                 self._wait()
         if self._rank == 0 and (self._error or any(problem not in (None, _STILL) for problem in others)):
-            self._store.sweep(drafts=True)  # no writer is active, and none starts before all ranks know the result
+            self._store.sweep(".draft")  # no writer is active, and none starts before all ranks know the result
         return self._gather(self._state())
 
     def _state(self) -> str | None:
@@ -211,6 +260,8 @@ class SaveInProgress:
 
     def _failed(self, problem: str) -> str:
         self._failures += 1
+        if problem.startswith(_TAKEN):
+            raise OSError(problem.removeprefix(_TAKEN))
         if self._failures > self._max_failures:
             raise OSError(f"{self._failures} saves in a row have failed, the last one: {problem}")
         if self._rank == 0:

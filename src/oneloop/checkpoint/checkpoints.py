@@ -8,7 +8,7 @@
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from oneloop.basics.base_models import BaseModel
+from oneloop.basics.bucket import Bucket
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint import writer
 from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.frozen_weights import Base
+from oneloop.checkpoint.mirror import Copy, Span, fetch_base, folder_of, steps_in
 from oneloop.checkpoint.named_checkpoint import base_problems
 from oneloop.checkpoint.state_dict import (
     buffers_of,
@@ -32,7 +34,9 @@ from oneloop.checkpoint.state_dict import (
     optimizer_values,
     pieces,
 )
-from oneloop.checkpoint.store import Keep, Store, name_of, problems
+from oneloop.checkpoint.store import Keep, Store, name_of, problems, step_of
+
+Needs = Callable[[Path], Iterable[Span]]
 
 
 class Checkpoints:
@@ -66,6 +70,9 @@ class Checkpoints:
         self._gloo_group: Any = dist.new_group(backend="gloo") if self.ranks > 1 else None
         self._base = Base(self.store, origin=origin, rank=self.rank, agree=self._gather, say=say)
         self._attempt = 0
+        self._bucket: Bucket | None = None  # the mirror
+        self._counts, self._damaged = False, list[int]()
+        self._leader = self.rank - accelerator.local_process_index  # rank of the first process of this host
         options: dict[str, Any] = {"max_failures": max_failures, "patience": patience, "say": say}
         options |= {"agree": self._gather if self.ranks > 1 else None, "pin": accelerator.device.type == "cuda"}
         self._saving = SaveInProgress(self.store, rank=self.rank, **options)
@@ -139,6 +146,28 @@ class Checkpoints:
         """
         return self._saving.finish()
 
+    def mirror(self, address: str, *, lease: tuple[int, Mapping[str, Any]], counts: bool, limit: float = 0.0) -> None:
+        """Copy the checkpoints to a mirror from now on, and read from it what the folder lacks. Call on every rank.
+
+        Args:
+            address: of the mirror (s3, gs, file).
+            lease: number and description of the :class:`oneloop.checkpoint.lease.Lease` that this run holds.
+            counts: write checkpoints only there: the folder may then differ between hosts, and need not last.
+            limit: bytes per second of one process; 0: no limit.
+        """
+        self._bucket, self._counts = Bucket(address), counts
+        about: dict[str, Any] = {"address": address, "run": str(self.store.root.parent.absolute()), "limit": limit}
+        about |= {"counts": counts, "lease": lease, "bad": self._damaged, "owns": self.rank == 0}
+        self._saving.uploads = about if counts or self.rank == 0 else None
+        if self.rank == 0:
+            self._saving.start()
+
+    def end_uploads(self, *, final: bool) -> dict[str, Any]:
+        """Upload what the mirror lacks, also the ``final`` weights. Call on rank 0.
+
+        Return ``mirrored``, the newest step there, and ``error``; empty if there is no mirror."""
+        return self._saving.end_uploads(final=final)
+
     def _gather(self, value: Any) -> list[Any]:
         values: list[Any] = [value]
         if self._gloo_group is not None:
@@ -146,32 +175,93 @@ class Checkpoints:
             dist.all_gather_object(values, value, group=self._gloo_group)
         return values
 
-    def close(self) -> None:
-        """End the writing process."""
-        self._saving.close()
+    def close(self, *, mirror: bool = False) -> None:
+        """End the writing process; if it writes to a mirror, only with ``mirror``."""
+        if self._bucket is None or mirror:
+            self._saving.close()
 
     # --- loading ---
 
-    def whole(self, step: int, otherwise: str) -> bool:
-        """Return whether the checkpoint of a step exists and is intact, equal on all ranks. If not, log that, and
-        ``otherwise``, which describes the consequence."""
-        path = self.store.root / name_of(step)
-        wrong: list[str] = []
-        if self.rank == 0:
+    def whole(self, step: int, otherwise: str, needs: Needs | None = None) -> Path | None:
+        """Return the path of a step's checkpoint, equal on all ranks, or None if it is missing or damaged. Then log
+        that, and ``otherwise``, which describes the consequence."""
+        path, wrong = self.store.root / name_of(step), list[str]()
+        if self._gather(self._counts or not path.is_dir())[0] and self._bucket is not None:
+            path, wrong = self._fetched(step, needs)
+        elif self.rank == 0:
             wrong = (problems(path) or base_problems(path)) if path.is_dir() else ["it does not exist"]
-            if wrong:
-                self._say(f"THE BEST CHECKPOINT, {path}, CANNOT BE USED: {'; '.join(wrong[:3])}; {otherwise}")
-        return not self._gather(wrong)[0]
+        if wrong and self.rank == 0:
+            self._say(f"THE BEST CHECKPOINT, {path}, CANNOT BE USED: {'; '.join(wrong[:3])}; {otherwise}")
+        return None if self._gather(wrong)[0] else path
 
-    def newest(self) -> Path | None:
-        """Return the newest intact checkpoint, equal on all ranks; log and rename damaged ones.
+    def _fetched(self, step: int, needs: Needs | None) -> tuple[Path, list[str]]:
+        """Fetch a checkpoint from the mirror: each rank the blocks that it needs. Return its path on this host, and the
+        problems of all ranks. Collective: call on every rank."""
+        assert self._bucket is not None
+        path = self.store.root / f".{name_of(step)}.{self._leader}.fetched"
+        copy: Copy | None = None
+        wrong: list[str] = []
+        for turn in ("begin", "fill"):  # the first process of each host makes the files
+            try:
+                copy = copy or Copy(self._bucket, folder_of(step), path)
+                if turn == "begin" and self.rank == self._leader:
+                    self.store.sweep(f".{self._leader}.fetched")
+                    copy.begin()
+                    fetch_base(self._bucket, copy.manifest, self.store.root.parent)
+                elif turn == "fill":
+                    copy.whole() if needs is None else copy.fill(needs(path))
+            except (OSError, ValueError) as error:
+                wrong = [f"{error} (rank {self.rank})"]
+            if wrong := [problem for problems in self._gather(wrong) for problem in problems]:
+                break
+        return path, wrong
+
+    def newest(self, needs: Needs | None = None) -> Path | None:
+        """Return the newest intact checkpoint, equal on all ranks, but on each host another path if it comes from the
+        mirror; log damaged ones, and rename those in the folder.
+
+        Args:
+            needs: returns the parts of a checkpoint's files that this rank reads; None: everything.
 
         Raises:
-            ValueError: there are checkpoints, and none is intact.
+            ValueError: there are checkpoints, and none is intact; or the mirror cannot be read.
         """
+        own, error = self._newest_here()
+        while self._bucket is not None:
+            step = self._gather(self._newest_there(own) if self.rank == 0 else None)[0]
+            if isinstance(step, str):
+                raise ValueError(step)
+            if step is None:
+                break
+            path, wrong = self._fetched(step, needs)
+            if not wrong:
+                return path
+            self._damaged.append(step)
+            if self.rank == 0:
+                place = f"{self._bucket.address}/{folder_of(step)}"
+                self._say(f"checkpoint {place} cannot be used, and was skipped: {'; '.join(wrong[:3])}")
+            error = error or "no intact checkpoint is left"
+        if own is None and error is not None:
+            raise ValueError(error)
+        return own
+
+    def _newest_there(self, own: Path | None) -> int | str | None:
+        """Return the newest step in the mirror after the folder's own, except damaged ones; a text is an error."""
+        assert self._bucket is not None
+        try:
+            steps = [step for step in steps_in(self._bucket) if step not in self._damaged]
+        except OSError as error:
+            if own is not None and not self._counts:
+                self._say(f"the mirror cannot be read: {error}; using the run folder")
+                return None
+            return f"the mirror cannot be read: {error}"
+        return max((step for step in steps if own is None or step > step_of(own)), default=None)
+
+    def _newest_here(self) -> tuple[Path | None, str | None]:
+        """Return the newest intact checkpoint in the folder, or an error if there are only damaged ones."""
         chosen: tuple[str | None, str | None] = (None, None)
-        if self.rank == 0:
-            self.store.sweep(drafts=True)
+        if self.rank == 0 and not self._counts:
+            self.store.sweep(".draft")
             bad: list[str] = []
             for path, wrong in self.store.newest_good():
                 if not wrong:
@@ -184,9 +274,7 @@ class Checkpoints:
                 for line, (path, _) in zip(bad, list(self.store.newest_good()), strict=False):
                     self._say(f"{line}; kept as {self.store.set_aside(path)}")
         chosen = self._gather(chosen)[0]
-        if chosen[1] is not None:
-            raise ValueError(chosen[1])
-        return Path(chosen[0]) if chosen[0] else None
+        return Path(chosen[0]) if chosen[0] else None, chosen[1]
 
     def load(
         self,
@@ -203,7 +291,8 @@ class Checkpoints:
         Raise ValueError if the checkpoint is damaged or of another model, or if its frozen parameters are damaged and
         differ from those of the current model.
         """
-        wrong = self._gather(problems(folder) if self.rank == 0 else [])[0]
+        fetched = folder.name.endswith(".fetched")  # its blocks were verified, and the rest is empty
+        wrong = self._gather(problems(folder) if self.rank == 0 and not fetched else [])[0]
         if wrong:
             raise ValueError(f"checkpoint {folder} is damaged: {'; '.join(wrong)}; use another checkpoint")
         state: dict[str, Any] = json.loads((folder / "state.json").read_text())

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from oneloop.basics.base_models import BaseModel
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.state_dict import load_tensors, model_tensors
-from oneloop.checkpoint.store import Keep, name_of, read_manifest
+from oneloop.checkpoint.store import Keep, read_manifest
 
 
 class Average(Protocol):
@@ -82,13 +82,15 @@ class RunState:
         more: dict[str, Any] = {"extra": self._extra(), "about": about, "keep": keep, "flush": files}
         checkpoints.save(step, self.model, self.optimizer, plain, **more)
 
-    def take(self, checkpoints: Checkpoints, step: int) -> None:
-        """Load only weights and EMAs of an earlier checkpoint, in place. Collective: call on every rank.
+    def take(self, folder: Path) -> None:
+        """Load only weights and EMAs of an earlier checkpoint, in place. Collective: call on every rank."""
+        load_tensors(folder, self.model, extra=self._extra())
 
-        Raises:
-            ValueError: the checkpoint does not exist.
-        """
-        load_tensors(checkpoints.store.root / name_of(step), self.model, extra=self._extra())
+    def needs(self, folder: Path) -> list[tuple[Path, int, int]]:
+        """Return the bytes of a checkpoint's files that this rank reads (``needed`` of load_tensors)."""
+        needed: list[tuple[Path, int, int]] = []
+        load_tensors(folder, self.model, self.optimizer, extra=self._extra(), needed=needed)
+        return needed
 
     def resume(self, checkpoints: Checkpoints, asked: str, *, say: Callable[[str], None] = print) -> dict[str, Any]:
         """Load the checkpoint that ``asked`` selects: ``auto`` or ``never`` (the newest intact one), or a path.
@@ -97,7 +99,7 @@ class RunState:
         it has ``restart``. Collective: call on every rank. Raise ValueError if the checkpoint is missing or damaged, or
         if newer checkpoints would be overwritten.
         """
-        path = checkpoints.newest() if asked in ("auto", "never") else Path(asked).expanduser()
+        path = checkpoints.newest(self.needs) if asked in ("auto", "never") else Path(asked).expanduser()
         if path is None:
             return {}
         own = path.resolve().parent == checkpoints.store.root.resolve()

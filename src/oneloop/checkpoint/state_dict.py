@@ -7,7 +7,7 @@ of the unwrapped model: ``model.<name>``, ``optimizer.<parameter>.<key>``, ``ema
 import json
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensors import as_real, optimized
 from oneloop.checkpoint.named_checkpoint import base_model_of, base_of
+from oneloop.checkpoint.store import header
 
 Tensors = Mapping[str, Tensor]
 _NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool}
@@ -146,12 +147,14 @@ def load_tensors(
     extra: Mapping[str, Tensor] | None = None,
     weights: str = "raw",
     cast: bool = False,
+    needed: list[tuple[Path, int, int]] | None = None,
 ) -> None:
     """Load model, optimizer and ``extra`` tensors in place from a checkpoint of any number of processes. ``weights`` is
     ``raw`` or the name of an EMA to load instead; ``cast`` converts dtypes. Tensors of a base model that the checkpoint
-    only names, and missing extra ones, stay unchanged. Raises ValueError if the model does not match."""
+    only names, and missing extra ones, stay unchanged. Raises ValueError if the model does not match. With ``needed``,
+    load nothing, but list the files and the bytes (first, last) that this rank reads; only the headers must exist."""
     folders, elsewhere = _folders(folder)
-    readers = [HuggingFaceStorageReader(str(path)) for path in folders]
+    readers = [HuggingFaceStorageReader(str(path)) if needed is None else _Needs(path, needed) for path in folders]
     held = [reader.read_metadata().state_dict_metadata for reader in readers]
     saved = {name: about for several in held for name, about in several.items()}
     targets = {name: tensor for name, tensor in model_tensors(model).items() if name not in elsewhere}
@@ -186,6 +189,32 @@ def load_tensors(
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads its own shards
         for reader, names in zip(readers, held, strict=True):
             load({name: targets[name] for name in names if name in targets}, storage_reader=reader, no_dist=True)
+
+
+class _Needs(HuggingFaceStorageReader):  # type: ignore[misc]
+    """Lists the bytes that a plan reads, instead of reading them."""
+
+    def __init__(self, path: Path, needed: list[tuple[Path, int, int]]) -> None:
+        super().__init__(str(path))
+        self._needed = needed
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        headers: dict[Path, dict[str, Any]] = {}
+        for item in plan.items:
+            file = Path(self.storage_data[item.storage_index].relative_path)
+            entries = headers[file] = headers.get(file) or header(file)
+            before = file.stat().st_size - max(
+                entry["data_offsets"][1] for entry in entries.values() if "dtype" in entry
+            )
+            entry = entries[item.storage_index.fqn]
+            start, end = (before + offset for offset in entry["data_offsets"])
+            if entry["shape"] and end > start:  # rows of the first dimension are contiguous
+                row = (end - start) // entry["shape"][0]
+                start, end = (
+                    start + row * at for at in (item.storage_offsets[0], item.storage_offsets[0] + item.lengths[0])
+                )
+            self._needed.append((file, start, end))
+        return super().read_data(replace(plan, items=[]), planner)
 
 
 def _folders(folder: Path) -> tuple[list[Path], set[str]]:

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,10 +71,16 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_in(name: str) -> int | None:
+    """Return the step of a checkpoint's name; None for another name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def step_of(folder: Path) -> int:
-    match = _NAME.fullmatch(folder.name)
-    assert match is not None, folder
-    return int(match[1])
+    step = step_in(folder.name)
+    assert step is not None, folder
+    return step
 
 
 def checksum(file: Path) -> str:
@@ -112,6 +118,11 @@ class Keep:
     every: int = 0  # in steps; 0: none
     best: int | None = None  # step of the best checkpoint
 
+    def among(self, steps: Sequence[int]) -> set[int]:
+        """Return those of the steps, in ascending order, whose checkpoints are kept."""
+        kept = {step for step in steps if (self.every and step % self.every == 0) or step == self.best}
+        return kept | set(steps[-max(1, self.newest) :])
+
 
 class Store:
     """The ``checkpoints/`` folder of one run.
@@ -136,9 +147,11 @@ class Store:
         ``files`` are the manifest entries (size and checksum) by name, ``about`` describes the content for readers.
         ``tensors``: dtype (safetensors name) and global shape of all tensors in its files, by name.
         """
-        manifest = {"format": FORMAT, "step": step, "files": dict(sorted(files.items())), "about": dict(about)}
-        manifest["tensors"] = dict(tensors or {})
-        write_file(draft / MANIFEST, json.dumps({**manifest, "self": _of(manifest)}, indent=1).encode())
+        write_file(draft / MANIFEST, signed(manifest_of(step, files, about, tensors)))
+        return self.adopt(draft, step)
+
+    def adopt(self, draft: Path, step: int) -> Path:
+        """Commit a folder that holds a whole checkpoint, with its manifest."""
         flush(draft)
         sealed = self.root / name_of(step)
         if sealed.exists():  # an older one of the same step, which a resume skipped
@@ -155,18 +168,17 @@ class Store:
     def prune(self, keep: Keep) -> list[Path]:
         """Delete checkpoints that need not be kept. Rename them first, so that a kill leaves no partial checkpoint."""
         sealed = self.sealed()
-        keeping = set(sealed[-max(1, keep.newest) :])
-        keeping |= {path for path in sealed if keep.every and step_of(path) % keep.every == 0}
-        keeping |= {path for path in sealed if step_of(path) == keep.best}
-        removed = [path for path in sealed if path not in keeping]
+        keeping = keep.among([*map(step_of, sealed)])
+        removed = [path for path in sealed if step_of(path) not in keeping]
         for path in removed:
             path.rename(self.root / f".{path.name}.removed")
         self.sweep()
         return removed
 
-    def sweep(self, *, drafts: bool = False) -> None:
-        """Delete what a killed process left behind; also ``drafts``, if no writer can be active."""
-        endings = (".removed", ".replaced", *((".draft",) if drafts else ()))
+    def sweep(self, *more: str) -> None:
+        """Delete what a killed process left behind; also folders with ``more`` endings, such as ``.draft`` if no writer
+        can be active."""
+        endings = (".removed", ".replaced", *more)
         for path in self.root.glob(".step-*") if self.root.is_dir() else ():
             if path.name.endswith(endings):
                 shutil.rmtree(path, ignore_errors=True)
@@ -185,6 +197,17 @@ class Store:
             yield path, problems(path)
 
 
+def manifest_of(step: int, files: Entries, about: Entries, tensors: Entries | None = None) -> dict[str, Any]:
+    """Return the manifest of a checkpoint; see :meth:`Store.seal`."""
+    manifest = {"format": FORMAT, "step": step, "files": dict(sorted(files.items())), "about": dict(about)}
+    return manifest | {"tensors": dict(tensors or {})}
+
+
+def signed(manifest: Mapping[str, Any]) -> bytes:
+    """Return a manifest as JSON, with a checksum of itself."""
+    return json.dumps({**manifest, "self": _of(manifest)}, indent=1).encode()
+
+
 def _of(manifest: Mapping[str, Any]) -> str:
     return xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())
 
@@ -196,11 +219,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         ValueError: it is missing, damaged or of another format.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        return parsed_manifest((folder / MANIFEST).read_bytes())
+    except OSError as error:
+        raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
+
+
+def parsed_manifest(content: bytes) -> dict[str, Any]:
+    """Return the manifest with this content. Raises ValueError if it is damaged or of another format."""
+    try:
+        manifest = json.loads(content)
         recorded = manifest.pop("self")
         files = manifest["files"]
         plain = {n for n in files if n == Path(n).name and n not in ("", ".", "..")} == set(files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
     if recorded != _of(manifest) or not plain:
         raise ValueError(f"{MANIFEST} is damaged: expected checksum {_of(manifest)}, found {recorded}")
@@ -217,8 +248,7 @@ def vouch(folder: Path, about: Mapping[str, Any], files: Mapping[str, Any] | Non
         for path in sorted(folder.iterdir())
         if path.is_file() and path.name != MANIFEST
     }
-    manifest = {"format": FORMAT, "files": files, "about": dict(about)}
-    write_file(folder / MANIFEST, json.dumps({**manifest, "self": _of(manifest)}, indent=1).encode())
+    write_file(folder / MANIFEST, signed({"format": FORMAT, "files": files, "about": dict(about)}))
 
 
 def problems_of_files(folder: Path) -> list[str]:

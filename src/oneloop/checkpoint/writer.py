@@ -12,9 +12,9 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,10 @@ def write(request: SaveRequest, data: memoryview, cancelled: Callable[[], bool] 
             return
         files = {f"{shard}.safetensors": entry}
         files["state.json"] = write_file(draft / "state.json", json.dumps(request.state, indent=1).encode())
-        files |= gathered(draft, request.ranks, cancelled)
+        done = lambda name: (draft / name).read_bytes()  # noqa: E731
+        files |= gathered(lambda: os.listdir(draft), done, request.ranks, cancelled)
+        for other in range(1, request.ranks):
+            (draft / f"rank-{other:05d}.json").unlink()
     except OSError:
         try:
             (draft / f"{shard}.failed").touch()
@@ -77,38 +80,50 @@ def write(request: SaveRequest, data: memoryview, cancelled: Callable[[], bool] 
 
 def write_tensors(file: Path, header: str, data: memoryview) -> dict[str, Any]:
     """Write and flush a safetensors file from its header and its data section; return its manifest entry."""
-    padded = header.encode()
-    padded += b" " * (-len(padded) % 8)
-    state = xxh3_128()
+    head, state = padded(header), xxh3_128()
     with file.open("wb", buffering=0) as stream:
-        for piece in _pieces(memoryview(len(padded).to_bytes(8, "little") + padded)) + _pieces(data):
+        for piece in _pieces(memoryview(head)) + _pieces(data):
             state.update(piece)
             written = 0
             while written < len(piece):
                 written += stream.write(piece[written:])
         os.fsync(stream.fileno())
-    return {"size": 8 + len(padded) + len(data), "xxh3": state.hexdigest()}
+    return {"size": len(head) + len(data), "xxh3": state.hexdigest()}
+
+
+def padded(header: str) -> bytes:
+    """Return the beginning of a safetensors file: the length of its header, and the header."""
+    text = header.encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _pieces(data: memoryview) -> list[Any]:
     return [data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK)]
 
 
-def gathered(draft: Path, ranks: int, cancelled: Callable[[], bool]) -> dict[str, Any]:
-    """Wait for the manifest entries of the other ranks. Raises Gone if one failed, or the save was cancelled."""
+def gathered(
+    names: Callable[[], Collection[str]],
+    read: Callable[[str], bytes],
+    ranks: int,
+    cancelled: Callable[[], bool],
+    pause: float = 0.01,
+) -> dict[str, Any]:
+    """Wait for the manifest entries of the other ranks, in the files ``names()`` of the draft. Raises Gone if one
+    failed, or the save was cancelled."""
     entries: dict[str, Any] = {}
     while len(entries) < ranks - 1:
+        there = names()
         for rank in range(1, ranks):
-            shard, done = f"rank-{rank:05d}", draft / f"rank-{rank:05d}.json"
-            if f"{shard}.safetensors" not in entries and done.exists():
-                entries[f"{shard}.safetensors"] = json.loads(done.read_text())
-                done.unlink()
-            if (draft / f"{shard}.failed").exists():
+            shard = f"rank-{rank:05d}"
+            if f"{shard}.safetensors" not in entries and f"{shard}.json" in there:
+                entries[f"{shard}.safetensors"] = json.loads(read(f"{shard}.json"))
+            if f"{shard}.failed" in there:
                 raise Gone(f"rank {rank} could not write its shard")
         if cancelled():
             raise Gone("another rank could not write its shard")
         if len(entries) < ranks - 1:
-            time.sleep(0.01)
+            time.sleep(pause)
     return entries
 
 
@@ -119,29 +134,46 @@ def main() -> None:
     """Read requests from standard input, one JSON object per line; answer each on standard output."""
     die_with(int(sys.argv[1]))
     on_stops(signal.SIG_IGN)  # the trainer decides when to stop
-    shared, size = int(sys.argv[2]), int(sys.argv[3])
-    data = memoryview(mmap.mmap(shared, size, prot=mmap.PROT_READ)) if size else memoryview(b"")
+    shared, data = int(sys.argv[2]), memoryview(b"")
+    uploads = _uploads(json.loads(sys.argv[3]))
     while line := sys.stdin.buffer.readline():
         decoded = json.loads(line)
         if decoded is None:
             continue  # cancelled too late: the save has already ended
+        if "end" in decoded:
+            _print(uploads.end(**decoded["end"]))
+            continue
         request = SaveRequest(**decoded)
+        if request.size > len(data):
+            data = memoryview(mmap.mmap(shared, request.size, prot=mmap.PROT_READ))
         began = time.perf_counter()
         try:
-            write(request, data[: request.size], cancelled=_input_waiting)
+            save = uploads.save if uploads is not None and uploads.counts else write
+            save(request, data[: request.size], cancelled=_input_waiting)
             answer: dict[str, Any] = {"step": request.step, "seconds": time.perf_counter() - began}
         except Exception as error:
             answer = {"step": request.step, "error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+        _print(answer)
+        if uploads is not None and not uploads.counts and "error" not in answer:
+            uploads.wanted(request.keep)
+
+
+def _uploads(about: dict[str, Any] | None) -> Any:
+    if about is None:
+        return None
+    from oneloop.checkpoint.uploads import Uploads  # 1 s, and only with a mirror
+
+    return Uploads(**about, news=lambda **news: _print({"news": news}))
+
+
+def _print(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")  # one write: several threads print
+    sys.stdout.flush()
 
 
 def _input_waiting() -> bool:
     """Return whether standard input has data; during a save, that can only be its cancellation."""
     return bool(select.select([sys.stdin], [], [], 0)[0])
-
-
-def as_line(request: SaveRequest | None) -> bytes:
-    return json.dumps(None if request is None else asdict(request)).encode() + b"\n"
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class Agent(LocalElasticAgent):
 
     def _assign_worker_ranks(self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec) -> Any:
         address = address_towards(self._nodes.host, self._nodes.port)
-        folder = self._recipe.folder if self._recipe is not None else None
+        folder = self._recipe.folder if self._recipe is not None and self._recipe.mirror is None else None
         mine = facts(self._name, address, spec.local_world_size, folder, first=group_rank == 0)
         every = exchanged(store, "facts", mine, group_rank, group_world_size)
         seen = exchanged(store, "seen", foreign_folder(self._name, every[0]), group_rank, group_world_size)

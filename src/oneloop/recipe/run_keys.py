@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from oneloop.basics.bucket import check_address, is_address
 from oneloop.basics.duration import Duration, seconds, span
 from oneloop.basics.exit_codes import BadInput, at_least, within
 
@@ -88,8 +89,17 @@ class SaveConfig:
     """write checkpoints in the training process, which then waits (false: in a separate process)"""
     max_failures: int = 3
     """failed saves in a row (disk full) before the run ends with exit code 1"""
+    mirror: str | None = None
+    """address of a copy of the run in a bucket (s3://BUCKET/RUN, gs://…, file:///FOLDER/RUN; null: none)"""
+    upload_limit: float = 0.0
+    """megabytes per second that one process uploads to the mirror at most (0: no limit)"""
 
     def __post_init__(self) -> None:
+        if self.mirror is not None:
+            check_address(self.mirror, "save.mirror")
+            if self.sync:
+                raise BadInput("save.mirror needs the separate writing process; set save.sync false")
+        within(0, 1e6, save__upload_limit=self.upload_limit)
         at_least(1, save__keep=self.keep)
         if self.final == "best" and not self.best:
             raise BadInput("save.final best needs the checkpoint of the best evaluation; keep save.best true")
@@ -144,11 +154,15 @@ class WatchConfig:
 @dataclass(frozen=True)
 class RunConfig:
     dir: str | None = None
-    """run folder (null: runs/<recipe>)"""
+    """run folder (null: runs/<recipe>), or an address: the mirror of a scratch folder runs/BUCKET/RUN"""
     resume: str = "auto"
     """auto: resume from the newest intact checkpoint; never: reject a folder that has a run; or a checkpoint's path"""
     accept_changes: bool = False
     """resume although the training configuration, data or model has changed"""
+
+    def __post_init__(self) -> None:
+        if is_address(self.dir):
+            check_address(str(self.dir), "run.dir")
 
 
 @dataclass(frozen=True)

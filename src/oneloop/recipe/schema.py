@@ -7,7 +7,9 @@ from typing import Any
 
 import yaml
 
+from oneloop.basics.bucket import is_address
 from oneloop.basics.duration import Duration
+from oneloop.basics.exit_codes import BadInput
 from oneloop.recipe import run_keys, training_keys
 from oneloop.recipe.key_rules import reject_inexact
 
@@ -38,12 +40,21 @@ class Recipe:
     resolved: Mapping[str, Any]
 
     def __post_init__(self) -> None:
+        if is_address(self.run.dir) and (self.save.mirror not in (None, self.run.dir) or self.save.sync):
+            raise BadInput(f"run.dir {self.run.dir} is a mirror; remove save.mirror and save.sync")
         if self.batch.grain is not None:
             reject_inexact(self.batch.grain, self.eval, self.optimizer, self.machine)
 
     @property
     def folder(self) -> Path:
+        if is_address(self.run.dir):
+            return Path("runs", str(self.run.dir).partition("://")[2].strip("/"))
         return Path(self.run.dir or f"runs/{self.name}").expanduser()
+
+    @property
+    def mirror(self) -> str | None:
+        """Return the address of the mirror, if there is one."""
+        return self.run.dir if is_address(self.run.dir) else self.save.mirror
 
     def yaml(self) -> str:
         return yaml.safe_dump(dict(self.resolved), sort_keys=False)

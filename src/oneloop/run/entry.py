@@ -1,6 +1,5 @@
 """Run a recipe from the command line: processes, folder, training, summary, exit code."""
 
-import json
 import os
 import sys
 import time
@@ -79,14 +78,12 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
     Raise BadInput before anything is written."""
     job: Job | None = None
     fault: BaseException | None = None
-    folder = Folder(recipe.folder, say=run.display.say)
+    folder = Folder(recipe.folder, mirror=recipe.mirror, say=run.display.say)
     try:
         with run.display, run.closing, _exits_are_errors():
             job = _prepared(recipe, run, folder, cli=cli)
             if job is None:
-                known = json.loads((folder.path / "summary.json").read_text())
-                known = {name: value for name, value in known.items() if name != "checksum"}
-                return {**known, "folder": str(folder.path)}, None
+                return {**run.from_main(folder.finished), "folder": str(folder.path)}, None
             summary = train(job, run, folder)
     except (BadInput, StoppedEarly) as error:
         folder.abandon()
@@ -102,7 +99,9 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
             raise
         fault, summary = error, _failed(error, job, run, folder, cli=cli)
     if run.main:
-        _end(run, folder, summary, as_json=recipe.watch.json)
+        summary, before = _end(run, folder, summary, as_json=recipe.watch.json), summary
+        if summary["exit_code"] != before["exit_code"]:
+            fault = OSError(summary["exit_reason"])
     return {**summary, "folder": str(folder.path)}, fault
 
 
@@ -154,10 +153,12 @@ def _exits_are_errors() -> Iterator[None]:
         raise RuntimeError(f"sys.exit({error.code!r}) was called{where(error)}") from error
 
 
-def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) -> None:
+def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) -> dict[str, Any]:
+    """Write and print the summary; return it, with an error if the mirror is incomplete."""
     if not folder.begun:
         folder.abandon()
-        return
+        return summary
+    summary = folder.uploaded(summary, final=summary["exit_code"] == exit_codes.DONE)
     try:
         folder.write_json("summary.json", vouched(summary))
         (folder.path / "STOP").unlink(missing_ok=True)
@@ -167,12 +168,16 @@ def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) ->
         folder.write("report.html", report([folder.path]))
     except Exception as error:  # an error of the report does not fail the run
         print(f"report.html cannot be written ({type(error).__name__}: {error})", file=sys.stderr)
+    if (now := folder.uploaded(summary, final=False)) != summary:
+        summary = now
+        folder.write_json("summary.json", vouched(summary))
     folder.close()
     run.display.summary(summary)
     run.display.lines(_remarks(summary))
     resume = "; the same command continues the run" * (summary["exit_code"] == exit_codes.STOPPED)
     ended = printable(f"{summary['exit_reason']}; results in {folder.path}{resume}")
     print(dumps({**summary, "folder": str(folder.path)}) if as_json else ended, flush=True)
+    return summary
 
 
 def _remarks(summary: Mapping[str, Any]) -> Iterator[str]:

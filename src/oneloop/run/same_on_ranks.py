@@ -61,10 +61,11 @@ def _compare(name: str, reports: Sequence[Mapping[str, Any] | None]) -> None:
             raise BadInput(f"the {name} set holds other samples {apart}; give every process the same data")
 
 
-def reject_other_folders(folder: Path, run: Run, *, patience: float) -> None:
-    """Raise BadInput if a rank does not see the folder that rank 0 has locked. Collective: call on every rank."""
+def in_one_folder(folder: Path, run: Run, *, patience: float, required: bool = True) -> bool:
+    """Return whether all ranks see the folder that rank 0 has locked; if it is ``required``, raise BadInput otherwise.
+    Collective: call on every rank."""
     if run.ranks == 1:
-        return
+        return True
     file = folder / "owner.json"
     owner = run.from_main(_read(file) if run.main else None)
     until = time.monotonic() + _SECONDS * (patience or 1.0)
@@ -72,9 +73,10 @@ def reject_other_folders(folder: Path, run: Run, *, patience: float) -> None:
         time.sleep(0.1)
     there = run.gathered((found == owner, f"{folder.absolute()} on {socket.gethostname()}"))
     for rank, (same, path) in enumerate(there):
-        if not same:
+        if not same and required:
             apart = f"on rank {rank} ({path}) than on rank 0 ({there[0][1]})"
-            raise BadInput(f"run.dir {folder} is another folder {apart}; it must be on shared storage")
+            raise BadInput(f"run.dir {folder} is another folder {apart}; put it on shared storage, or set save.mirror")
+    return all(same for same, _ in there)
 
 
 def _read(file: Path) -> str | None:

@@ -6,6 +6,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from oneloop.basics.bucket import is_address
+from oneloop.basics.exit_codes import BadInput
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.resume import RunState
 from oneloop.checkpoint.store import Store
@@ -23,7 +25,7 @@ from oneloop.run.compatibility import InputCheck, inputs_of
 from oneloop.run.counters import Best, Counters, Results, RunLog
 from oneloop.run.export import TASK
 from oneloop.run.folder import Folder
-from oneloop.run.same_on_ranks import reject_other_folders
+from oneloop.run.same_on_ranks import in_one_folder
 from oneloop.show.tracking import Tracking
 from oneloop.supervise.pipe import CHANNEL
 from oneloop.tasks.protocol import Progress
@@ -55,7 +57,9 @@ class State(RunState):
         how: dict[str, Any] = {"sync": save.sync, "max_failures": save.max_failures, "say": run.display.say}
         how |= {"origin": getattr(task, "origin", None), "patience": recipe.machine.patience}
         self.checkpoints = Checkpoints(folder.path / "checkpoints", run.accelerator, **how)
-        if run.ranks == 1:  # with several ranks, a failed one exits at once: its shard never arrives
+        if (
+            run.ranks == 1 and recipe.mirror is None
+        ):  # with several ranks, a failed one exits at once: its shard never arrives
             run.closing.callback(self.checkpoints.close)
         with run.setting_up():
             known = inputs_of(job, run, optimizer) if run.main else {}
@@ -107,9 +111,24 @@ class State(RunState):
         return run_log
 
     def _hold(self, job: Job, run: Run, folder: Folder) -> None:
+        recipe = job.recipe
         once, each = self.size(job.optimizer_share, getattr(job.task, "origin", None))  # collective under FSDP2
         with run.setting_up():
             if run.main:
                 there = len(Store(folder.path / "checkpoints").sealed())
-                folder.hold(need=max(0, job.checkpoints_kept - there) * (each + _SMALL) + once + _SMALL)
-        reject_other_folders(folder.path, run, patience=job.recipe.machine.patience)
+                each = 0 if is_address(recipe.run.dir) else each + _SMALL
+                folder.hold(need=max(0, job.checkpoints_kept - there) * each + once + _SMALL)
+        here = folder.lease
+        patience = recipe.machine.patience
+        shared = in_one_folder(folder.path, run, patience=patience, required=recipe.mirror is None)
+        if recipe.mirror is None:
+            return
+        lease = run.from_main((here.number, here.about) if here is not None else None)
+        counts = is_address(recipe.run.dir) or not shared
+        if counts and not lease[0]:
+            raise BadInput(f"the mirror {recipe.mirror} cannot be reached, and checkpoints are written only there")
+        how: dict[str, Any] = {"lease": lease, "counts": counts, "limit": 1e6 * recipe.save.upload_limit}
+        self.checkpoints.mirror(recipe.mirror, **how)
+        folder.uploads = self.checkpoints if run.main else None
+        where = "checkpoints count when they are there; hosts need no shared disk" if counts else "copies"
+        run.display.say(f"mirror: {recipe.mirror} ({where})")

@@ -12,7 +12,7 @@ from oneloop.basics import exit_codes
 from oneloop.basics.exit_codes import Diverged
 from oneloop.basics.heartbeats import BEATS, ENDING, EVALUATION
 from oneloop.basics.launcher import HOST
-from oneloop.checkpoint.store import Keep, name_of
+from oneloop.checkpoint.store import Keep
 from oneloop.data.step_batches import in_memory
 from oneloop.ema import EMA
 from oneloop.evaluation import evaluate_all
@@ -167,12 +167,14 @@ class Upkeep:
         BEATS.enter(ENDING)
         state, recipe, best = self._state, self._job.recipe, self._state.best
         step, checkpoints = state.count.step, state.checkpoints
-        wanted = recipe.save.final == "best" and best.step and not stopped
-        if not wanted or (best.step != step and not checkpoints.whole(best.step, "final/ gets the last weights")):
+        wanted, folder = recipe.save.final == "best" and best.step and not stopped, None
+        if wanted and best.step != step:
+            folder = checkpoints.whole(best.step, "final/ gets the last weights", state.needs)
+        if not wanted or (best.step != step and folder is None):
             return {"weights": "last", "step": step, "end": step}
-        if best.step != step:
-            state.take(checkpoints, best.step)
-            load_task_state(self._job.task, checkpoints.store.root / name_of(best.step))
+        if folder is not None:
+            state.take(folder)
+            load_task_state(self._job.task, folder)
         return {"weights": "best", "step": best.step, "end": step, "metric": recipe.eval.best, "value": best.value}
 
     def last_evaluation(self, final: dict[str, Any]) -> bool:

@@ -1,0 +1,135 @@
+"""Objects in a bucket (``s3://``, ``gs://``) or a folder (``file://``), by fsspec."""
+
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from typing import Any
+from urllib.parse import urlsplit
+
+from xxhash import xxh3_64_hexdigest, xxh3_128
+
+from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.files import one_line
+
+BLOCK = 1 << 23  # bytes that one request writes or reads, and that one checksum covers
+_PARTS = 9000  # of one upload; S3 allows 10,000
+_AT_ONCE = 8  # blocks that are read at the same time
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "file": "fsspec"}
+
+
+def is_address(text: object) -> bool:
+    """Return whether a text is an address (``s3://…``) and not a path."""
+    return "://" in str(text)
+
+
+def check_address(address: str, key: str) -> None:
+    """Raise BadInput, without secrets in its message, if a run cannot be mirrored to this address."""
+    scheme, netloc, path, query, fragment = urlsplit(address)
+    if "@" in netloc or query or fragment:
+        safe = "take credentials from the environment (AWS_ACCESS_KEY_ID, …) or the provider's files"
+        raise BadInput(f"{key}: the address contains a user, a password or a query; remove it, and {safe}")
+    if scheme not in _PACKAGES:
+        raise BadInput(f"{key} {address}: {scheme}:// cannot hold a mirror; use s3://, gs:// or file://")
+    if not path.strip("/") or (scheme == "file") == bool(netloc):
+        raise BadInput(f"{key} {address} must name a folder: s3://BUCKET/RUN, gs://BUCKET/RUN or file:///FOLDER/RUN")
+    if find_spec(_PACKAGES[scheme]) is None:
+        raise BadInput(f"{key} {address} needs {_PACKAGES[scheme]}: pip install 'oneloop[buckets]'")
+
+
+class Bucket:
+    """The objects below an address. It must not cross a fork.
+
+    Errors are OSErrors: FileNotFoundError for a missing object, FileExistsError by ``create``.
+
+    Args:
+        address: s3, gs, file or (within one process) memory.
+        limit: bytes per second that it writes at most; 0: no limit.
+    """
+
+    def __init__(self, address: str, *, limit: float = 0.0) -> None:
+        import fsspec
+
+        self.address, self._limit, self._next = address.rstrip("/"), limit, 0.0
+        scheme = address.partition("://")[0]
+        self._is_local = scheme == "file"
+        how: dict[str, Any] = {"auto_mkdir": True} if self._is_local else {"use_listings_cache": False}
+        with self._errors():
+            self._fs: Any = fsspec.filesystem(scheme, skip_instance_cache=True, **how)
+            self._root = self._fs._strip_protocol(self.address)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise type(error)(f"{self.address}: {one_line(error) or type(error).__name__}") from error
+        except Exception as error:  # botocore's errors are no OSErrors
+            raise OSError(f"{self.address}: {type(error).__name__}: {one_line(error)}") from error
+
+    def get(self, name: str) -> bytes:
+        """Return the content of a small object."""
+        with self._errors():
+            return bytes(self._fs.cat_file(f"{self._root}/{name}"))
+
+    def put(self, name: str, data: bytes, *, create: bool = False) -> None:
+        """Write a small object; ``create`` raises FileExistsError if it exists, atomically."""
+        with self._errors():
+            if create and self._is_local:
+                with self._fs.open(f"{self._root}/{name}", "xb") as stream:
+                    stream.write(data)
+            else:
+                self._fs.pipe_file(f"{self._root}/{name}", data, mode="create" if create else "overwrite")
+
+    def write(self, name: str, pieces: Iterable[Any], size: int) -> dict[str, Any]:
+        """Write an object of ``size`` bytes, with one block in memory; return its size and checksums."""
+        whole, blocks, how = (
+            xxh3_128(),
+            list[str](),
+            {} if self._is_local else {"block_size": max(BLOCK, size // _PARTS)},
+        )
+        with self._errors():
+            stream = self._fs.open(f"{self._root}/{name}", "wb", **how)
+            try:
+                for block in _in_blocks(pieces):
+                    time.sleep(max(0.0, self._next - time.monotonic()))
+                    self._next = time.monotonic() + (len(block) / self._limit if self._limit else 0.0)
+                    stream.write(block)
+                    whole.update(block)
+                    blocks.append(xxh3_64_hexdigest(block))
+            except BaseException:
+                stream.discard()
+                raise
+            stream.close()
+        return {"size": size, "xxh3": whole.hexdigest(), "blocks": blocks}
+
+    def read(self, name: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
+        """Yield the offset and the bytes of these spans (start, end) of an object, a few at the same time."""
+        for first in range(0, len(spans), _AT_ONCE):
+            starts, ends = ([*part] for part in zip(*spans[first : first + _AT_ONCE], strict=True))
+            with self._errors():
+                found = self._fs.cat_ranges([f"{self._root}/{name}"] * len(starts), starts, ends, on_error="raise")
+            yield from zip(starts, map(bytes, found), strict=True)
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the sizes of all objects below a folder, by their names relative to it."""
+        with self._errors():
+            found = self._fs.find(f"{self._root}/{folder}", detail=True)
+        return {name[len(f"{self._root}/{folder}/") :]: entry["size"] for name, entry in found.items()}
+
+    def remove(self, names: Collection[str]) -> None:
+        """Delete objects; ignore those that do not exist."""
+        for name in names:
+            with suppress(FileNotFoundError), self._errors():
+                self._fs.rm_file(f"{self._root}/{name}")
+
+
+def _in_blocks(pieces: Iterable[Any]) -> Iterator[bytes]:
+    held = bytearray()
+    for piece in pieces:
+        held += piece
+        while len(held) >= BLOCK:
+            yield bytes(held[:BLOCK])
+            del held[:BLOCK]
+    if held:
+        yield bytes(held)
