@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from oneloop.apply import check_file, perform
+from oneloop.apply import check_file, local_run, perform
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.launcher import die_with_launcher, ranks
 from oneloop.cli import export_run, write_report
@@ -170,7 +170,7 @@ def _options(command: str, run: Run, given: dict[str, Any]) -> Namespace:
 
 
 def _folder(run: Run) -> Path:
-    return Path(run["folder"] if isinstance(run, Mapping) else run)
+    return local_run(run["folder"] if isinstance(run, Mapping) else run)
 
 
 def _read(recipe: Any, groups: dict[str, Any]) -> tuple[str, list[str], Recipe]:

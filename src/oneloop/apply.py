@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from oneloop.after.trained_model import Trained, recipe_of, trained
+from oneloop.after.trained_model import Trained, local_run, recipe_of, trained
 from oneloop.basics import exit_codes
 from oneloop.basics.command_options import Options, positive
 from oneloop.basics.exit_codes import BadInput
@@ -39,7 +39,7 @@ _MORE = """
 def parsed(command: str, words: Sequence[str]) -> Namespace:
     """Parse the options of ``evaluate`` or ``predict``; raise BadInput for what is wrong before anything is loaded."""
     options = Options(command, f"{_PAGES[command]}\n{_MORE}")
-    options.add_argument("run", type=Path, metavar="RUN")
+    options.add_argument("run", type=local_run, metavar="RUN")
     options.add_argument("--data", metavar="DATA", help="rows to use instead of the run's own sets")
     options.add_argument("--checkpoint", help="final, best, newest or a step; default: final if the run has ended")
     options.add_argument("--weights", default="raw", help="raw (default), or the name of an EMA")

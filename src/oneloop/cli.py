@@ -16,7 +16,8 @@ from typing import Any
 from oneloop.basics.command_options import Options, names, positive
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput
 from oneloop.basics.files import dumps, printable
-from oneloop.checkpoint.named_checkpoint import base_problems, chosen_of
+from oneloop.checkpoint.mirror import ADDRESS, complete, local_run
+from oneloop.checkpoint.named_checkpoint import FINAL, base_problems, chosen_of
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
 from oneloop.launch.command import CPP_LOG, config_files
 from oneloop.show.report.page import write_report as write_report
@@ -105,9 +106,9 @@ def verify(words: Sequence[str]) -> int:
     The exit code is 1 if a checkpoint is damaged, or if the runs differ.
     """
     options = Options("verify", verify.__doc__)
-    options.add_argument("run", type=Path, metavar="RUN")
+    options.add_argument("run", type=local_run, metavar="RUN")
     same = "report whether both runs (with batch.grain) are bit-identical, or the first step and tensor that differ"
-    options.add_argument("--same", type=Path, metavar="RUN", help=same)
+    options.add_argument("--same", type=local_run, metavar="RUN", help=same)
     given = options.parse_args(words)
     if given.same:
         from oneloop.after.first_difference import parting
@@ -118,11 +119,19 @@ def verify(words: Sequence[str]) -> int:
     store, final = Store(given.run / "checkpoints"), given.run / "final"
     if not store.sealed():
         raise BadInput(f"{given.run} holds no checkpoint (looked for {store.root}/step-…)")
-    wrong = {path.name: problems(path) or base_problems(path) for path in store.sealed()}
-    if (final / MANIFEST).exists():
-        wrong["final"] = problems_of_files(final)
+    wrong = {
+        path.name: _problems(path) for path in [*store.sealed(), *([final] if (final / MANIFEST).exists() else [])]
+    }
     print(printable("\n".join(f"{name}: {'; '.join(found) or 'good'}" for name, found in wrong.items())))
     return ERROR if any(wrong.values()) else 0
+
+
+def _problems(path: Path) -> list[str]:
+    try:
+        complete(path)
+    except BadInput as error:
+        return [str(error)]
+    return problems_of_files(path) if path.name == FINAL else problems(path) or base_problems(path)
 
 
 def check(words: Sequence[str]) -> int:
@@ -154,11 +163,12 @@ def report(words: Sequence[str]) -> int:
     The page loads nothing from a network.
     """
     options = Options("report", report.__doc__)
-    options.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    options.add_argument("runs", type=local_run, nargs="+", metavar="RUN")
     to = "default: report.html in the run folder, or in the current folder for several runs"
     options.add_argument("--to", type=Path, metavar="FILE", help=to)
     given = options.parse_intermixed_args(words)
-    print(printable(write_report(given.runs, given.to)))
+    copied = (given.runs[0] / ADDRESS).exists()  # of a mirror
+    print(printable(write_report(given.runs, given.to or (Path("report.html") if copied else None))))
     return 0
 
 
@@ -167,7 +177,7 @@ def compare(words: Sequence[str]) -> int:
     from oneloop.after.compare_runs import compare as compared
 
     options = Options("compare", compare.__doc__)
-    options.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    options.add_argument("runs", type=local_run, nargs="+", metavar="RUN")
     options.add_argument("--metrics", type=names, default=[], metavar="NAME,NAME", help="curves to draw")
     given = options.parse_intermixed_args(words)
     if len(given.runs) < 2:
@@ -181,7 +191,7 @@ def watch(words: Sequence[str]) -> int:
     from oneloop.show.watch import watch as live
 
     options = Options("watch", watch.__doc__)
-    options.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    options.add_argument("runs", type=local_run, nargs="+", metavar="RUN")
     options.add_argument("--once", action="store_true", help="draw the metrics as they are now")
     options.add_argument("--every", type=positive(float), default=1.0, metavar="SECONDS", help="default: 1")
     metrics = "names as in metrics.jsonl (train/loss, eval/accuracy, speed/mfu)"
@@ -240,7 +250,7 @@ def export(words: Sequence[str]) -> int:
     model card; a new repository is private unless --public is given.
     """
     options = Options("export", export.__doc__)
-    options.add_argument("run", type=Path, metavar="RUN")
+    options.add_argument("run", type=local_run, metavar="RUN")
     options.add_argument("--to", type=Path, metavar="DIR", help="the folder to write to")
     options.add_argument("--push", metavar="ORG/NAME", help="the repository to push to")
     options.add_argument("--checkpoint", help="final, best, newest or a step; default: final if the run has ended")

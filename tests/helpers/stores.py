@@ -83,7 +83,7 @@ def lay(folder: Path) -> Path:
 def on_hosts(words: Sequence[str], kill: float = 0.0) -> None:
     """Train this rank on a host that shares no disk with the others; after ``kill`` seconds, that host is gone."""
     rank = os.environ.get("RANK", "0")
-    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if "RANK" in os.environ else {}
     os.chdir(lay(Path(f"host-{rank}")))
     if kill:
         killer = subprocess.Popen([sys.executable, "-S", "-c", f"import os,time;time.sleep({kill});os.kill({os.getpid()},9)"])

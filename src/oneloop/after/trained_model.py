@@ -10,6 +10,7 @@ from torch import nn
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import printable
+from oneloop.checkpoint.mirror import local_run as local_run
 from oneloop.checkpoint.named_checkpoint import FINAL, base_model_of, chosen_of
 from oneloop.checkpoint.state_dict import load_tensors
 from oneloop.checkpoint.store import Store, read_manifest

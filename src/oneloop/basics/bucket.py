@@ -82,7 +82,7 @@ class Bucket:
                 self._fs.pipe_file(f"{self._root}/{name}", data, mode="create" if create else "overwrite")
 
     def write(self, name: str, pieces: Iterable[Any], size: int) -> dict[str, Any]:
-        """Write an object of ``size`` bytes, with one block in memory; return its size and checksums."""
+        """Write an object of about ``size`` bytes, with one block in memory; return its size and checksums."""
         whole, blocks, how = (
             xxh3_128(),
             list[str](),
@@ -97,6 +97,7 @@ class Bucket:
                     stream.write(block)
                     whole.update(block)
                     blocks.append(xxh3_64_hexdigest(block))
+                size = stream.tell()
             except BaseException:
                 stream.discard()
                 raise

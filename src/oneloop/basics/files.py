@@ -12,6 +12,13 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 
+def cache_folder() -> Path:
+    """Return ``$ONELOOP_CACHE``, else ``oneloop`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    if own := os.environ.get("ONELOOP_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "oneloop"
+
+
 @contextmanager
 def replacing(file: Path, *, shared: bool = False) -> Iterator[Path]:
     """Yield a draft that replaces ``file`` at the end; after an exception ``file`` is unchanged. With ``shared``,

@@ -141,7 +141,7 @@ class SaveInProgress:
         self._shown: Working | None = None
         self._failures, self._max_failures = 0, max_failures
         self.uploads: dict[str, Any] | None = None  # arguments of Uploads, if there is a mirror
-        self._upload_error: str | None = None  # of the last upload of a copy
+        self._mirror_failed = False
         self.stuck = False  # whether the save exceeds the time limit on any rank
 
     def begin(self, request: writer.SaveRequest, pieces: list[Piece]) -> None:
@@ -167,27 +167,20 @@ class SaveInProgress:
         """Receive news of uploads: the newest ``step`` in the mirror, or an error."""
         if taken:
             self._error = f"{_TAKEN}{error}"
-        elif error and not self._upload_error:
-            self._say(f"MIRROR FAILED; a later save tries again: {error} (the run folder is intact)")
-        elif step and self._upload_error:
-            self._say(f"the mirror works again, and holds step {step}")
-        self._upload_error = error
+        elif bool(error) != self._mirror_failed:
+            failed = f"MIRROR FAILED; a later save tries again: {error} (the run folder is intact)"
+            self._say(failed if error else f"the mirror works again, and holds step {step}")
+        self._mirror_failed = bool(error)
 
     def end_uploads(self, *, final: bool) -> dict[str, Any]:
         """Wait for :meth:`oneloop.checkpoint.uploads.Uploads.end`, and return its result; cancel a save that waits for
-        other ranks. Empty if there is no mirror."""
-        answer: dict[str, Any] | None = {}
-        for _ in range(2 if self.uploads is not None else 0):  # twice, if the process is killed
-            process, expected = self.start(), 1 + self._pending
-            process.send({"end": {"final": final}})
-            while expected and (answer is None or "mirrored" not in answer):
-                answer = process.answer(1.0)
-                expected -= answer is not None
-                BEATS.beat()
-            self._pending = False
-            if answer and "mirrored" in answer:
-                return answer
-        return answer or {}
+        other ranks."""
+        process, answer = self.start(), None
+        process.send({"end": {"final": final}})
+        while answer is None or "step" in answer:  # of a save that was in progress
+            answer = process.answer(1.0)
+            BEATS.beat()
+        return answer
 
     def write_here(self, request: writer.SaveRequest, pieces: list[Piece]) -> None:
         """Write in this process; rank 0 writes last, after all other ranks have finished or failed."""

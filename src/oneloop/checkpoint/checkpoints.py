@@ -8,7 +8,7 @@
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from oneloop.basics.bucket import Bucket
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint import writer
 from oneloop.checkpoint.background_save import SaveInProgress
+from oneloop.checkpoint.fetcher import Fetcher, Needs, no_needs
 from oneloop.checkpoint.frozen_weights import Base
-from oneloop.checkpoint.mirror import Copy, Span, fetch_base, folder_of, steps_in
 from oneloop.checkpoint.named_checkpoint import base_problems
 from oneloop.checkpoint.state_dict import (
     buffers_of,
@@ -34,9 +34,7 @@ from oneloop.checkpoint.state_dict import (
     optimizer_values,
     pieces,
 )
-from oneloop.checkpoint.store import Keep, Store, name_of, problems, step_of
-
-Needs = Callable[[Path], Iterable[Span]]
+from oneloop.checkpoint.store import Keep, Store, name_of, problems
 
 
 class Checkpoints:
@@ -70,8 +68,8 @@ class Checkpoints:
         self._gloo_group: Any = dist.new_group(backend="gloo") if self.ranks > 1 else None
         self._base = Base(self.store, origin=origin, rank=self.rank, agree=self._gather, say=say)
         self._attempt = 0
-        self._bucket: Bucket | None = None  # the mirror
-        self._counts, self._damaged = False, list[int]()
+        self._fetcher: Fetcher | None = None  # reads the mirror
+        self._counts = False  # whether checkpoints are written only there
         self._leader = self.rank - accelerator.local_process_index  # rank of the first process of this host
         options: dict[str, Any] = {"max_failures": max_failures, "patience": patience, "say": say}
         options |= {"agree": self._gather if self.ranks > 1 else None, "pin": accelerator.device.type == "cuda"}
@@ -121,6 +119,7 @@ class Checkpoints:
             size=size,
             state={**state, "optimizer": optimizer_values(model, optimizer)},
             about={"ranks": self.ranks, **self._base.kept(model), **(about or {})},
+            bad=self._fetcher.damaged if self._fetcher is not None else [],
             keep=vars(keep or Keep()),
             tensors=described(tensors) if self.rank == 0 else {},
             flush=[str(file.absolute()) for file in flush],
@@ -155,9 +154,10 @@ class Checkpoints:
             counts: write checkpoints only there: the folder may then differ between hosts, and need not last.
             limit: bytes per second of one process; 0: no limit.
         """
-        self._bucket, self._counts = Bucket(address), counts
+        how: dict[str, Any] = {"rank": self.rank, "leader": self._leader, "gather": self._gather, "say": self._say}
+        self._fetcher, self._counts = Fetcher(Bucket(address), self.store, **how), counts
         about: dict[str, Any] = {"address": address, "run": str(self.store.root.parent.absolute()), "limit": limit}
-        about |= {"counts": counts, "lease": lease, "bad": self._damaged, "owns": self.rank == 0}
+        about |= {"counts": counts, "lease": lease, "owns": self.rank == 0}
         self._saving.uploads = about if counts or self.rank == 0 else None
         if self.rank == 0:
             self._saving.start()
@@ -177,85 +177,39 @@ class Checkpoints:
 
     def close(self, *, mirror: bool = False) -> None:
         """End the writing process; if it writes to a mirror, only with ``mirror``."""
-        if self._bucket is None or mirror:
+        if self._fetcher is None or mirror:
             self._saving.close()
 
     # --- loading ---
 
-    def whole(self, step: int, otherwise: str, needs: Needs | None = None) -> Path | None:
+    def whole(self, step: int, otherwise: str, needs: Needs = no_needs) -> Path | None:
         """Return the path of a step's checkpoint, equal on all ranks, or None if it is missing or damaged. Then log
         that, and ``otherwise``, which describes the consequence."""
         path, wrong = self.store.root / name_of(step), list[str]()
-        if self._gather(self._counts or not path.is_dir())[0] and self._bucket is not None:
-            path, wrong = self._fetched(step, needs)
+        if self._fetcher is not None and (self._counts or not self._gather(path.is_dir())[0]):
+            try:
+                path = self._fetcher.fetch(step, needs)
+            except ValueError as error:
+                wrong = [str(error)]
         elif self.rank == 0:
             wrong = (problems(path) or base_problems(path)) if path.is_dir() else ["it does not exist"]
         if wrong and self.rank == 0:
             self._say(f"THE BEST CHECKPOINT, {path}, CANNOT BE USED: {'; '.join(wrong[:3])}; {otherwise}")
         return None if self._gather(wrong)[0] else path
 
-    def _fetched(self, step: int, needs: Needs | None) -> tuple[Path, list[str]]:
-        """Fetch a checkpoint from the mirror: each rank the blocks that it needs. Return its path on this host, and the
-        problems of all ranks. Collective: call on every rank."""
-        assert self._bucket is not None
-        path = self.store.root / f".{name_of(step)}.{self._leader}.fetched"
-        copy: Copy | None = None
-        wrong: list[str] = []
-        for turn in ("begin", "fill"):  # the first process of each host makes the files
-            try:
-                copy = copy or Copy(self._bucket, folder_of(step), path)
-                if turn == "begin" and self.rank == self._leader:
-                    self.store.sweep(f".{self._leader}.fetched")
-                    copy.begin()
-                    fetch_base(self._bucket, copy.manifest, self.store.root.parent)
-                elif turn == "fill":
-                    copy.whole() if needs is None else copy.fill(needs(path))
-            except (OSError, ValueError) as error:
-                wrong = [f"{error} (rank {self.rank})"]
-            if wrong := [problem for problems in self._gather(wrong) for problem in problems]:
-                break
-        return path, wrong
+    def newest(self, needs: Needs = no_needs) -> Path | None:
+        """Return the newest intact checkpoint, equal on all ranks; log damaged ones, and rename those in the folder.
 
-    def newest(self, needs: Needs | None = None) -> Path | None:
-        """Return the newest intact checkpoint, equal on all ranks, but on each host another path if it comes from the
-        mirror; log damaged ones, and rename those in the folder.
-
-        Args:
-            needs: returns the parts of a checkpoint's files that this rank reads; None: everything.
+        ``needs`` returns the parts of a checkpoint's files that this rank reads; with a mirror, they are fetched.
 
         Raises:
             ValueError: there are checkpoints, and none is intact; or the mirror cannot be read.
         """
         own, error = self._newest_here()
-        while self._bucket is not None:
-            step = self._gather(self._newest_there(own) if self.rank == 0 else None)[0]
-            if isinstance(step, str):
-                raise ValueError(step)
-            if step is None:
-                break
-            path, wrong = self._fetched(step, needs)
-            if not wrong:
-                return path
-            self._damaged.append(step)
-            if self.rank == 0:
-                place = f"{self._bucket.address}/{folder_of(step)}"
-                self._say(f"checkpoint {place} cannot be used, and was skipped: {'; '.join(wrong[:3])}")
-            error = error or "no intact checkpoint is left"
-        if own is None and error is not None:
+        fetched = self._fetcher.newest(own, needs) if self._fetcher is not None else None
+        if fetched is None and error is not None:
             raise ValueError(error)
-        return own
-
-    def _newest_there(self, own: Path | None) -> int | str | None:
-        """Return the newest step in the mirror after the folder's own, except damaged ones; a text is an error."""
-        assert self._bucket is not None
-        try:
-            steps = [step for step in steps_in(self._bucket) if step not in self._damaged]
-        except OSError as error:
-            if own is not None and not self._counts:
-                self._say(f"the mirror cannot be read: {error}; using the run folder")
-                return None
-            return f"the mirror cannot be read: {error}"
-        return max((step for step in steps if own is None or step > step_of(own)), default=None)
+        return fetched or own
 
     def _newest_here(self) -> tuple[Path | None, str | None]:
         """Return the newest intact checkpoint in the folder, or an error if there are only damaged ones."""

@@ -23,64 +23,63 @@ class Taken(OSError):
 
 
 class Lease:
-    """The lease with this number, of the owner that ``about`` describes (host, pid, since, token, seconds)."""
+    """The lease with this number, of the owner that ``about`` describes (host, pid, since, token, seconds, beat)."""
 
     def __init__(self, bucket: Bucket, number: int, about: Mapping[str, Any]) -> None:
-        self.bucket, self.number, self.about = bucket, number, dict(about)
-        self._renewed = time.clock_gettime(_CLOCK)
+        self.bucket, self.number, self.about, self._renewed = bucket, number, dict(about), 0.0
 
     def check(self) -> None:
-        """Raise Taken if another process is the owner now."""
+        """Raise Taken if another process is the owner now. Look only if the lease was not renewed lately: after a
+        renewal, no other process can take it for its seconds."""
+        if time.clock_gettime(_CLOCK) - self._renewed < self.about["seconds"] / 2:
+            return
         following = _read(self.bucket, self.number + 1)
         if following is not None or (_read(self.bucket, self.number) or {}).get("token") != self.about["token"]:
             raise Taken(f"{self.bucket.address} was taken over by {_who(following)}; nothing more is written there")
 
-    def guard(self) -> None:
-        """:meth:`check`, if the lease was not renewed in time, for example because this process was paused."""
-        if time.clock_gettime(_CLOCK) - self._renewed > self.about["seconds"] / 2:
-            self.check()
-
     def renew(self, *, released: bool = False) -> None:
         """Renew the lease, or release it. Raises Taken."""
         self.check()
-        self.about |= {"beat": self.about["beat"] + 1, "released": released}
-        self.bucket.put(_name(self.number), json.dumps(self.about).encode())
-        self._renewed = time.clock_gettime(_CLOCK)
+        began, self.about = time.clock_gettime(_CLOCK), {**self.about, "beat": self.about["beat"] + 1}
+        self.bucket.put(_name(self.number), json.dumps({**self.about, "released": released}).encode())
+        self._renewed = began
 
-    def keep(self, ended: threading.Event, taken: Callable[[Taken], None]) -> None:
-        """Renew the lease until ``ended``, or until it is ``taken``. Call it in a thread."""
-        while not ended.wait(self.about["seconds"] / 3):
+    def keep(self, taken: Callable[[Taken], None]) -> None:
+        """Renew the lease in a thread, until it is ``taken``."""
+        threading.Thread(target=self._keep, args=[taken], daemon=True).start()
+
+    def _keep(self, taken: Callable[[Taken], None]) -> None:
+        while True:
             try:
                 self.renew()
             except Taken as error:
-                taken(error)
-                break
-            except OSError:  # the next upload reports it
-                continue
+                return taken(error)
+            except OSError:
+                pass  # the next upload reports it
+            time.sleep(self.about["seconds"] / 3)
 
 
-def take(bucket: Bucket, about: Mapping[str, Any], *, wait: bool = True) -> Lease:
+def take(bucket: Bucket, about: Mapping[str, Any]) -> Lease:
     """Become the owner of the mirror. Raises Taken if there is another owner, which renews its lease.
 
-    An owner counts as gone if it does not renew its lease for its seconds, as this process measures them. An owner with
-    the token of ``about`` is an earlier start of this run folder. Without ``wait``, any other owner counts as there,
-    even if it has released its lease, because it may have trained."""
-    own = {**about, "seconds": float(os.environ.get(SECONDS, 60.0)), "beat": 0, "released": False}
+    An owner counts as gone if it does not renew its lease for its seconds, on the clock of this process. An owner with
+    the token of ``about`` is an earlier start in this run folder, which has ended."""
+    own = {**about, "seconds": float(os.environ.get(SECONDS, 60.0)), "beat": 0}
     seen, since = None, time.monotonic()
     while True:
         newest = max((int(name.removesuffix(".json")) for name in bucket.sizes(_FOLDER)), default=0)
         there = _read(bucket, newest) or {}
-        same = not newest or there.get("token") == own["token"]
-        if not same and (not wait or seen not in (None, (newest, there))):
+        if seen not in (None, (newest, there)):
             raise Taken(f"{bucket.address} is in use by {_who(there)}; wait for its end, or choose another address")
-        if same or there.get("released") or time.monotonic() - since > there.get("seconds", 60.0):
+        gone = not newest or there.get("released") or there.get("token") == own["token"]
+        if gone or time.monotonic() - since > there.get("seconds", 60.0):
             try:
                 bucket.put(_name(newest + 1), json.dumps(own).encode(), create=True)
             except FileExistsError:
                 continue  # another starter was faster
-            bucket.remove([_name(newest - 1)] if newest > 1 else [])
+            bucket.remove([_name(newest - 1)])
             return Lease(bucket, newest + 1, own)
-        seen = seen or (newest, there)
+        seen = newest, there
         time.sleep(min(0.5, own["seconds"] / 10))
 
 
@@ -98,7 +97,4 @@ def _read(bucket: Bucket, number: int) -> dict[str, Any] | None:
 
 
 def _who(owner: Mapping[str, Any] | None) -> str:
-    known = owner is not None and "pid" in owner
-    return (
-        f"process {owner['pid']} on {owner['host']}, since {owner['since']}" if owner and known else "another process"
-    )
+    return "process {pid} on {host}, since {since}".format(**{"pid": "?", "host": "?", "since": "?", **(owner or {})})

@@ -13,18 +13,24 @@ import os
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from xxhash import xxh3_64_hexdigest
 
-from oneloop.basics.bucket import BLOCK, Bucket
+from oneloop.basics.bucket import BLOCK, Bucket, is_address
+from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.files import cache_folder
 from oneloop.checkpoint.store import MANIFEST, name_of, parsed_manifest, problems_of_files, step_in
 
 CHECKPOINTS, FINAL, BASE = "checkpoints", "final", "base"
 FILES = ("summary.json", "recipe.yaml", "environment.json", "metrics.jsonl", "examples.json", "report.html")
 """files of the run folder that a mirror holds"""
+ADDRESS = ".address"  # file of a copy in the cache, with the address of the mirror
 Span = tuple[Path, int, int]  # a file of a copy, and the first and the last byte (exclusive) that are needed
+Block = tuple[str, int]  # name of a file, and number of the block
 
 
 def folder_of(step: int) -> str:
@@ -58,7 +64,6 @@ class Copy:
     def __init__(self, bucket: Bucket, folder: str, path: Path) -> None:
         self.bucket, self.folder, self.path = bucket, folder, path
         self.manifest = manifest_at(bucket, folder)
-        self._held = set[tuple[str, int]]()
 
     def begin(self) -> None:
         """Create the folder, with everything except the tensors: manifest, headers, other files."""
@@ -69,33 +74,36 @@ class Copy:
             file.touch()
             os.truncate(file, whole)
             if name.endswith(".safetensors"):
-                self.fill([(file, 0, 8)])
+                self.fill([(name, 0)])
                 with file.open("rb") as stream:
                     whole = 8 + int.from_bytes(stream.read(8), "little")
-            self.fill([(file, 0, whole)])
+            self.fill(self.blocks([(file, 0, whole)]))
         (self.path / MANIFEST).write_bytes(self.bucket.get(f"{self.folder}/{MANIFEST}"))
 
-    def fill(self, spans: Iterable[Span]) -> None:
-        """Fetch the blocks of these spans, except those that this object has fetched; ignore files of other folders."""
-        needed = dict[str, set[int]]()
-        for file, start, end in spans:
-            if file.parent == self.path:
-                needed.setdefault(file.name, set()).update(range(start // BLOCK, -(-end // BLOCK)))
-        for name, blocks in needed.items():
-            entry = self.manifest["files"][name]
-            missing = sorted(block for block in blocks if (name, block) not in self._held)
-            places = [(block * BLOCK, min(entry["size"], (block + 1) * BLOCK)) for block in missing]
+    def blocks(self, spans: Iterable[Span]) -> list[Block]:
+        """Return the blocks that cover these spans, without those in other folders."""
+        covered = [
+            (file.name, range(start // BLOCK, -(-end // BLOCK)))
+            for file, start, end in spans
+            if file.parent == self.path
+        ]
+        return sorted({(name, block) for name, blocks in covered for block in blocks})
+
+    def fill(self, blocks: Iterable[Block]) -> None:
+        """Fetch these blocks, in order of their files."""
+        for name, group in groupby(blocks, key=lambda block: block[0]):
+            entry, remote = self.manifest["files"][name], f"{self.folder}/{self.manifest['attempt']}-{name}"
+            places = [(block * BLOCK, min(entry["size"], (block + 1) * BLOCK)) for _, block in group]
             with (self.path / name).open("r+b") as stream:
-                for offset, data in self.bucket.read(f"{self.folder}/{self.manifest['attempt']}-{name}", places):
+                for offset, data in self.bucket.read(remote, places):
                     if xxh3_64_hexdigest(data) != entry["blocks"][offset // BLOCK]:
                         raise ValueError(f"{name}: the checksum of the block at {offset} differs")
                     os.pwrite(stream.fileno(), data, offset)
-            self._held |= {(name, block) for block in missing}
 
     def whole(self) -> None:
         """Fetch everything."""
         self.begin()
-        self.fill((self.path / name, 0, entry["size"]) for name, entry in self.manifest["files"].items())
+        self.fill(self.blocks((self.path / name, 0, entry["size"]) for name, entry in self.manifest["files"].items()))
 
 
 def fetch_base(bucket: Bucket, manifest: dict[str, Any], run: Path) -> None:
@@ -110,5 +118,58 @@ def fetch_files(bucket: Bucket, run: Path) -> None:
     """Fetch the files of the run folder."""
     run.mkdir(parents=True, exist_ok=True)
     for name in FILES:
+        (run / name).unlink(missing_ok=True)
         with suppress(FileNotFoundError):
             (run / name).write_bytes(bucket.get(name))
+
+
+def local_run(run: str | Path) -> Path:
+    """Return a run folder; of the address of a mirror, a copy in the cache, whose checkpoints :func:`complete` fetches.
+    Raises BadInput."""
+    if not is_address(run):
+        return Path(run)
+    folder = cache_folder() / "mirrors" / str(run).replace("://", "/")
+    try:
+        bucket = Bucket(str(run))
+        there = [*map(folder_of, steps_in(bucket)), *([FINAL] if MANIFEST in bucket.sizes(FINAL) else [])]
+        if not there:
+            raise BadInput(f"{run} holds no checkpoint of a run (looked for {CHECKPOINTS}/step-…/{MANIFEST})")
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".lock"):
+            fetch_files(bucket, folder)
+            (folder / ADDRESS).write_text(bucket.address)
+            for path in [folder / FINAL, *(folder / CHECKPOINTS).glob("*")]:
+                if path.relative_to(folder).as_posix() not in there:
+                    shutil.rmtree(path, ignore_errors=True)
+            for name in there:
+                manifest = bucket.get(f"{name}/{MANIFEST}")
+                (folder / name).mkdir(parents=True, exist_ok=True)
+                (folder / name / MANIFEST).write_bytes(manifest)
+    except OSError as error:
+        raise BadInput(f"the mirror cannot be read: {error}; correct the address or the credentials") from error
+    return folder
+
+
+def local_checkpoint(path: str) -> Path:
+    """Return the folder of a checkpoint (or of a run), which is fetched from a mirror. Raises BadInput."""
+    run, _, step = path.rstrip("/").rpartition(f"/{CHECKPOINTS}/")
+    if not is_address(path) or not run:
+        return local_run(path).expanduser()
+    folder = local_run(run) / CHECKPOINTS / step
+    complete(folder)
+    return folder
+
+
+def complete(path: Path) -> None:
+    """Fetch a checkpoint, or ``final``, of :func:`local_run`; other folders stay unchanged. Raises BadInput."""
+    run = path.parent if path.name == FINAL else path.parent.parent
+    if not (run / ADDRESS).exists():
+        return
+    try:
+        with FileLock(run / ".lock"):
+            copy = Copy(Bucket((run / ADDRESS).read_text()), path.relative_to(run).as_posix(), path)
+            if problems_of_files(path):
+                copy.whole()
+            fetch_base(copy.bucket, copy.manifest, run)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path.name} of the mirror cannot be fetched: {error}; choose another checkpoint") from error

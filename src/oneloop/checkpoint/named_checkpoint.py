@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.checkpoint.mirror import complete
 from oneloop.checkpoint.store import (
     MANIFEST,
     Store,
@@ -85,6 +86,7 @@ def chosen_of(run: Path, asked: str | None, *, weights: str = "raw") -> Path:
     final = run / FINAL
     if mixed:
         raise BadInput(f"--weights {weights} needs checkpoints, and {final} is not one; use a step number or newest")
+    complete(final)
     if wrong := problems_of_files(final):
         raise BadInput(f"{final} is damaged: {'; '.join(wrong)}; choose a checkpoint with --checkpoint STEP")
     if weights != "raw" and not (final / f"{weights}.safetensors").is_file():
@@ -122,6 +124,7 @@ def checkpoint_of(run: Path, asked: str) -> Path:
     if step not in names:
         steps = ", ".join(map(str, names))
         raise BadInput(f"--checkpoint {asked} not found; available steps: {steps}; or final, newest, best")
+    complete(names[step])
     if wrong := problems(names[step]) or base_problems(names[step]):
         raise BadInput(f"{names[step]} is damaged: {'; '.join(wrong)}; choose another with --checkpoint STEP")
     return names[step]

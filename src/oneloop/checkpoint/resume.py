@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.checkpoint.checkpoints import Checkpoints
+from oneloop.checkpoint.mirror import local_checkpoint
 from oneloop.checkpoint.state_dict import load_tensors, model_tensors
 from oneloop.checkpoint.store import Keep, read_manifest
 
@@ -99,7 +100,7 @@ class RunState:
         it has ``restart``. Collective: call on every rank. Raise ValueError if the checkpoint is missing or damaged, or
         if newer checkpoints would be overwritten.
         """
-        path = checkpoints.newest(self.needs) if asked in ("auto", "never") else Path(asked).expanduser()
+        path = checkpoints.newest(self.needs) if asked in ("auto", "never") else local_checkpoint(asked)
         if path is None:
             return {}
         own = path.resolve().parent == checkpoints.store.root.resolve()

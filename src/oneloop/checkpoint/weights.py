@@ -14,8 +14,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from oneloop.basics.base_models import HUB, BaseModel, fetched
+from oneloop.basics.bucket import is_address
 from oneloop.basics.files import replacing
 from oneloop.basics.parameter_names import matches
+from oneloop.checkpoint.mirror import FINAL, complete, local_run
 from oneloop.checkpoint.state_dict import Tensors, model_tensors
 from oneloop.checkpoint.store import MANIFEST, read_manifest
 
@@ -89,6 +91,9 @@ def load_weights(
     ``origin``, stay unchanged. Raise ValueError if there are no weights, if they are of another model, or if a pattern
     matches no name.
     """
+    if is_address(source):
+        complete(local_run(source) / FINAL)
+        source = str(local_run(source))
     file = _file_of(source, weights, origin)
     try:
         loaded = load_file(file)

@@ -39,6 +39,7 @@ class SaveRequest:
     size: int  # bytes of tensor data
     state: dict[str, Any] = field(default_factory=dict)  # state other than tensors; rank 0 writes it
     about: dict[str, Any] = field(default_factory=dict)  # for the manifest
+    bad: list[int] = field(default_factory=list)  # steps of damaged checkpoints in the mirror
     keep: dict[str, Any] = field(default_factory=dict)  # fields of :class:`Keep`
     tensors: dict[str, Any] = field(default_factory=dict)  # their dtypes and global shapes, for the manifest
     flush: list[str] = field(default_factory=list)  # other files that must be on disk before it is complete
@@ -155,7 +156,7 @@ def main() -> None:
             answer = {"step": request.step, "error": f"{type(error).__name__}: {error}"}
         _print(answer)
         if uploads is not None and not uploads.counts and "error" not in answer:
-            uploads.wanted(request.keep)
+            uploads.wanted(request)
 
 
 def _uploads(about: dict[str, Any] | None) -> Any:

@@ -19,8 +19,7 @@ from uuid import uuid4
 import psutil
 import torch
 
-from oneloop.basics.files import replacing
-from oneloop.data.rows.cache import cache_folder
+from oneloop.basics.files import cache_folder, replacing
 from oneloop.launch.environment import versions
 
 _CLOCK = 5.0  # seconds; a rendezvous takes a node whose clock is further off for dead

@@ -26,6 +26,7 @@ from oneloop.measure.profiling import memory_snapshot
 from oneloop.recipe.schema import Recipe
 from oneloop.run.compatibility import another_file, source_changed
 from oneloop.run.folder import Folder
+from oneloop.run.mirrored_folder import MirroredFolder
 from oneloop.run.same_on_ranks import reject_other_jobs
 from oneloop.show.report.page import report
 from oneloop.show.terminal import Display, metric
@@ -78,7 +79,8 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
     Raise BadInput before anything is written."""
     job: Job | None = None
     fault: BaseException | None = None
-    folder = Folder(recipe.folder, mirror=recipe.mirror, say=run.display.say)
+    say, mirror = run.display.say, recipe.mirror
+    folder = MirroredFolder(recipe.folder, mirror, say=say) if mirror else Folder(recipe.folder, say=say)
     try:
         with run.display, run.closing, _exits_are_errors():
             job = _prepared(recipe, run, folder, cli=cli)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.exit_codes import BadInput
+from oneloop.checkpoint.mirror import complete
 from oneloop.checkpoint.named_checkpoint import FILE, FINAL, base_model_of, base_of
 from oneloop.checkpoint.state_dict import load_tensors
 from oneloop.checkpoint.store import MANIFEST, Store, header, problems, read_manifest, vouch
@@ -178,6 +179,7 @@ def _mix(checkpoint: Path, model: nn.Module, wanted: str) -> None:
         raise ValueError(f"--weights {wanted}: {error}") from error
     saved: list[tuple[Path, str, float, float]] = []
     for folder in (other for other in Store(checkpoint.parent).sealed() if other.name <= checkpoint.name):
+        complete(folder)
         if problems(folder):
             continue
         state = json.loads((folder / "state.json").read_text())

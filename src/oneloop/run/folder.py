@@ -8,29 +8,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
-from uuid import uuid4
+from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
 
-from oneloop.basics.bucket import Bucket
-from oneloop.basics.exit_codes import DONE, ERROR, BadInput
+from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps, intact, replacing
-from oneloop.checkpoint.lease import Lease, Taken, take
-from oneloop.checkpoint.mirror import fetch_files, steps_in
-from oneloop.checkpoint.store import MANIFEST, Store, name_of, problems, problems_of_files, step_of
+from oneloop.checkpoint.mirror import local_checkpoint
+from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
 from oneloop.recipe.comparison import difference, only_extends, same_data_path
 from oneloop.show.run_reader import parsed
 
-if TYPE_CHECKING:  # it imports torch
-    from oneloop.checkpoint.checkpoints import Checkpoints
-
-_TOKEN = ".mirror"
 _STARTS = ("first", "number", "repeated", "before")
 _TAIL = 1 << 16  # bytes of metrics.jsonl that hold the last log line
-_WITHOUT_RECIPE = {".lock", _TOKEN, "owner.json", ".recipe.yaml.draft", ".environment.json.draft"}
+_WITHOUT_RECIPE = {".lock", ".mirror", "owner.json", ".recipe.yaml.draft", ".environment.json.draft"}
 """files of a run that was killed before it wrote its recipe"""
 
 
@@ -46,15 +38,9 @@ class Folder:
     """The folder of one run; only rank 0 opens and writes it. Its methods raise BadInput if it is in use, unfinished,
     of another recipe, too full, or not writable."""
 
-    def __init__(
-        self, path: Path, *, mirror: str | None = None, name: str = "", say: Callable[[str], object] = print
-    ) -> None:
+    def __init__(self, path: Path, *, name: str = "", say: Callable[[str], object] = print) -> None:
         self.path, self.say, self._name = path, say, name or f"run.dir {path}"
-        self._mirror = mirror  # address of its copy in a bucket
-        self._newer_there = False  # whether the mirror has a newer checkpoint
-        self.lease: Lease | None = None  # of the mirror
-        self.uploads: Checkpoints | None = None  # once they write to the mirror
-        self.finished: dict[str, Any] = {}  # the summary, if the folder or its mirror holds this run, finished
+        self.finished: dict[str, Any] = {}  # the summary, if it holds this run, finished
         self.begun = False  # whether the run has begun to write
         self._made: list[Path] = []
         self._lock = FileLock(path / ".lock", blocking=False)
@@ -65,28 +51,9 @@ class Folder:
         if resume not in ("auto", "never"):
             _reject_resume_path(resume)
         try:
-            found = self._inspected(resolved, resume, accept_changes)
+            return self._inspected(resolved, resume, accept_changes)
         except OSError as error:
             raise BadInput(f"{self._name} cannot be used: {error.strerror}; choose another run.dir") from error
-        return found if self._mirror is None else self._inspect_mirror(found, resolved, resume, accept_changes)
-
-    def _inspect_mirror(self, found: str | None, *how: Any) -> str | None:
-        bucket = Bucket(str(self._mirror))
-        try:
-            steps = steps_in(bucket)
-            if not steps:
-                return None
-            with TemporaryDirectory(prefix="oneloop-") as scratch:
-                fetch_files(bucket, Path(scratch))
-                (Path(scratch) / "checkpoints" / name_of(steps[-1])).mkdir(parents=True)
-                copy = Folder(Path(scratch), name=f"the mirror {self._mirror}", say=self.say)
-                there = copy._inspected(*how)
-        except OSError as error:
-            if not self._store.sealed():
-                raise BadInput(f"the mirror cannot be read: {error}; correct the address or the credentials") from error
-            return found
-        self.finished = copy.finished
-        return there
 
     def _inspected(self, resolved: Mapping[str, Any], resume: str, accept_changes: bool) -> str | None:
         if not self.path.exists():
@@ -192,28 +159,8 @@ class Folder:
             self._reject_full_disk(need)
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
-            owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-            (self.path / "owner.json").write_text(json.dumps(owner))
-        if self._mirror is not None:
-            self._hold_mirror(Bucket(self._mirror), owner)
-
-    def _hold_mirror(self, bucket: Bucket, owner: dict[str, Any]) -> None:
-        token = self.path / _TOKEN  # a later start in this folder replaces this one at once
-        with suppress(OSError):
-            inode = str(self.path.stat().st_ino)  # another in a copy of the folder
-            if not token.exists() or not token.read_text().endswith(inode):
-                token.write_text(f"{uuid4().hex} {inode}")
-        owner = {**owner, "token": token.read_text()}
-        try:
-            self.lease = take(bucket, owner)
-            there, here = steps_in(bucket)[-1:], [step_of(path) for path in self._store.sealed()[-1:]]
-            self._newer_there = there > here
-        except OSError as error:
-            if isinstance(error, Taken) or not self._store.sealed():
-                self.abandon()
-                raise BadInput(str(error)) from error
-            self.say(f"MIRROR FAILED; a later save tries again: {error} (the run folder is intact)")
-            self.lease = Lease(bucket, 0, owner | {"seconds": 60.0, "beat": 0})
+            self.owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}
+            (self.path / "owner.json").write_text(json.dumps(self.owner))
 
     def begin(self, recipe: str, environment: Mapping[str, Any]) -> None:
         """Write the resolved recipe (YAML) and the environment, before the first step."""
@@ -226,8 +173,6 @@ class Folder:
     def starts(self, began: float, seconds: float) -> dict[str, float]:
         """Return the times of all starts. This one ``began`` at a time in seconds since 1970, and continues from a
         checkpoint with this training time in ``seconds`` (0: there is none)."""
-        if self._newer_there:
-            fetch_files(Bucket(str(self._mirror)), self.path)
         old = (self._read("environment.json", lambda text: dict(json.loads(text))) or {}).get("starts")
         if not isinstance(old, dict) or not all(isinstance(old.get(name), int | float) for name in _STARTS):
             return {"first": began, "number": 1, "repeated": 0.0, "before": seconds}
@@ -252,7 +197,7 @@ class Folder:
         """Remove what :meth:`hold` created, if the run did not begin."""
         if self._lock.is_locked and not self.begun:
             self.close()
-            for name in (".lock", _TOKEN) if self._made else ():
+            for name in (".lock", ".mirror") if self._made else ():
                 (self.path / name).unlink(missing_ok=True)
         with suppress(OSError):
             for folder in () if self.begun else self._made:
@@ -278,23 +223,11 @@ class Folder:
             self.close()
 
     def uploaded(self, summary: dict[str, Any], *, final: bool) -> dict[str, Any]:
-        """Write to the mirror what it lacks, also the ``final`` weights; return the summary with the newest step there.
-        An error is one of the run, if it is done."""
-        if self.uploads is None:
-            return summary
-        found = self.uploads.end_uploads(final=final)
-        summary = {**summary, "mirrored": found.get("mirrored", 0)}
-        if found.get("error") and summary["exit_code"] == DONE:
-            why = f"error: the mirror is incomplete: {found['error']}; the same command tries again"
-            summary |= {"exit_reason": why, "exit_code": ERROR}
+        """Return the summary, with what a mirror adds (:class:`oneloop.run.mirrored_folder.MirroredFolder`)."""
         return summary
 
     def close(self) -> None:
-        if self.uploads is not None:
-            self.uploads.close(mirror=True)
-        if self.lease is not None and self.lease.number:
-            with suppress(OSError):
-                self.lease.renew(released=True)
+        """Release the lock."""
         (self.path / "owner.json").unlink(missing_ok=True)
         self._lock.release()
 
@@ -317,7 +250,7 @@ def _summary(text: str) -> dict[str, Any]:
 
 
 def _reject_resume_path(resume: str) -> None:
-    path = Path(resume).expanduser()
+    path = local_checkpoint(resume)
     if (path / "checkpoints").is_dir():
         names = ", ".join(found.name for found in Store(path / "checkpoints").sealed())
         raise BadInput(f"run.resume {resume} is a run folder; name one of its checkpoints: {names or 'it has none'}")

@@ -61,7 +61,7 @@ def _compare(name: str, reports: Sequence[Mapping[str, Any] | None]) -> None:
             raise BadInput(f"the {name} set holds other samples {apart}; give every process the same data")
 
 
-def in_one_folder(folder: Path, run: Run, *, patience: float, required: bool = True) -> bool:
+def in_one_folder(folder: Path, run: Run, patience: float, *, required: bool) -> bool:
     """Return whether all ranks see the folder that rank 0 has locked; if it is ``required``, raise BadInput otherwise.
     Collective: call on every rank."""
     if run.ranks == 1:

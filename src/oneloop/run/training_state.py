@@ -7,7 +7,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from oneloop.basics.bucket import is_address
-from oneloop.basics.exit_codes import BadInput
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.resume import RunState
 from oneloop.checkpoint.store import Store
@@ -25,6 +24,7 @@ from oneloop.run.compatibility import InputCheck, inputs_of
 from oneloop.run.counters import Best, Counters, Results, RunLog
 from oneloop.run.export import TASK
 from oneloop.run.folder import Folder
+from oneloop.run.mirrored_folder import MirroredFolder
 from oneloop.run.same_on_ranks import in_one_folder
 from oneloop.show.tracking import Tracking
 from oneloop.supervise.pipe import CHANNEL
@@ -118,17 +118,13 @@ class State(RunState):
                 there = len(Store(folder.path / "checkpoints").sealed())
                 each = 0 if is_address(recipe.run.dir) else each + _SMALL
                 folder.hold(need=max(0, job.checkpoints_kept - there) * each + once + _SMALL)
-        here = folder.lease
-        patience = recipe.machine.patience
-        shared = in_one_folder(folder.path, run, patience=patience, required=recipe.mirror is None)
-        if recipe.mirror is None:
-            return
-        lease = run.from_main((here.number, here.about) if here is not None else None)
-        counts = is_address(recipe.run.dir) or not shared
-        if counts and not lease[0]:
-            raise BadInput(f"the mirror {recipe.mirror} cannot be reached, and checkpoints are written only there")
-        how: dict[str, Any] = {"lease": lease, "counts": counts, "limit": 1e6 * recipe.save.upload_limit}
-        self.checkpoints.mirror(recipe.mirror, **how)
-        folder.uploads = self.checkpoints if run.main else None
-        where = "checkpoints count when they are there; hosts need no shared disk" if counts else "copies"
-        run.display.say(f"mirror: {recipe.mirror} ({where})")
+        patience, address = recipe.machine.patience, recipe.mirror
+        scratch = is_address(recipe.run.dir) or not in_one_folder(folder.path, run, patience, required=address is None)
+        if isinstance(folder, MirroredFolder) and address is not None:
+            lease = run.from_main((folder.lease.number, folder.lease.about) if folder.lease is not None else None)
+            self.checkpoints.mirror(address, lease=lease, counts=scratch, limit=1e6 * recipe.save.upload_limit)
+            folder.uploads = self.checkpoints if run.main else None
+            counts = (
+                "a checkpoint counts when it is there; hosts need no shared disk" if scratch else "copies of run.dir"
+            )
+            run.display.say(f"mirror: {address} ({counts})")

@@ -1,7 +1,6 @@
 """Cached files and checksums of data, and the changes between two fingerprints."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,18 +11,11 @@ from filelock import FileLock
 from numpy.typing import NDArray
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from oneloop.basics.files import replacing
+from oneloop.basics.files import cache_folder, replacing
 from oneloop.basics.progress import Working
 
 _CHUNK = 1 << 22
 _LISTED = 1000  # a fingerprint names at most this many files
-
-
-def cache_folder() -> Path:
-    """Return ``$ONELOOP_CACHE``, else ``oneloop`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    if own := os.environ.get("ONELOOP_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "oneloop"
 
 
 @contextmanager

@@ -1,0 +1,88 @@
+"""A run folder with a mirror in a bucket."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from uuid import uuid4
+
+from oneloop.basics.bucket import Bucket
+from oneloop.basics.exit_codes import DONE, ERROR, BadInput
+from oneloop.checkpoint.checkpoints import Checkpoints
+from oneloop.checkpoint.lease import Lease, take
+from oneloop.checkpoint.mirror import fetch_files, steps_in
+from oneloop.checkpoint.store import name_of, step_of
+from oneloop.run.folder import Folder
+
+
+class MirroredFolder(Folder):
+    """A run folder whose mirror has this ``address``. The mirror must be reachable at the start: only its lease proves
+    that no other machine trains this run."""
+
+    lease: Lease | None = None
+    uploads: Checkpoints | None = None  # once they write to the mirror
+
+    def __init__(self, path: Path, address: str, *, say: Callable[[str], object] = print) -> None:
+        super().__init__(path, say=say)
+        self._address, self._newer_there = address, False
+
+    def inspect(self, resolved: Mapping[str, Any], *, resume: str = "auto", accept_changes: bool = False) -> str | None:
+        """:meth:`Folder.inspect`, of the folder and of its mirror. It is finished only if the mirror is, too."""
+        super().inspect(resolved, resume=resume, accept_changes=accept_changes)
+        self.finished = {}
+        try:
+            bucket = Bucket(self._address)
+            if not (steps := steps_in(bucket)):
+                return None
+            with TemporaryDirectory(prefix="oneloop-") as scratch:
+                there = Folder(Path(scratch), name=f"the mirror {self._address}", say=self.say)
+                fetch_files(bucket, there.path)
+                (there.path / "checkpoints" / name_of(steps[-1])).mkdir(parents=True)
+                found = there.inspect(resolved, resume=resume, accept_changes=accept_changes)
+        except OSError as error:
+            raise BadInput(f"the mirror cannot be read: {error}; correct the address or the credentials") from error
+        self.finished = there.finished
+        return found
+
+    def hold(self, *, need: int = 0) -> None:
+        """:meth:`Folder.hold`; also become the owner of the mirror."""
+        super().hold(need=need)
+        try:
+            token = self.path / ".mirror"  # a later start in this folder (not in a copy) replaces this one at once
+            inode = str(self.path.stat().st_ino)
+            if not token.exists() or not token.read_text().endswith(inode):
+                token.write_text(f"{uuid4().hex} {inode}")
+            bucket = Bucket(self._address)
+            self.lease = take(bucket, {**self.owner, "token": token.read_text()})
+            self._newer_there = steps_in(bucket)[-1:] > [step_of(path) for path in self._store.sealed()[-1:]]
+        except OSError as error:
+            self.abandon()
+            raise BadInput(str(error)) from error
+
+    def starts(self, began: float, seconds: float) -> dict[str, float]:
+        """:meth:`Folder.starts`, after fetching the files of a mirror with newer checkpoints."""
+        if self._newer_there:
+            fetch_files(Bucket(self._address), self.path)
+        return super().starts(began, seconds)
+
+    def uploaded(self, summary: dict[str, Any], *, final: bool) -> dict[str, Any]:
+        """Write to the mirror what it lacks, also the ``final`` weights; return the summary with the newest step there.
+        If that fails, a run that is done ends with an error."""
+        if self.uploads is None:
+            return summary
+        found = self.uploads.end_uploads(final=final)
+        summary = {**summary, "mirrored": found.get("mirrored", 0)}
+        if found.get("error") and summary["exit_code"] == DONE:
+            why = f"error: the mirror is incomplete: {found['error']}; the same command tries again"
+            summary |= {"exit_reason": why, "exit_code": ERROR}
+        return summary
+
+    def close(self) -> None:
+        """Release the lock and the mirror."""
+        if self.uploads is not None:
+            self.uploads.close(mirror=True)
+        with suppress(OSError):
+            if self.lease is not None:
+                self.lease.renew(released=True)
+        super().close()
