@@ -3,38 +3,338 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import stores
+from oneloop.basics.bucket import Bucket
+from oneloop.checkpoint.lease import Lease, Taken, take
+from oneloop.checkpoint.mirror import Copy, folder_of, manifest_at, steps_in
+from oneloop.checkpoint.store import MANIFEST, Store, problems
+from oneloop.cli import main
+from worlds import run
+
+LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
+SLOWLY = {"SLOW": "0.04"}  # seconds for each micro-batch
 
 
 @pytest.fixture(scope="module")
-def s3():
+def s3(monkeymodule):
+    """Return the variables of a server of S3, which this process has, too."""
     with stores.s3_server() as variables:
+        for name, value in variables.items():
+            monkeymodule.setenv(name, value)
+        import fsspec
+
+        fsspec.filesystem("s3").mkdir("bucket")
         yield variables
 
 
-def final(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in (folder / "final").glob("*.safetensors")}
+@pytest.fixture(scope="module")
+def monkeymodule():
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
 
 
-LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return a function that returns the final weights of the undisturbed run of a layout."""
+    known = {}
+
+    def weights(config: str, ranks: int) -> dict[str, bytes]:
+        if config not in known:
+            folder = tmp_path_factory.mktemp(config)
+            stores.trained(folder, "--run.dir", "run", config=config, ranks=ranks).ok()
+            known[config] = final(folder / "run")
+        return known[config]
+
+    return weights
 
 
+def final(run: Path) -> dict[str, bytes]:
+    files = {file.name: file.read_bytes() for file in (run / "final").glob("*.safetensors")}
+    assert len(files) == 2, files.keys()  # the weights and the EMA weights
+    return files
+
+
+def intact(address: str, scratch: Path, but: int = -1) -> list[int]:
+    """Return the steps in a mirror, each of which is whole: every object is fetched, and verified by both checksums."""
+    bucket, steps = Bucket(address), []
+    for step in set(steps_in(bucket)) - {but}:
+        copy = Copy(bucket, folder_of(step), scratch / f"step-{step:08d}")
+        copy.whole()
+        assert problems(copy.path) == []
+        shutil.rmtree(copy.path)
+        steps.append(step)
+    return sorted(steps)
+
+
+def lose_disks(folder: Path, address: str, s3, times: int, config: str, ranks: int, seed: int) -> Path:
+    """Train until the end, and lose all hosts and their disks at random moments; return the run folder."""
+    rng, lost = random.Random(seed), 0
+    while True:
+        kill = rng.uniform(1.0, 5.5) if lost < times else 0.0
+        how = {"variables": s3 | SLOWLY, "config": config, "ranks": ranks, "hosts": True, "kill": kill}
+        world = stores.trained(folder, "--run.dir", address, **how)
+        if world.codes == [0] * ranks:
+            return folder / "host-0/runs" / address.partition("://")[2]
+        assert kill and -signal.SIGKILL in world.codes, (seed, world.output)
+        lost += 1
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(("config", "ranks"), [LAYOUTS[0], LAYOUTS[2]])
+def test_the_disk_is_lost_and_the_result_is_bit_identical(tmp_path, s3, whole, config, ranks):
+    done = lose_disks(tmp_path / "lost", f"s3://bucket/{config}", s3, 1, config, ranks, seed=ranks)
+    assert final(done) == whole(config, ranks)
+    summary = json.loads((done / "summary.json").read_text())
+    assert summary["mirrored"] == 60 and intact(f"s3://bucket/{config}", tmp_path)[-1] == 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize(("config", "ranks"), LAYOUTS)
-@pytest.mark.parametrize("hosts", [False, True])
-def test_a_lost_disk(tmp_path, config, ranks, hosts):
-    whole, lost = tmp_path / "whole", tmp_path / "lost"
-    stores.trained(whole, "--run.dir", "run", config=config, ranks=ranks).ok()
-    mirror = ["--save.mirror", f"file://{tmp_path}/store", "--run.dir", "run"]
-    how = {"config": config, "ranks": ranks, "hosts": hosts}
-    first = stores.trained(lost, *mirror, "--stop.after", "1s", variables={"SLOW": "0.05"}, **how)
-    assert first.codes == [75] * ranks, first.output
-    shutil.rmtree(lost)
-    again = stores.trained(lost, *mirror, **how)
+def test_the_disk_is_lost_a_hundred_times(tmp_path, s3, whole, config, ranks):
+    losses = 0
+    while losses < 34:
+        address = f"s3://bucket/often-{config}-{losses}"
+        done = lose_disks(tmp_path / "lost", address, s3, 4, config, ranks, seed=losses)
+        assert final(done) == whole(config, ranks)
+        losses += 4 - len(list(tmp_path.glob("none")))
+        shutil.rmtree(tmp_path / "lost")
+
+
+def test_a_copy_of_a_run_folder(tmp_path, s3, whole):
+    """Two processes on one disk: steps kept, files and final weights are those of the run folder; another machine
+    resumes from the copy. No file holds a secret."""
+    address, folder = "s3://bucket/copy", tmp_path / "one"
+    words = ["--save.mirror", address, "--run.dir", "run", "--save.forever", "20"]
+    stopped = stores.trained(folder, *words, "--stop.after", "1.2s", config="ddp", ranks=2, variables=s3 | SLOWLY)
+    assert stopped.codes == [75, 75], stopped.output
+    own = [int(path.name[5:]) for path in Store(folder / "run/checkpoints").sealed()]
+    assert steps_in(Bucket(address)) == own and "copies of run.dir" in stopped.output
+    shutil.rmtree(folder)
+    done = stores.trained(folder, *words, config="ddp", ranks=2, variables=s3)
+    done.ok()
+    assert "resuming from" in done.output and final(folder / "run") == whole("ddp", 2)
+    bucket = Bucket(address)
+    assert {20, 40, 60} <= set(steps_in(bucket))
+    for name in ("recipe.yaml", "environment.json", "metrics.jsonl", "summary.json", "report.html"):
+        assert bucket.get(name) == (folder / "run" / name).read_bytes(), name
+    texts = [file.read_bytes() for file in (folder / "run").rglob("*") if file.is_file()]
+    texts += [bucket.get(name) for name in bucket.sizes("")] + [stopped.output.encode(), done.output.encode()]
+    assert len(texts) > 30 and not any(
+        value.encode() in text for text in texts for value in list(stores.KEYS.values())[:2]
+    )
+
+
+def test_a_mirror_that_fails_never_stops_training_and_is_an_error_at_the_end(tmp_path, s3, whole):
+    proxy, folder = stores.Proxy(s3["AWS_ENDPOINT_URL"]), tmp_path / "one"
+    variables = s3 | {"AWS_ENDPOINT_URL": proxy.address, "AWS_MAX_ATTEMPTS": "1", **SLOWLY}
+    words = ["--save.mirror", "s3://bucket/down", "--run.dir", "run", "--watch.quiet", "false"]
+    worlds = []
+    thread = threading.Thread(target=lambda: worlds.append(stores.trained(folder, *words, variables=variables)))
+    thread.start()
+    while not steps_in(Bucket("s3://bucket/down")) and thread.is_alive():
+        time.sleep(0.1)
+    proxy.down = True
+    thread.join()
+    (world,) = worlds
+    summary = json.loads((folder / "run/summary.json").read_text())
+    assert world.codes == [1] and summary["exit_code"] == 1 and summary["step"] == 60, world.output
+    assert "the mirror is incomplete" in summary["exit_reason"] and summary["mirrored"] < 60
+    assert world.output.count("MIRROR FAILED") == 1
+    proxy.down = False
+    stores.trained(folder, *words, variables=variables).ok()
+    assert final(folder / "run") == whole("single", 1)
+    assert json.loads(Bucket("s3://bucket/down").get("summary.json"))["mirrored"] == 60
+    assert intact("s3://bucket/down", tmp_path)[-1] == 60
+
+
+def test_an_unreachable_mirror_or_a_wrong_address_is_rejected_before_the_run(tmp_path, s3):
+    nowhere = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_MAX_ATTEMPTS": "1"}
+    wrong = {
+        "s3://me:SeCrEt-KeY@bucket/run": "contains a user, a password or a query",
+        "s3://bucket/run?X-Amz-Signature=SeCrEt-KeY": "contains a user, a password or a query",
+        "s3://bucket": "must name a folder",
+        "hf://me/run": "hf:// cannot hold a mirror",
+        "memory://run": "memory:// cannot hold a mirror",
+        "file://runs/copy": "must name a folder",
+        "s3://nowhere/run": "the mirror cannot be read",
+    }
+    for address, expected in wrong.items():
+        for key in ("--save.mirror", "--run.dir"):
+            world = stores.trained(tmp_path, key, address, variables=s3 | (nowhere if "nowhere" in address else {}))
+            assert world.codes == [2] and expected in world.output and "Traceback" not in world.output, world.output
+            assert "SeCrEt" not in world.output and world.output.count("\n") == 2, world.output
+    both = stores.trained(tmp_path, "--run.dir", "s3://bucket/a", "--save.mirror", "s3://bucket/b")
+    assert both.codes == [2] and "remove save.mirror" in both.output
+    sync = stores.trained(tmp_path, "--save.sync", "true", "--save.mirror", "s3://bucket/b")
+    assert sync.codes == [2] and "set save.sync false" in sync.output
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"small.py"}
+
+
+def test_another_run_in_the_mirror_is_rejected(tmp_path):
+    address = f"file://{tmp_path}/store"
+    stores.trained(tmp_path / "one", "--save.mirror", address, "--duration", "5").ok()
+    before = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
+    for more, expected in (
+        (["--optimizer.lr", "0.02"], "holds a run of another recipe"),
+        (["--run.resume", "never"], "holds a run"),
+    ):
+        world = stores.trained(tmp_path / "two", "--save.mirror", address, "--duration", "5", *more)
+        assert world.codes == [2] and f"the mirror {address} {expected}" in world.output, world.output
+    same = stores.trained(tmp_path / "two", "--save.mirror", address, "--duration", "5")
+    assert same.codes == [0] and "finished at step 5: nothing to do" in same.output
+    assert before == {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
+    assert not (tmp_path / "two/runs").exists()
+
+
+def test_the_commands_take_the_address(tmp_path, capsys, monkeypatch, whole):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    address = f"file://{tmp_path}/store"
+    stores.trained(tmp_path, "--run.dir", address, "--task.frozen", "true").ok()
+    shutil.rmtree(tmp_path / "runs")
+    assert main(["verify", address]) == 0 and capsys.readouterr().out.count("good") == 4
+    sys.path.insert(0, str(tmp_path))
+    assert main(["export", address, "--to", "out", "--checkpoint", "best"]) == 0
+    assert (tmp_path / "out/model.safetensors").exists()
+    assert main(["report", address]) == 0 and (tmp_path / "report.html").exists()
+    shutil.rmtree(tmp_path / "cache")
+    resumed = stores.trained(
+        tmp_path, "--run.resume", f"{address}/checkpoints/step-00000060", "--task.frozen", "true", "--duration", "70",
+        "--run.accept_changes", "true", variables={"ONELOOP_CACHE": str(tmp_path / "cache")},
+    )  # fmt: skip
+    assert "resuming from" in resumed.ok() or "step-00000060" in resumed.output
+    begun = stores.trained(
+        tmp_path, "--init.from", address, "--duration", "5", "--run.dir", "begun", "--task.frozen", "true"
+    )
+    begun.ok()
+    name = next((tmp_path / "store/checkpoints/step-00000060").glob("*.safetensors"))
+    name.write_bytes(name.read_bytes()[:-1] + b"x")
+    assert main(["verify", address]) == 1 and "step-00000060: " in capsys.readouterr().out
+
+
+def test_a_damaged_newest_checkpoint_is_skipped_reported_and_written_again(tmp_path, whole):
+    address, store = f"file://{tmp_path}/store", tmp_path / "store"
+    first = stores.trained(tmp_path / "a", "--run.dir", address, "--stop.after", "1.5s", variables=SLOWLY)
+    assert first.codes == [75], first.output
+    older, newest = steps_in(Bucket(address))[-2:]
+    name = next((store / folder_of(newest)).glob("*.safetensors"))
+    name.write_bytes(name.read_bytes()[:-1] + b"x")  # of the same size: only its checksum differs
+    again = stores.trained(tmp_path / "b", "--run.dir", address)
     again.ok()
-    assert "resuming from" in again.output, again.output
-    assert final(lost / "host-0/run" if hosts else lost / "run") == final(whole / "run")
+    assert f"step-{newest:08d} cannot be used, and was skipped" in again.output, again.output
+    assert f".step-{older:08d}." in again.output
+    assert final(tmp_path / "b/runs" / str(store).strip("/")) == whole("single", 1)
+    assert intact(address, tmp_path, but=newest)[-1] == 60
+
+
+def owner(bucket: Bucket, seconds: float, **more) -> Lease:
+    about = {"pid": 1, "host": "gone", "since": "then", "token": "other", "seconds": seconds, "beat": 0, **more}
+    bucket.put("owner/00000001.json", json.dumps(about).encode(), create=True)
+    return Lease(bucket, 1, about)
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory", "s3"])
+def test_the_lease(tmp_path, scheme, monkeypatch, request):
+    if scheme == "s3":
+        request.getfixturevalue("s3")
+    monkeypatch.setenv("ONELOOP_LEASE", "0.6")
+    bucket = Bucket(f"{scheme}://{tmp_path}/store" if scheme == "file" else f"{scheme}://bucket/lease-{tmp_path.name}")
+    gone = owner(bucket, 0.5)
+    gone.check()
+    began = time.monotonic()
+    lease = take(bucket, {"pid": 2, "host": "new", "since": "now", "token": "mine"})
+    assert lease.number == 2 and time.monotonic() - began >= 0.5
+    with pytest.raises(Taken, match="taken over by process 2 on new"):
+        gone.check()
+    with pytest.raises(Taken, match="taken over by process 2 on new"):
+        gone.renew()
+    lease.keep(lambda error: None)
+    with pytest.raises(Taken, match="in use by process 2 on new"):
+        take(bucket, {"pid": 3, "host": "third", "since": "now", "token": "third"})
+    again = take(bucket, {"pid": 4, "host": "new", "since": "now", "token": "mine"})  # the same folder: at once
+    again.renew(released=True)
+    assert take(bucket, {"pid": 5, "host": "last", "since": "now", "token": "third"}).number == 4
+
+
+def test_of_many_starters_at_once_one_becomes_the_owner(tmp_path, s3):
+    bucket, taken = Bucket("s3://bucket/many"), []
+
+    def start(number: int) -> None:
+        try:
+            lease = take(Bucket(bucket.address), {"pid": number, "host": "h", "since": "s", "token": str(number)})
+        except Taken:
+            return
+        lease.keep(lambda error: taken.append(error))
+        taken.append(lease)
+
+    threads = [threading.Thread(target=start, args=[number]) for number in range(6)]
+    os.environ["ONELOOP_LEASE"] = "1.5"
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        del os.environ["ONELOOP_LEASE"]
+    assert len(taken) == 1 and taken[0].number == 1
+
+
+@pytest.mark.parametrize("repeat", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 50))])
+def test_of_two_runs_one_trains_and_the_other_is_rejected(tmp_path, s3, repeat):
+    worlds, address = {}, f"s3://bucket/two-{repeat}"
+
+    def start(name: str) -> None:
+        worlds[name] = stores.trained(tmp_path / name, "--save.mirror", address, variables=s3 | SLOWLY)
+
+    threads = [threading.Thread(target=start, args=[name]) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(world.codes[0] for world in worlds.values()) == [0, 2], [world.output for world in worlds.values()]
+    rejected = next(world for world in worlds.values() if world.codes == [2])
+    assert f"{address} is in use by process " in rejected.output and intact(address, tmp_path)[-1] == 60
+
+
+@pytest.mark.slow
+def test_a_paused_owner_writes_nothing_afterwards(tmp_path):
+    """All its processes are stopped for longer than the lease, while another machine trains to the end."""
+    address, folder = f"file://{tmp_path}/store", stores.lay(tmp_path / "a")
+    words = [*stores.WORDS.split(), "--save.mirror", address]
+    environment = {
+        **os.environ,
+        **stores.LEASE,
+        "SLOW": "0.1",
+        "PYTHONPATH": f"{tmp_path}/a:{os.environ['PYTHONPATH']}",
+    }
+    command = [sys.executable, "-m", "oneloop.train", *words]
+    how = {"cwd": folder, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    paused = subprocess.Popen(command, start_new_session=True, **how)
+    try:
+        while not steps_in(Bucket(address)):
+            assert paused.poll() is None, paused.stdout.read()
+            time.sleep(0.1)
+        os.killpg(paused.pid, signal.SIGSTOP)
+        done = stores.trained(tmp_path / "b", "--save.mirror", address)
+        done.ok()
+        before = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")}
+        os.killpg(paused.pid, signal.SIGCONT)
+        output, _ = paused.communicate(timeout=60)
+    finally:
+        paused.kill()
+    assert paused.returncode == 1 and "was taken over by process" in output, output
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")} == before

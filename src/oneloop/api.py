@@ -9,10 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from oneloop.apply import check_file, local_run, perform
+from oneloop.apply import check_file, perform
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.launcher import die_with_launcher, ranks
-from oneloop.cli import export_run, write_report
+from oneloop.cli import export_run, local_run, write_report
 from oneloop.launch.interpreter import borrowed
 from oneloop.recipe.class_paths import path_of, reject_while_importing
 from oneloop.recipe.parse import recipe as recipe_of

@@ -16,7 +16,8 @@ from typing import Any
 from oneloop.basics.command_options import Options, names, positive
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput
 from oneloop.basics.files import dumps, printable
-from oneloop.checkpoint.mirror import ADDRESS, complete, local_run
+from oneloop.checkpoint.mirror import ADDRESS, complete
+from oneloop.checkpoint.mirror import local_run as local_run
 from oneloop.checkpoint.named_checkpoint import FINAL, base_problems, chosen_of
 from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
 from oneloop.launch.command import CPP_LOG, config_files
@@ -128,7 +129,7 @@ def verify(words: Sequence[str]) -> int:
 
 def _problems(path: Path) -> list[str]:
     try:
-        complete(path)
+        complete(path, again=True)
     except BadInput as error:
         return [str(error)]
     return problems_of_files(path) if path.name == FINAL else problems(path) or base_problems(path)

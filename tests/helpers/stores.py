@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import http.client
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from worlds import _free_port, here, run
@@ -51,7 +55,11 @@ class Small:
 """
 WORDS = "small.py:Small --batch.size 32 --duration 60 --save.every 5 --eval.every 20 --log.every 5 --track none"
 WORDS += " --optimizer.name adamw --optimizer.lr 0.01 --ema.half_life 256 --watch.quiet true"
-KEYS = {"AWS_ACCESS_KEY_ID": "not-a-secret-id", "AWS_SECRET_ACCESS_KEY": "SeCrEt-KeY", "AWS_DEFAULT_REGION": "us-east-1"}
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "not-a-secret-id",
+    "AWS_SECRET_ACCESS_KEY": "SeCrEt-KeY",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
 LEASE = {"ONELOOP_LEASE": "2"}  # seconds
 
 
@@ -80,22 +88,104 @@ def lay(folder: Path) -> Path:
     return folder
 
 
-def on_hosts(words: Sequence[str], kill: float = 0.0) -> None:
-    """Train this rank on a host that shares no disk with the others; after ``kill`` seconds, that host is gone."""
+def on_hosts(words: Sequence[str], kill: float = 0.0, writers: float = 0.0) -> None:
+    """Train this rank on a host that shares no disk with the others. After ``kill`` seconds the host is gone; every
+    ``writers`` seconds (at random) its writing process is killed."""
     rank = os.environ.get("RANK", "0")
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if "RANK" in os.environ else {}
     os.chdir(lay(Path(f"host-{rank}")))
-    if kill:
-        killer = subprocess.Popen([sys.executable, "-S", "-c", f"import os,time;time.sleep({kill});os.kill({os.getpid()},9)"])
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        assert killer.pid
+    threading.Thread(target=_killer, args=[kill, writers], daemon=True).start()
     here([*words])
 
 
-def trained(folder: Path, *more: str, ranks: int = 1, config: str = "", kill: float = 0.0, variables=None, hosts=False):
+def _killer(kill: float, writers: float) -> None:
+    if kill:
+        time.sleep(kill)
+        os.kill(os.getpid(), signal.SIGKILL)
+    while writers:
+        time.sleep(random.uniform(0.1, 2 * writers))
+        for pid in writers_of(os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+
+
+def writers_of(pid: int) -> list[int]:
+    """Return the writing processes of a trainer."""
+    children = [child for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+    return [int(child) for child in children if b"checkpoint.writer" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def trained(folder: Path, *more: str, ranks: int = 1, config: str = "", variables=None, hosts: bool = False, **faults):
     """Run the small task in a folder; ``hosts``: each rank on its own host."""
     lay(folder)
     words = [*WORDS.split(), *more]
-    config = config or ("single" if ranks == 1 else "ddp")
-    how = {"ranks": ranks, "config": config, "folder": folder, "variables": LEASE | (variables or {})}
-    return run(on_hosts, words, kill, **how) if hosts or kill else run(here, words, **how)
+    how = {"ranks": ranks, "config": config or ("single" if ranks == 1 else "ddp"), "folder": folder}
+    how["variables"] = LEASE | (variables or {})
+    if hosts:
+        return run(on_hosts, words, faults.get("kill", 0.0), faults.get("writers", 0.0), **how)
+    return run(here, words, **how)
+
+
+class Proxy(ThreadingHTTPServer):
+    """Forwards requests to a server, and fails or delays some of them.
+
+    ``fail``: share of requests that get the status 503; ``down``: all connections are closed; ``latency``: seconds
+    before each answer; ``rate``: bytes per second of all uploads."""
+
+    daemon_threads = True
+
+    def __init__(self, address: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Forward)
+        self.host, self.fail, self.down, self.latency, self.rate = address.partition("://")[2], 0.0, False, 0.0, 0.0
+        self.requests, self.lock, self.free_at, self.written = 0, threading.Lock(), 0.0, list[str]()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request, client_address) -> None:
+        """Print nothing."""
+
+
+class _Forward(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Proxy
+
+    def _forward(self) -> None:
+        server = self.server
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        with server.lock:
+            server.requests += 1
+            if server.rate:
+                server.free_at = max(server.free_at, time.monotonic()) + len(body) / server.rate
+        time.sleep(max(0.0, server.free_at - time.monotonic()) + server.latency)
+        if server.down:
+            self.close_connection = True
+            return
+        if random.random() < server.fail:
+            self.send_response(503)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        connection = http.client.HTTPConnection(server.host)
+        connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        for name, value in self.headers.items():
+            connection.putheader(name, value)
+        connection.endheaders(body)
+        answer = connection.getresponse()
+        content = answer.read()
+        if self.command == "PUT" and answer.status == 200:
+            server.written.append(self.path)
+        self.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection", "server", "date"):
+                self.send_header(name, value)
+        if answer.getheader("Content-Length") is None:
+            self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _forward
+
+    def log_message(self, *words) -> None:
+        """Print nothing."""

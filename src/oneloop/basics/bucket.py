@@ -99,7 +99,9 @@ class Bucket:
                     blocks.append(xxh3_64_hexdigest(block))
                 size = stream.tell()
             except BaseException:
-                stream.discard()
+                if not self._is_local:
+                    stream.discard()
+                    stream.closed = True
                 raise
             stream.close()
         return {"size": size, "xxh3": whole.hexdigest(), "blocks": blocks}
@@ -114,9 +116,10 @@ class Bucket:
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the sizes of all objects below a folder, by their names relative to it."""
+        below = f"{self._root}/{folder}".rstrip("/")
         with self._errors():
-            found = self._fs.find(f"{self._root}/{folder}", detail=True)
-        return {name[len(f"{self._root}/{folder}/") :]: entry["size"] for name, entry in found.items()}
+            found = self._fs.find(below, detail=True)
+        return {name[len(below) + 1 :]: entry["size"] for name, entry in found.items()}
 
     def remove(self, names: Collection[str]) -> None:
         """Delete objects; ignore those that do not exist."""

@@ -65,12 +65,13 @@ def take(bucket: Bucket, about: Mapping[str, Any]) -> Lease:
     An owner counts as gone if it does not renew its lease for its seconds, on the clock of this process. An owner with
     the token of ``about`` is an earlier start in this run folder, which has ended."""
     own = {**about, "seconds": float(os.environ.get(SECONDS, 60.0)), "beat": 0}
-    seen, since = None, time.monotonic()
+    seen, since = None, 0.0
     while True:
         newest = max((int(name.removesuffix(".json")) for name in bucket.sizes(_FOLDER)), default=0)
         there = _read(bucket, newest) or {}
         if seen not in (None, (newest, there)):
             raise Taken(f"{bucket.address} is in use by {_who(there)}; wait for its end, or choose another address")
+        since = time.monotonic() if seen is None else since
         gone = not newest or there.get("released") or there.get("token") == own["token"]
         if gone or time.monotonic() - since > there.get("seconds", 60.0):
             try:

@@ -160,15 +160,16 @@ def local_checkpoint(path: str) -> Path:
     return folder
 
 
-def complete(path: Path) -> None:
-    """Fetch a checkpoint, or ``final``, of :func:`local_run`; other folders stay unchanged. Raises BadInput."""
+def complete(path: Path, *, again: bool = False) -> None:
+    """Fetch a checkpoint, or ``final``, of :func:`local_run`, if it is incomplete (or ``again``); other folders stay
+    unchanged. Raises BadInput."""
     run = path.parent if path.name == FINAL else path.parent.parent
     if not (run / ADDRESS).exists():
         return
     try:
         with FileLock(run / ".lock"):
             copy = Copy(Bucket((run / ADDRESS).read_text()), path.relative_to(run).as_posix(), path)
-            if problems_of_files(path):
+            if again or problems_of_files(path):
                 copy.whole()
             fetch_base(copy.bucket, copy.manifest, run)
     except (OSError, ValueError) as error:

@@ -45,7 +45,7 @@ class Uploads:
     ) -> None:
         self.bucket, self.run, self.counts, self._news = Bucket(address, limit=limit), Path(run), counts, news
         self.lease, self._request = Lease(self.bucket, *lease), SaveRequest("", 0, 0, 0, 0, "", 0)
-        self._mended = set[int]()  # steps that were written again
+        self._newest, self._mended = 0, set[int]()  # the newest step there; those that were written again
         self._failures, self._not_before = 0, 0.0
         self._lock, self._wanted = threading.Lock(), threading.Event()
         if owns:
@@ -81,6 +81,7 @@ class Uploads:
                 self.lease.check()
                 yield piece
 
+        self.lease.check()
         return self.bucket.write(name, checked(), size)
 
     def _seal(self, folder: str, manifest: Mapping[str, Any]) -> None:
@@ -143,6 +144,7 @@ class Uploads:
         with self._lock:
             try:
                 self._copy_checkpoints()
+                self._newest = max(steps_in(self.bucket), default=0)
                 if final:
                     self._copy(self.run / FINAL, FINAL)
                     self._prune()
@@ -180,7 +182,5 @@ class Uploads:
 
     def end(self, *, final: bool) -> dict[str, Any]:
         """Write what the mirror lacks, also the ``final`` weights. Return the newest step there, and the error."""
-        error, step = self._copied(final=final), 0
-        with suppress(OSError):
-            step = max(steps_in(self.bucket), default=0)
-        return {"mirrored": step, "error": error}
+        error = self._copied(final=final)
+        return {"mirrored": self._newest, "error": error}

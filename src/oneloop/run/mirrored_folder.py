@@ -25,7 +25,7 @@ class MirroredFolder(Folder):
 
     def __init__(self, path: Path, address: str, *, say: Callable[[str], object] = print) -> None:
         super().__init__(path, say=say)
-        self._address, self._newer_there = address, False
+        self._address, self._newer_there, self._failed = address, False, False
 
     def inspect(self, resolved: Mapping[str, Any], *, resume: str = "auto", accept_changes: bool = False) -> str | None:
         """:meth:`Folder.inspect`, of the folder and of its mirror. It is finished only if the mirror is, too."""
@@ -69,11 +69,12 @@ class MirroredFolder(Folder):
     def uploaded(self, summary: dict[str, Any], *, final: bool) -> dict[str, Any]:
         """Write to the mirror what it lacks, also the ``final`` weights; return the summary with the newest step there.
         If that fails, a run that is done ends with an error."""
-        if self.uploads is None:
+        if self.uploads is None or self._failed:
             return summary
         found = self.uploads.end_uploads(final=final)
         summary = {**summary, "mirrored": found.get("mirrored", 0)}
-        if found.get("error") and summary["exit_code"] == DONE:
+        self._failed = bool(found.get("error"))
+        if self._failed and summary["exit_code"] == DONE:
             why = f"error: the mirror is incomplete: {found['error']}; the same command tries again"
             summary |= {"exit_reason": why, "exit_code": ERROR}
         return summary
