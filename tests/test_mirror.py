@@ -105,13 +105,52 @@ def test_the_disk_is_lost_and_the_result_is_bit_identical(tmp_path, s3, whole, c
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(("config", "ranks"), LAYOUTS)
 def test_the_disk_is_lost_a_hundred_times(tmp_path, s3, whole, config, ranks):
-    losses = 0
-    while losses < 34:
-        address = f"s3://bucket/often-{config}-{losses}"
-        done = lose_disks(tmp_path / "lost", address, s3, 4, config, ranks, seed=losses)
+    for number in range(17):
+        address = f"s3://bucket/often-{config}-{number}"
+        done = lose_disks(tmp_path / "lost", address, s3, 2, config, ranks, seed=number)
         assert final(done) == whole(config, ranks)
-        losses += 4 - len(list(tmp_path.glob("none")))
         shutil.rmtree(tmp_path / "lost")
+
+
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 8))])
+def test_a_store_that_fails_and_loses_uploads(tmp_path, s3, whole, number):
+    """One request in five fails; the last five uploads are lost, as with a mount that uploads later."""
+    proxy, address = stores.Proxy(s3["AWS_ENDPOINT_URL"]), f"s3://bucket/lossy-{number}"
+    variables, proxy.fail = s3 | {"AWS_ENDPOINT_URL": proxy.address}, 0.2
+    words = ["--run.dir", address, "--save.every", "20"]
+    first = stores.trained(tmp_path / "a", *words, "--stop.after", "2s", variables=variables | SLOWLY)
+    assert first.codes == [75], first.output
+    bucket = Bucket("s3://bucket")
+    bucket.remove([name.partition("?")[0].removeprefix("/bucket/") for name in proxy.written[-5 - number :]])
+    again = stores.trained(tmp_path / "b", *words, variables=variables)
+    again.ok()
+    assert final(tmp_path / f"b/runs/bucket/lossy-{number}") == whole("single", 1)
+    assert intact(address, tmp_path)[-1] == 60
+
+
+OFTEN = {"marks": [pytest.mark.slow, pytest.mark.timeout(3000)]}
+
+
+@pytest.mark.parametrize(
+    ("times", "scratch"), [(2, True), pytest.param(50, True, **OFTEN), pytest.param(50, False, **OFTEN)]
+)
+def test_the_uploading_process_is_killed(tmp_path, s3, whole, times, scratch):
+    """Whatever is in the mirror is whole, after each run; and the run is, in the end."""
+    rng, kills, number = random.Random(times), 0, 0
+    while kills < times:
+        address, folder = f"s3://bucket/killed-{times}-{scratch}-{number}", tmp_path / str(number)
+        words = ["--run.dir", address] if scratch else ["--save.mirror", address, "--run.dir", "run"]
+        while True:
+            faults = {"writers": rng.uniform(0.3, 1.0)} if rng.random() < 0.8 else {}
+            world = stores.trained(folder, *words, hosts=True, variables=s3 | SLOWLY, **faults)
+            kills += world.output.count("writer killed")
+            assert world.codes in ([0], [1]), world.output
+            intact(address, tmp_path)
+            if world.codes == [0]:
+                break
+        run = folder / "host-0" / (f"runs/{address.partition('://')[2]}" if scratch else "run")
+        assert final(run) == whole("single", 1) and intact(address, tmp_path)[-1] == 60
+        number += 1
 
 
 def test_a_copy_of_a_run_folder(tmp_path, s3, whole):
@@ -147,14 +186,14 @@ def test_a_mirror_that_fails_never_stops_training_and_is_an_error_at_the_end(tmp
     thread.start()
     while not steps_in(Bucket("s3://bucket/down")) and thread.is_alive():
         time.sleep(0.1)
-    proxy.down = True
+    proxy.fail = 1.0
     thread.join()
     (world,) = worlds
     summary = json.loads((folder / "run/summary.json").read_text())
     assert world.codes == [1] and summary["exit_code"] == 1 and summary["step"] == 60, world.output
     assert "the mirror is incomplete" in summary["exit_reason"] and summary["mirrored"] < 60
     assert world.output.count("MIRROR FAILED") == 1
-    proxy.down = False
+    proxy.fail = 0.0
     stores.trained(folder, *words, variables=variables).ok()
     assert final(folder / "run") == whole("single", 1)
     assert json.loads(Bucket("s3://bucket/down").get("summary.json"))["mirrored"] == 60

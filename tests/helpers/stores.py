@@ -106,6 +106,7 @@ def _killer(kill: float, writers: float) -> None:
         time.sleep(random.uniform(0.1, 2 * writers))
         for pid in writers_of(os.getpid()):
             os.kill(pid, signal.SIGKILL)
+            print("writer killed", flush=True)
 
 
 def writers_of(pid: int) -> list[int]:

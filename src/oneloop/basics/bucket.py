@@ -1,11 +1,13 @@
 """Objects in a bucket (``s3://``, ``gs://``) or a folder (``file://``), by fsspec."""
 
+import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 from xxhash import xxh3_64_hexdigest, xxh3_128
 
@@ -63,6 +65,8 @@ class Bucket:
         try:
             yield
         except OSError as error:
+            if str(error).startswith(self.address):
+                raise
             raise type(error)(f"{self.address}: {one_line(error) or type(error).__name__}") from error
         except Exception as error:  # botocore's errors are no OSErrors
             raise OSError(f"{self.address}: {type(error).__name__}: {one_line(error)}") from error
@@ -73,13 +77,16 @@ class Bucket:
             return bytes(self._fs.cat_file(f"{self._root}/{name}"))
 
     def put(self, name: str, data: bytes, *, create: bool = False) -> None:
-        """Write a small object; ``create`` raises FileExistsError if it exists, atomically."""
+        """Write a small object atomically; ``create`` raises FileExistsError if it exists."""
+        path = f"{self._root}/{name}"
         with self._errors():
-            if create and self._is_local:
-                with self._fs.open(f"{self._root}/{name}", "xb") as stream:
-                    stream.write(data)
-            else:
-                self._fs.pipe_file(f"{self._root}/{name}", data, mode="create" if create else "overwrite")
+            if not self._is_local:
+                self._fs.pipe_file(path, data, mode="create" if create else "overwrite")
+                return
+            draft = path if create else f"{self._root}/.{uuid4().hex}.draft"
+            with self._fs.open(draft, "xb") as stream:
+                stream.write(data)
+            os.replace(draft, path)
 
     def write(self, name: str, pieces: Iterable[Any], size: int) -> dict[str, Any]:
         """Write an object of about ``size`` bytes, with one block in memory; return its size and checksums."""
@@ -119,7 +126,8 @@ class Bucket:
         below = f"{self._root}/{folder}".rstrip("/")
         with self._errors():
             found = self._fs.find(below, detail=True)
-        return {name[len(below) + 1 :]: entry["size"] for name, entry in found.items()}
+        files = {name: entry["size"] for name, entry in found.items() if entry["type"] == "file"}
+        return {name[len(below) + 1 :]: size for name, size in files.items() if len(name) > len(below)}
 
     def remove(self, names: Collection[str]) -> None:
         """Delete objects; ignore those that do not exist."""

@@ -110,7 +110,8 @@ class WritingProcess:
 
 WRITER = "oneloop.checkpoint.writer"  # module of the writing process
 _MIN_LIMIT = 10.0  # seconds; minimum of the time limit of a save
-_MIN_THROUGHPUT = 10e6  # bytes per second; assumed minimum throughput of storage
+_MIN_THROUGHPUT = 10e6  # bytes per second; assumed minimum throughput of storage (a tenth of it for a bucket)
+_MIN_UPLOAD = 120.0  # seconds; minimum of the time limit of a save to a bucket
 _STILL = "still"
 _RESTART = 5.0  # seconds between two starts of a process that was killed, for the mirror's lease
 _TAKEN = "Taken: "
@@ -263,7 +264,10 @@ class SaveInProgress:
 
     def _wait(self) -> None:
         if self._pending and self._process is not None:
-            limit = self._patience * max(_MIN_LIMIT, 3 * self._slowest, self._size / _MIN_THROUGHPUT)
+            least, rate = _MIN_LIMIT, _MIN_THROUGHPUT
+            if self.uploads is not None and self.uploads["counts"]:
+                least, rate = _MIN_UPLOAD, min(rate, self.uploads["limit"] or rate) / 10
+            limit = self._patience * max(least, 3 * self._slowest, self._size / rate)
             self._record(self._process.answer(max(0.0, self._began + limit - time.monotonic()) if limit else None))
 
     def _record(self, answer: dict[str, Any] | None) -> None:

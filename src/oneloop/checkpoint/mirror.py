@@ -37,9 +37,11 @@ def folder_of(step: int) -> str:
     return f"{CHECKPOINTS}/{name_of(step)}"
 
 
-def steps_in(bucket: Bucket) -> list[int]:
-    """Return the steps of the checkpoints in a mirror, in ascending order; :func:`manifest_at` verifies one."""
-    folders = [name.removesuffix(f"/{MANIFEST}") for name in bucket.sizes(CHECKPOINTS) if name.endswith(MANIFEST)]
+def steps_in(bucket: Bucket, names: Iterable[str] | None = None) -> list[int]:
+    """Return the steps of the checkpoints in a mirror (or among ``names``), in ascending order; :func:`manifest_at`
+    verifies one."""
+    names = bucket.sizes(CHECKPOINTS) if names is None else names
+    folders = [name.split("/")[-2] for name in names if name.endswith(f"/{MANIFEST}")]
     return sorted(step for folder in folders if (step := step_in(folder)) is not None)
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from xxhash import xxh3_64_digest
+
 from oneloop.basics.bucket import BLOCK, Bucket
 from oneloop.checkpoint.lease import Lease, Taken
 from oneloop.checkpoint.mirror import BASE, CHECKPOINTS, FILES, FINAL, folder_of, manifest_at, steps_in
@@ -45,6 +47,8 @@ class Uploads:
     ) -> None:
         self.bucket, self.run, self.counts, self._news = Bucket(address, limit=limit), Path(run), counts, news
         self.lease, self._request = Lease(self.bucket, *lease), SaveRequest("", 0, 0, 0, 0, "", 0)
+        self._used = dict[str, set[str]]()  # beginnings of the names of the objects of each folder
+        self._sent = dict[str, bytes | None]()  # checksums of the files there
         self._newest, self._mended = 0, set[int]()  # the newest step there; those that were written again
         self._failures, self._not_before = 0, 0.0
         self._lock, self._wanted = threading.Lock(), threading.Event()
@@ -93,6 +97,7 @@ class Uploads:
             self._run_files()
         name, content = f"{folder}/{MANIFEST}", signed(manifest)
         self._mended.add(manifest.get("step", 0))
+        self._names(folder, manifest)
         self.lease.check()
         try:
             self.bucket.put(name, content, create=True)
@@ -102,31 +107,35 @@ class Uploads:
                 self.bucket.put(name, content, create=True)
 
     def _run_files(self) -> None:
-        """Write the files of the run folder; delete those that it does not have any more."""
+        """Write the files of the run folder that have changed; delete those that it does not have any more."""
         for name in FILES:
-            try:
-                self._write(name, [(self.run / name).read_bytes()])
-            except FileNotFoundError:
-                self.bucket.remove([name])
+            content = (self.run / name).read_bytes() if (self.run / name).exists() else None
+            if self._sent.get(name, b"") != (sent := None if content is None else xxh3_64_digest(content)):
+                self.bucket.remove([name]) if content is None else self._write(name, [content])
+            self._sent[name] = sent
 
     def _prune(self) -> None:
         """Delete the checkpoints that need not be kept, and what incomplete attempts left behind."""
-        steps, used = steps_in(self.bucket), set[str]()
+        there, used = self.bucket.sizes(""), set[str]()
+        steps = steps_in(self.bucket, there)
         bad = set(self._request.bad) - self._mended  # they do not count, and are not ours to delete
         kept = Keep(**self._request.keep).among([step for step in steps if step not in bad]) | bad
         kept |= set() if self._request.keep else set(steps)
         self.lease.check()
         self.bucket.remove([f"{folder_of(step)}/{MANIFEST}" for step in steps if step not in kept])
         for folder in [FINAL, *map(folder_of, kept)]:
-            try:
-                manifest = manifest_at(self.bucket, folder)
-            except ValueError:
-                used.add(f"{folder}/")
-                continue
-            used |= {f"{folder}/{manifest['attempt']}-", f"{folder}/{MANIFEST}"}
-            used.add(f"{BASE}/{(manifest['about'].get('base') or {}).get('xxh3')}/")
-        there = [f"{folder}/{name}" for folder in (CHECKPOINTS, BASE, FINAL) for name in self.bucket.sizes(folder)]
-        self.bucket.remove([name for name in there if not name.startswith(tuple(used))])
+            if folder not in self._used:  # written by an earlier start
+                try:
+                    self._names(folder, manifest_at(self.bucket, folder))
+                except ValueError:
+                    self._used[folder] = {f"{folder}/"}  # damaged, or of another version
+            used |= self._used[folder]
+        garbage = [name for name in there if name.startswith((CHECKPOINTS, BASE, FINAL))]
+        self.bucket.remove([name for name in garbage if not name.startswith(tuple(used))])
+
+    def _names(self, folder: str, manifest: Mapping[str, Any]) -> None:
+        base = (manifest["about"].get("base") or {}).get("xxh3")
+        self._used[folder] = {f"{folder}/{manifest['attempt']}-", f"{folder}/{MANIFEST}", f"{BASE}/{base}/"}
 
     def wanted(self, request: SaveRequest) -> None:
         """Start to copy the checkpoints of the run folder, after this save, if no copy is in progress."""
