@@ -27,7 +27,7 @@ class CausalLM(LanguageModel):
             names of files, folders or hub splits (train, validation, test); see held_out.
         column: column of the text.
         held_out: share of the rows for each of validation and test, if the data set has no such split.
-        window: megabytes of parquet rows in memory per process while tokenizing.
+        window: megabytes of parquet rows in memory per process.
         block: tokens per sample.
         tokenizer: bytes, or bpe (byte-level, trained on the training texts).
         vocab: vocabulary size of the bpe tokenizer from scratch.

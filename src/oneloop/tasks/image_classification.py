@@ -57,7 +57,7 @@ class ImageClassification(Task):
         pixel_limit: maximum pixels of an image; larger images are rejected before decoding.
         unreadable: stop if an image cannot be used (oneloop check lists them), or skip such images and list them in
             environment.json.
-        window: megabytes of parquet rows in memory per process; samples are shuffled within them.
+        window: megabytes of parquet rows in memory per process.
         root: folder of the downloaded data sets.
         download: download a missing data set.
         smoothing: label smoothing.

@@ -39,7 +39,7 @@ class SFT(LanguageModel):
         completion: column of the completions.
         tools: optional column of tools (JSON schemas) for the chat template.
         held_out: share of the rows for each of validation and test, if the data set has no such split.
-        window: megabytes of parquet rows in memory per process while tokenizing.
+        window: megabytes of parquet rows in memory per process.
         chat_template: Jinja file to use instead of the tokenizer's chat template.
         day: date (YYYY-MM-DD) for chat templates that insert the current date.
         architecture: gpt2 or llama, for a model from scratch.

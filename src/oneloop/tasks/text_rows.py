@@ -23,7 +23,7 @@ class TextRows(Task):
         data: value of ``task.data``; None: the subclass sets ``_sets``.
         columns: column names by key of the task.
         held_out: share of the rows for each of validation and test, if the data set has no such split.
-        window: megabytes of parquet rows in memory per process; samples are shuffled within them.
+        window: megabytes of parquet rows in memory per process.
         model: bytes (a byte-level encoder from scratch), a folder saved by transformers, or hf:ID[@REVISION]. If the
             classes differ, the last layer is re-initialized.
         pretrained: load the weights of model (false: use only its configuration).
