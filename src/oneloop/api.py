@@ -22,8 +22,7 @@ from oneloop.run.entry import conduct, start_run
 from oneloop.train import train
 
 Run = str | Path | Mapping[str, Any]
-_LOCK = threading.Lock()
-"""held by the running call: accelerate's state and torch's generators are global"""
+_LOCK = threading.Lock()  # held by the running call: accelerate's state and torch's generators are global
 
 
 def fit(

@@ -66,7 +66,7 @@ def new(words: Sequence[str]) -> int:
         taken = installed is not None and "site-packages" in str(installed.origin)
         if file.suffix != ".py" or not file.stem.isidentifier() or taken or file.stem in sys.stdlib_module_names:
             raise BadInput(f"oneloop new: {file} cannot be a module of yours; name it like my_task.py")
-        template = (Path(__file__).parent / "tasks" / "template.py").read_text()
+        template = (Path(__file__).parent / "tasks" / "template.txt").read_text()
         texts = {file: re.sub(r"\bmy_task(\.py)?\b", lambda found: str(file) if found[1] else file.stem, template)}
     if there := [str(path) for path in texts if path.exists()]:
         raise BadInput(f"oneloop new: {', '.join(there)} already exists; choose another name, or remove it")

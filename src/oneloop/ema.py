@@ -74,8 +74,7 @@ class EMA:
             raise ValueError(f"an EMA needs one of half_life, decay and power; {len(kinds)} are given")
         self._keep = _law(half_life, decay, power, ramp)
         self.name, self.every = name, every
-        self.seen = 0.0
-        """amount trained so far, as :meth:`update` counts it"""
+        self.seen = 0.0  # amount trained so far, as :meth:`update` counts it
         self._due, self._updates = 0.0, 0
         self._model = model
         # Reshard first: after a forward without backward, FSDP2's root has other parameter objects.

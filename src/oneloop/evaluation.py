@@ -148,10 +148,8 @@ class Share:
     """The micro-batches of one rank."""
 
     places: list[list[Place]]
-    sources: list[int | None]
-    """source of each micro-batch; None: it repeats samples, and does not count"""
-    first: int
-    """index of the first micro-batch among those of all ranks"""
+    sources: list[int | None]  # source of each micro-batch; None: it repeats samples, and does not count
+    first: int  # index of the first micro-batch among those of all ranks
 
     @property
     def idle(self) -> bool:

@@ -49,8 +49,7 @@ class BaseModel:
 
     place: str  # for messages: a folder, or hf:ID
     names: frozenset[str]  # tensors of the model that were read from the base model
-    look: Callable[[], dict[str, Any]]
-    """identifies the current content: checksums of the files, or the hub's commit"""
+    look: Callable[[], dict[str, Any]]  # identifies the current content: checksums of the files, or the hub's commit
     file: str  # name of the exported file of the other (trained) weights
     outside: Callable[[str], str]  # maps the model's tensor names to names in that file
     settings: Mapping[str, Any]  # settings that the trained weights require, as in adapter_config.json

@@ -20,8 +20,7 @@ from oneloop.basics.tensors import Planned
 
 _HALF = 15  # bits per digit of a value; its square has digits of 30 bits
 _DIGITS = 3
-NOTHING = -60
-"""index of the first digit if all values are zero; below that of any other value"""
+NOTHING = -60  # index of the first digit if all values are zero; below that of any other value
 _ON_CPU, _ELSEWHERE = 1 << 17, 1 << 21
 """elements per piece, to fit into the cache; float64 adds the digits of up to 2^22 elements without rounding"""
 

@@ -33,8 +33,7 @@ class Beats:
         self._known: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=200))
         self._seen: defaultdict[str, int] = defaultdict(int)
         self._current = self._known[SET_UP]
-        self._opening = False
-        """whether this is the first batch of an evaluation, in which a data set may do slow work"""
+        self._opening = False  # whether this is the first batch of an evaluation, in which a data set may do slow work
 
     def beat(self) -> None:
         """Record progress; costs about half a microsecond."""

@@ -75,8 +75,6 @@ class Checkpoints:
         options |= {"agree": self._gather if self.ranks > 1 else None, "pin": accelerator.device.type == "cuda"}
         self._saving = SaveInProgress(self.store, rank=self.rank, **options)
 
-    # --- saving ---
-
     def save(
         self,
         step: int,
@@ -179,8 +177,6 @@ class Checkpoints:
         """End the writing process; if it writes to a mirror, only with ``mirror``."""
         if self._fetcher is None or mirror:
             self._saving.close()
-
-    # --- loading ---
 
     def whole(self, step: int, otherwise: str, needs: Needs = no_needs) -> Path | None:
         """Return the path of a step's checkpoint, equal on all ranks, or None if it is missing or damaged. Then log

@@ -128,9 +128,6 @@ def gathered(
     return entries
 
 
-# --- the process ----------------------------------------------------------------------------------------------------
-
-
 def main() -> None:
     """Read requests from standard input, one JSON object per line; answer each on standard output."""
     die_with(int(sys.argv[1]))

@@ -13,14 +13,12 @@ class BatchLayout:
 
     size: int
     ranks: int
-    micro: int | None = None
-    """samples of one micro-batch (None: ``grain`` if set, else size / ranks)"""
+    micro: int | None = None  # samples of one micro-batch (None: ``grain`` if set, else size / ranks)
     grain: int | None = None
     """samples of a micro-batch (leaf) for bit-identical results; size / grain and ranks are then powers of two"""
     sharded: bool = False
     """whether consecutive leaves are on consecutive ranks (FSDP2); else each rank has a contiguous range of them"""
-    accumulate: int = field(init=False)
-    """micro-batches of one step on one process"""
+    accumulate: int = field(init=False)  # micro-batches of one step on one process
 
     def __post_init__(self) -> None:
         if self.grain and (self.ranks & (self.ranks - 1) or self.ranks > self.size // self.grain):

@@ -33,8 +33,7 @@ class Mixture:
                 raise ValueError(f"the set {name!r} of a mixture is empty; remove it")
         self.sets, self.weights = dict(sets), list(weights)
         self.cycle = proportions(weights)
-        self.bounds = np.cumsum([0, *map(len, self.sets.values())])
-        """first index of each set, and the total length"""
+        self.bounds = np.cumsum([0, *map(len, self.sets.values())])  # first index of each set, and the total length
 
     @property
     def sources(self) -> dict[str, range]:

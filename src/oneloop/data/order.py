@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from oneloop.basics.seeds import GOLDEN, key
 
-EpochsAndIndices = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""epochs and sample indices"""
+EpochsAndIndices = tuple[NDArray[np.int64], NDArray[np.int64]]  # epochs and sample indices
 
 UInt64Array = NDArray[np.uint64]
 _ROUNDS = 8

@@ -15,8 +15,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from oneloop.basics.seeds import GOLDEN, mixed
 
-Place = tuple[int, int]
-"""(epoch, index) of one sample"""
+Place = tuple[int, int]  # (epoch, index) of one sample
 
 Collated = TypeVar("Collated")
 

@@ -28,18 +28,13 @@ Batch = dict[str, Any]
 class Group:
     """The micro-batches of one step on this process, and their weight (the divisor of the summed loss)."""
 
-    batches: Iterator[Batch]
-    """on the device; the next one is copied while the current one is used"""
-    weights: list[float]
-    """weight of each micro-batch, known before the first is used"""
+    batches: Iterator[Batch]  # on the device; the next one is copied while the current one is used
+    weights: list[float]  # weight of each micro-batch, known before the first is used
     apart: bool = False
     """whether the total must be bit-identical on every layout; the ranks then exchange every single weight"""
-    total: float = math.nan
-    """weight of the global batch, after the all-reduce"""
-    stop: bool = False
-    """whether any rank was requested to stop after this step"""
-    save: bool = False
-    """whether the time for a save after this step has come, by rank 0's clock"""
+    total: float = math.nan  # weight of the global batch, after the all-reduce
+    stop: bool = False  # whether any rank was requested to stop after this step
+    save: bool = False  # whether the time for a save after this step has come, by rank 0's clock
 
     @property
     def weight(self) -> float:

@@ -58,8 +58,7 @@ class Checks:
             for owner in [getattr(module, kind)]
             for key, tensor in owner.items()
             if tensor is not None
-        ]
-        """of each tensor: the dictionary that it is registered in, its key there, and its name"""
+        ]  # of each tensor: the dictionary that it is registered in, its key there, and its name
         self._trained = [(bare_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
         self._before: tuple[list[Any], list[Any]] | None = None
 

@@ -24,8 +24,7 @@ import torch
 from oneloop.basics.launcher import die_with
 from oneloop.basics.memory import peak_memory
 
-Steps = Callable[[int], object]
-"""runs complete training steps with a micro-batch of this size"""
+Steps = Callable[[int], object]  # runs complete training steps with a micro-batch of this size
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,8 @@ class Attempt:
 
     micro: int
     fits: bool
-    seconds: float = 0.0
-    """per sample, if it fits"""
-    peak: int = 0
-    """peak memory in bytes, of the device or else of the host"""
+    seconds: float = 0.0  # per sample, if it fits
+    peak: int = 0  # peak memory in bytes, of the device or else of the host
 
 
 def search(candidates: Sequence[int], attempt: Callable[[int], Attempt], *, fastest: bool = False) -> Attempt:

@@ -38,8 +38,7 @@ class Reduction:
     """
 
     def __init__(self, model: nn.Module, *, accumulate: int, checks: Checks | None = None) -> None:
-        self.factor = accumulate
-        """factor of the loss, which undoes accelerate's mean over the micro-batches"""
+        self.factor = accumulate  # factor of the loss, which undoes accelerate's mean over the micro-batches
         self._accumulate, self._leaves = accumulate, 0
         self._checks = checks or Checks(nn.Module())
         self._names = [bare_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]

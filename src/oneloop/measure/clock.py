@@ -33,8 +33,7 @@ class Clock:
         """Drop all marks; measure from now on."""
         self._spent: dict[str, float] = defaultdict(float)
         self._steps: list[float] = []
-        self._marks: list[tuple[str, float]] = []
-        """(phase, time) not yet summed, which keeps the cost per step low"""
+        self._marks: list[tuple[str, float]] = []  # (phase, time) not yet summed, which keeps the cost per step low
         self._events.clear()
         self._last = self._began = self._since = perf_counter()
 

@@ -1,6 +1,7 @@
 """Floating-point operations of a step, peak of the device, and device utilisation."""
 
 import math
+import re
 import time
 from contextlib import nullcontext
 from functools import cache
@@ -9,26 +10,15 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-PEAKS: dict[str, dict[torch.dtype, float]] = {
-    "GB200": {torch.bfloat16: 2500e12, torch.float16: 2500e12, torch.float32: 80e12},
-    "B200": {torch.bfloat16: 2250e12, torch.float16: 2250e12, torch.float32: 80e12},
-    "H200": {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12},
-    "GH200": {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12},
-    "H100 PCIe": {torch.bfloat16: 756e12, torch.float16: 756e12, torch.float32: 51e12},
-    "H100 NVL": {torch.bfloat16: 835e12, torch.float16: 835e12, torch.float32: 60e12},
-    "H100": {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12},
-    "A100": {torch.bfloat16: 312e12, torch.float16: 312e12, torch.float32: 19.5e12},
-    "A10G": {torch.bfloat16: 70e12, torch.float16: 70e12, torch.float32: 35e12},
-    "L40S": {torch.bfloat16: 362e12, torch.float16: 362e12, torch.float32: 91.6e12},
-    "L4": {torch.bfloat16: 121e12, torch.float16: 121e12, torch.float32: 30.3e12},
-    "V100": {torch.float16: 125e12, torch.float32: 15.7e12},
-    "T4": {torch.float16: 65e12, torch.float32: 8.1e12},
-    "4090": {torch.bfloat16: 165e12, torch.float16: 165e12, torch.float32: 82.6e12},
-    "3090": {torch.bfloat16: 71e12, torch.float16: 71e12, torch.float32: 35.6e12},
-    "MI300X": {torch.bfloat16: 1307e12, torch.float16: 1307e12, torch.float32: 163e12},
-    "MI250X": {torch.bfloat16: 383e12, torch.float16: 383e12, torch.float32: 47.9e12},
-}
-"""dense FLOP/s from the vendors' data sheets, without sparsity; float32 without TF32"""
+_TFLOPS = """GB200: 2500 2500 80; B200: 2250 2250 80; H200: 989 989 67; GH200: 989 989 67; H100 PCIe: 756 756 51
+H100 NVL: 835 835 60; H100: 989 989 67; A100: 312 312 19.5; A10G: 70 70 35; L40S: 362 362 91.6
+L4: 121 121 30.3; V100: 0 125 15.7; T4: 0 65 8.1; 4090: 165 165 82.6; 3090: 71 71 35.6
+MI300X: 1307 1307 163; MI250X: 383 383 47.9"""
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PEAKS = {
+    name: {dtype: float(peak) * 1e12 for dtype, peak in zip(_DTYPES, peaks.split(), strict=True) if peak != "0"}
+    for name, peaks in (entry.split(": ") for entry in re.split(r"; |\n", _TFLOPS))
+}  # dense FLOP/s from the vendors' data sheets, without sparsity; float32 without TF32
 
 IN_PLACE = {getattr(torch.ops.aten, f"{n}_"): flop_registry[getattr(torch.ops.aten, n)] for n in ("addmm", "baddbmm")}
 
@@ -46,8 +36,7 @@ class Operations(FlopCounterMode):
         tracker.parents = {"Global"}
         if not modules:
             self.mod_tracker = tracker  # torch's hooks break a model that differentiates in its forward
-        self.backward = False
-        """whether the forward is over; set by the caller"""
+        self.backward = False  # whether the forward is over; set by the caller
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         if self.backward and torch.is_grad_enabled():

@@ -24,10 +24,8 @@ class Sums:
 
     def __init__(self, names: Sequence[str] = (), *, apart: bool = False) -> None:
         self._names, self._apart = names, apart
-        self.loss: Any = 0.0
-        """0-dim; with ``apart``, shape (micro-batches,)"""
-        self.metrics: Tensor | None = None
-        """shape (names,); with ``apart``, (micro-batches, names)"""
+        self.loss: Any = 0.0  # 0-dim; with ``apart``, shape (micro-batches,)
+        self.metrics: Tensor | None = None  # shape (names,); with ``apart``, (micro-batches, names)
 
     def add(self, loss: Tensor, outputs: Mapping[str, Tensor], weight: float) -> None:
         """Add one micro-batch; no host sync, and no device work except the sums.
@@ -53,8 +51,7 @@ def _with(rows: Any, row: Tensor) -> Tensor:
 
 
 _OWN = ("loss", "grad_norm", "lr", "epoch", "samples_per_second", "update_ratio", "noise_scale")
-OWN_METRICS = frozenset(f"train/{name}" for name in _OWN)
-"""training metrics of every run"""
+OWN_METRICS = frozenset(f"train/{name}" for name in _OWN)  # training metrics of every run
 
 
 class Meter:

@@ -10,8 +10,7 @@ from torch import Tensor
 from oneloop.basics.exact_sums import NOTHING, digit_rows, square_ratio
 from oneloop.basics.tensors import as_real, first_element, local
 
-_SAMPLED = 1 << 13
-"""most weights to measure; of larger models a sample, which gives the ratio to about 1 %"""
+_SAMPLED = 1 << 13  # most weights to measure; of larger models a sample, which gives the ratio to about 1 %
 _RUN = 64  # adjacent weights that are sampled together: memory is read in cache lines
 
 

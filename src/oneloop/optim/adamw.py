@@ -35,8 +35,7 @@ class AdamW(torch.optim.AdamW):
     :meth:`step`, is 1, the step changes nothing.
     """
 
-    elementwise = False
-    """whether to update element by element, not fused: bit-identical for every sharding"""
+    elementwise = False  # whether to update element by element, not fused: bit-identical for every sharding
 
     def __init__(self, params: Any, **options: Any) -> None:
         self._lists: list[_Lists] | None = None

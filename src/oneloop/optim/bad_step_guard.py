@@ -32,14 +32,10 @@ class Step:
     """A resolved step."""
 
     fault: Fault
-    norm: Tensor
-    """global gradient norm before clipping, 0-dim"""
-    loss: Tensor
-    """this rank's summed loss, 0-dim (NaN if it was not given)"""
-    weight: float
-    """total weight of the global batch"""
-    metrics: Tensor | None = None
-    """the ``metrics`` that :meth:`Guard.step` was given"""
+    norm: Tensor  # global gradient norm before clipping, 0-dim
+    loss: Tensor  # this rank's summed loss, 0-dim (NaN if it was not given)
+    weight: float  # total weight of the global batch
+    metrics: Tensor | None = None  # the ``metrics`` that :meth:`Guard.step` was given
 
 
 class Guard:

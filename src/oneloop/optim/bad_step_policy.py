@@ -11,24 +11,18 @@ Action = Literal["stop", "skip", "rewind"]
 class Fault(enum.Enum):
     """Why a step did not change the weights."""
 
-    NONE = 0
-    """the step is accepted"""
-    NONFINITE = 1
-    """the gradient was NaN or Inf"""
-    SPIKE = 2
-    """the loss or the gradient norm was too far above the previous ones"""
-    RESCALED = 3
-    """fp16: the loss scale was too large and was lowered"""
+    NONE = 0  # the step is accepted
+    NONFINITE = 1  # the gradient was NaN or Inf
+    SPIKE = 2  # the loss or the gradient norm was too far above the previous ones
+    RESCALED = 3  # fp16: the loss scale was too large and was lowered
 
 
 class Outcome(enum.Enum):
     """Result of a step for the run."""
 
     ACCEPTED = enum.auto()
-    SKIPPED = enum.auto()
-    """dropped: the next step takes its number"""
-    REWOUND = enum.auto()
-    """the last checkpoint was restored; the samples since are not trained on"""
+    SKIPPED = enum.auto()  # dropped: the next step takes its number
+    REWOUND = enum.auto()  # the last checkpoint was restored; the samples since are not trained on
 
 
 @dataclass(frozen=True)
@@ -39,8 +33,7 @@ class Policy:
     spike: Action = "skip"
     sigma: float = 0.0
     """threshold of a spike: standard deviations of loss or gradient norm above the mean of the window (0: off)"""
-    window: int = 100
-    """number of steps in the window; there are no spikes until it is full"""
+    window: int = 100  # number of steps in the window; there are no spikes until it is full
 
     def action(self, fault: Fault) -> Action:
         return self.spike if fault is Fault.SPIKE else self.nonfinite

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from oneloop.basics.parameter_names import matches
 
-LR_FACTOR = "lr_factor"
-"""key of a parameter group: its factor of the learning rate"""
+LR_FACTOR = "lr_factor"  # key of a parameter group: its factor of the learning rate
 Groups = list[dict[str, Any]]
 Settings = Mapping[str, Mapping[str, Any]]
 """settings by parameter or by pattern: ``freeze``, ``lr_factor``, ``weight_decay``"""

@@ -32,12 +32,9 @@ _NAMES |= {"alltoall": "all-to-all", "all_to_all": "all-to-all", "allreduce": "a
 class Collective(NamedTuple):
     """One collective operation of this rank."""
 
-    name: str
-    """all-gather, reduce-scatter, all-reduce, all-to-all, broadcast …"""
-    size: int
-    """bytes of the whole tensor: the result of an all-gather, the input of a reduce-scatter"""
-    ranks: int
-    """size of its process group"""
+    name: str  # all-gather, reduce-scatter, all-reduce, all-to-all, broadcast …
+    size: int  # bytes of the whole tensor: the result of an all-gather, the input of a reduce-scatter
+    ranks: int  # size of its process group
 
     @property
     def wire(self) -> float:

@@ -22,8 +22,7 @@ CHOICES: dict[str, dict[str, str]] = {
     "task": {name: f"oneloop.tasks.{name}.{kind}" for name, kind in _TASKS.items()},
     "optimizer": {name: f"oneloop.optim.optimizers.{name}" for name in ("adamw", "sgd", "muon", "adafactor")},
     "schedule": {name: f"oneloop.optim.schedule.{name}" for name in ("constant", "linear", "cosine", "wsd", "plateau")},
-}
-"""class paths of the short names for ``task.name``, ``optimizer.name`` and ``schedule.name``, by group"""
+}  # class paths of the short names for ``task.name``, ``optimizer.name`` and ``schedule.name``, by group
 
 
 _IMPORTING: list[str] = []  # modules and files that are being imported

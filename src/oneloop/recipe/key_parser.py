@@ -28,8 +28,7 @@ OPTIONS = {
         "adafactor": ("eps", "d", "beta2_decay"),
     },
     "schedule": {"constant": (), "linear": (), "cosine": (), "wsd": ("decay",), "plateau": ("factor", "patience")},
-}
-"""options of the packaged optimizers and schedules, known without importing them"""
+}  # options of the packaged optimizers and schedules, known without importing them
 
 
 class _Help(DefaultHelpFormatter):

@@ -30,8 +30,7 @@ _GROUPS = ("task", "batch", "schedule", "machine", "run")  # that every resolved
 _WITHOUT_CHECKPOINT = _WITHOUT_RECIPE | {
     *("recipe.yaml", "environment.json", "metrics.jsonl", "examples.json", "summary.json", "report.html"),
     *("checkpoints", "base", "tensorboard", "profile", "stacks", "STOP", "wandb", "mlruns"),
-}
-"""files of a run that has not saved a checkpoint"""
+}  # files of a run that has not saved a checkpoint
 
 
 class Folder:

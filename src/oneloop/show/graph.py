@@ -1,10 +1,12 @@
 """A model's graph of operations for TensorBoard, recorded during the forward pass of a real batch.
 
->>> writer.file_writer.add_graph((model_graph(model, loss, batch), RunMetadata()))
+>>> with torch.no_grad(), Drawing(model, batch) as drawing:
+...     loss(model, batch)
+>>> writer.file_writer.add_graph((drawing.graph, RunMetadata()))
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,16 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 from torch.utils.weak import WeakTensorKeyDictionary
-
-
-def model_graph(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Mapping[str, Any]) -> Any:
-    """Return one forward pass as a TensorBoard ``GraphDef``: a node per operation, under the module that runs it.
-
-    The model must be in eval mode, and the batch on its device.
-    """
-    with torch.no_grad(), Drawing(model, batch) as drawing:
-        loss(model, batch)
-    return drawing.graph
 
 
 class Drawing(TorchDispatchMode):

@@ -22,8 +22,7 @@ from oneloop.supervise.worker import Worker
 _INTERVAL = 0.25  # seconds between two checks
 _ORPHAN = 10.0  # seconds for a last checkpoint after the launcher has ended
 _EARLY = 5.0  # seconds to exit if a stop is requested before the run begins
-_OVER = 60.0
-"""seconds to exit after this rank or rank 0 has finished, for threads and exit handlers of the user's code"""
+_OVER = 60.0  # seconds to exit after this rank or rank 0 has finished, for threads and exit handlers of the user's code
 _LEAVING = 10.0  # the same, if a stop is requested meanwhile
 _LOST = 8.0  # seconds without a message after which a rank on another node counts as lost
 _OTHERS = 1.0  # seconds to wait for causes from other ranks
@@ -80,8 +79,6 @@ class Supervisor:
             self._leave(ERROR)
         os._exit(code)  # the training process has reported it to the launcher
 
-    # --- messages ---
-
     def _read(self, source: Any) -> None:
         if isinstance(source, int):
             with suppress(BlockingIOError):
@@ -135,8 +132,6 @@ class Supervisor:
                 self._missing_stacks.discard(rank)
             case {"end": code}:
                 self._leave(code)
-
-    # --- actions ---
 
     def _check(self) -> None:
         now = time.monotonic()

@@ -141,9 +141,6 @@ class TextSums:
         return metrics
 
 
-# --- torchmetrics -----------------------------------------------------------------------------------------------------
-
-
 class _Collection:
     """A torchmetrics.MetricCollection as :class:`Metrics`; torchmetrics reduces over the ranks. Raises ValueError if a
     metric computes several unnamed values."""
@@ -198,9 +195,6 @@ def _compute_empty(metric: Any) -> Any:
 def _is_matrix(metric: Any) -> bool:
     """Whether a metric is a confusion matrix, which is plotted and not logged."""
     return type(metric).__name__.endswith("ConfusionMatrix")
-
-
-# --- task metrics ----------------------------------------------------------------------------------------------------
 
 
 def prefix(name: str) -> str:

@@ -273,9 +273,6 @@ class CNN(nn.Module):
         return self.head(self.features(images))  # type: ignore[no-any-return]
 
 
-# --- the user's data --------------------------------------------------------------------------------------------------
-
-
 def _labelled(source: Source, number: Callable[[Any], Any], limit: int) -> Callable[[Row], tuple[Any, Any]]:
     """Return a function from a row to its decoded image and its label (``number`` of the stored label)."""
     image, label = source.columns["image"], source.columns["label"]

@@ -80,9 +80,6 @@ def described(
     return {"config.json": {"oneloop": "image_classification", "model": name, "classes": list(classes), **pixels}}
 
 
-# --- sources of models ---------------------------------------------------------------------------------------------
-
-
 def _check_timm_name(name: str) -> None:
     try:
         import timm
@@ -125,9 +122,6 @@ def _user_model(path: str, classes: int) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ValueError(f"task.model {path!r} returned a {type(model).__name__}, expected a torch.nn.Module")
     return model
-
-
-# --- weights ----------------------------------------------------------------------------------------------------------
 
 
 def fitted(model: nn.Module, weights: Mapping[str, Any], classes: int) -> list[str]:

@@ -22,8 +22,7 @@ from oneloop.basics.exit_codes import BadInput, Inexact
 _ARGUMENTS: dict[str, tuple[str, ...]] = dict.fromkeys(("model", "train_set", "eval_sets", "metrics", "state_dict"), ())
 _ARGUMENTS |= {"collate": ("samples",), "weight": ("batch",), "loss": ("model", "batch"), "save": ("model", "folder")}
 _ARGUMENTS |= {"update": ("metrics", "batch", "outputs"), "show": ("sample", "outputs"), "generate": ("model", "batch")}
-_ARGUMENTS |= {"load_state_dict": ("state",)}
-"""arguments of each method"""
+_ARGUMENTS |= {"load_state_dict": ("state",)}  # arguments of each method
 
 
 def named(task: Any, member: str) -> str:
@@ -110,8 +109,7 @@ class Contract:
         self.task = task
         self.additive = bool(getattr(task, "additive", True))
         """whether the task declares that the loss of a batch is the sum of its samples' losses"""
-        self.draws = False
-        """whether a call drew random numbers"""
+        self.draws = False  # whether a call drew random numbers
         self._keys: list[str] | None = None
 
     def wrong(self, member: str, returned: str, fix: str) -> BadInput:

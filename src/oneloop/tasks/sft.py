@@ -106,8 +106,6 @@ class SFT(LanguageModel):
 
     writes = True
 
-    # --- samples ---
-
     def _sources(self, data: str | list[dict[str, Any]], held_out: float) -> list[Source]:
         if data == "lessons":
             columns = dict.fromkeys(self.columns, "") | {"messages": "messages"}
@@ -184,8 +182,6 @@ class SFT(LanguageModel):
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
         return collated(samples, width=self.length if isinstance(samples[0], list) else 0, most=self._max_documents)
 
-    # --- model ---
-
     @property
     def entries(self) -> int:
         return len(self.tokenizer)
@@ -195,8 +191,6 @@ class SFT(LanguageModel):
         if self._template is not None:
             self.tokenizer.chat_template = self._template
         self.tokenizer.save_pretrained(folder)
-
-    # --- metrics and predictions ---
 
     def metrics(self) -> TextSums:
         return TextSums(by_bytes=False, whole=True)

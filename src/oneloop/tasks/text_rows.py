@@ -37,8 +37,7 @@ class TextRows(Task):
 
     needs: dict[str, str] = dict.fromkeys(("layers", "heads", "width", "dropout"), "model=bytes") | dict.fromkeys(
         ("pretrained", "trust_remote_code"), "model!=bytes"
-    )
-    """see :class:`oneloop.tasks.protocol.Task`"""
+    )  # see :class:`oneloop.tasks.protocol.Task`
     target = "label"  # task key of the target column
     words = False  # whether each word has a target, instead of the whole text
     classes: Sequence[str] = ()  # names of the model's outputs

@@ -115,8 +115,6 @@ class Parquet:
         except (OSError, pyarrow.ArrowException) as error:
             raise ValueError(f"{file} cannot be read as parquet: {' '.join(str(error).split())}") from error
 
-    # --- rows ---
-
     @property
     def types(self) -> Mapping[str, Any]:
         return self._types
@@ -208,8 +206,6 @@ class Parquet:
         made.reads = 0
         made._clear_cache()
         return made
-
-    # --- the interface for a run ---
 
     @property
     def open_groups(self) -> int:

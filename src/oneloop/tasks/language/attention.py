@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NAME = "within_documents"
-"""name in transformers' attention registry"""
+NAME = "within_documents"  # name in transformers' attention registry
 
 _Mask = Tensor | None
 
@@ -158,8 +157,6 @@ def _of_different_lengths(
     output: Any = varlen_attn(query, key, value, cuts, cuts, length, length, **options)
     return output.unflatten(0, (rows, length))  # type: ignore[no-any-return]
 
-
-# --- test run ---------------------------------------------------------------------------------------------------------
 
 _TEST_TOKENS = 12  # maximum number of tokens
 

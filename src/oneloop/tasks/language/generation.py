@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-Choose = Callable[[Tensor], Tensor]
-"""(rows, entries) logits -> (rows,) tokens"""
+Choose = Callable[[Tensor], Tensor]  # (rows, entries) logits -> (rows,) tokens
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -23,8 +23,7 @@ from oneloop.tasks.transformers_models import file_stats, is_transformers, token
 
 Fused = bool | Literal["auto"]
 
-MANY_LOGITS = 1 << 27
-"""logits of a micro-batch above which fused_loss auto fuses the loss (half a gigabyte in float32)"""
+MANY_LOGITS = 1 << 27  # logits of a micro-batch above which fused_loss auto fuses the loss (half a gigabyte in float32)
 
 
 def is_packed(pack: str, *known: str) -> bool:

@@ -18,8 +18,7 @@ _CHATML = (
     "{% generation %}{{- message['content'] + '<|im_end|>' }}{% endgeneration %}"
     "{%- else %}{{- message['content'] + '<|im_end|>' }}{%- endif %}{{- '\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)
-"""ChatML template with {% generation %} tags"""
+)  # ChatML template with {% generation %} tags
 
 
 class Bytes:
