@@ -234,10 +234,10 @@ def with_a_failing_save(root: str, sync: bool, rank: int):
     for number in range(4):
         step(model, optimizer, number)
         if world.rank == rank and number in (1, 2):
-            while checkpoints._saving._pending:  # only the second save may hit the limit
+            while checkpoints.saving._pending:  # only the second save may hit the limit
                 checkpoints.poll()
                 time.sleep(0.01)
-            writing = 0 if sync else checkpoints._saving._process._process.pid
+            writing = 0 if sync else checkpoints.saving._process._process.pid
             soft = 400 if number == 1 else resource.RLIM_INFINITY
             resource.prlimit(writing, resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
         reported.append(checkpoints.save(number, model, optimizer, {"number": number}, keep=Keep(newest=9)))
@@ -276,4 +276,4 @@ def _writers(root: str) -> int:
     checkpoints = Checkpoints(Path(root), world.accelerator)
     checkpoints.save(0, model, optimizer, {})
     checkpoints.finish()
-    return checkpoints._saving._process._process.pid
+    return checkpoints.saving._process._process.pid

@@ -14,15 +14,13 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 import stores
 from oneloop.basics.bucket import Bucket
 from oneloop.checkpoint.lease import Lease, Taken, take
-from oneloop.checkpoint.mirror import Copy, folder_of, manifest_at, steps_in
-from oneloop.checkpoint.store import MANIFEST, Store, problems
+from oneloop.checkpoint.mirror import Copy, folder_of, steps_in
+from oneloop.checkpoint.store import Store, problems
 from oneloop.cli import main
-from worlds import run
 
 LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
 SLOWLY = {"SLOW": "0.04"}  # seconds for each micro-batch
@@ -122,7 +120,8 @@ def test_a_store_that_fails_and_loses_uploads(tmp_path, s3, whole, number):
     first = stores.trained(tmp_path / "a", *words, "--stop.after", "2s", variables=variables | SLOWLY)
     assert first.codes == [75], first.output
     bucket = Bucket("s3://bucket")
-    bucket.remove([name.partition("?")[0].removeprefix("/bucket/") for name in proxy.written[-5 - number :]])
+    for name in proxy.written[-5 - number :]:
+        bucket.remove(name.partition("?")[0].removeprefix("/bucket/"))
     again = stores.trained(tmp_path / "b", *words, variables=variables)
     again.ok()
     assert final(tmp_path / f"b/runs/bucket/lossy-{number}") == whole("single", 1)

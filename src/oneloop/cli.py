@@ -16,10 +16,10 @@ from typing import Any
 from oneloop.basics.command_options import Options, names, positive
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput
 from oneloop.basics.files import dumps, printable
-from oneloop.checkpoint.mirror import ADDRESS, complete
+from oneloop.checkpoint.mirror import ADDRESS
 from oneloop.checkpoint.mirror import local_run as local_run
-from oneloop.checkpoint.named_checkpoint import FINAL, base_problems, chosen_of
-from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
+from oneloop.checkpoint.named_checkpoint import chosen_of, problems_at
+from oneloop.checkpoint.store import MANIFEST, Store
 from oneloop.launch.command import CPP_LOG, config_files
 from oneloop.show.report.page import write_report as write_report
 
@@ -120,19 +120,10 @@ def verify(words: Sequence[str]) -> int:
     store, final = Store(given.run / "checkpoints"), given.run / "final"
     if not store.sealed():
         raise BadInput(f"{given.run} holds no checkpoint (looked for {store.root}/step-…)")
-    wrong = {
-        path.name: _problems(path) for path in [*store.sealed(), *([final] if (final / MANIFEST).exists() else [])]
-    }
+    paths = [*store.sealed(), *([final] if (final / MANIFEST).exists() else [])]
+    wrong = {path.name: problems_at(path) for path in paths}
     print(printable("\n".join(f"{name}: {'; '.join(found) or 'good'}" for name, found in wrong.items())))
     return ERROR if any(wrong.values()) else 0
-
-
-def _problems(path: Path) -> list[str]:
-    try:
-        complete(path, again=True)
-    except BadInput as error:
-        return [str(error)]
-    return problems_of_files(path) if path.name == FINAL else problems(path) or base_problems(path)
 
 
 def check(words: Sequence[str]) -> int:

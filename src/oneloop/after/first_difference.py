@@ -111,8 +111,7 @@ def _hashes(text: str) -> tuple[int, ...]:
 
 
 def _names(folder: Path, number: int) -> list[str]:
-    """Return the names of the hashed tensors, in the order of the model, from a checkpoint of the run; empty if none
-    matches."""
+    """Return the names of the hashed tensors, in model order, from a checkpoint of the run; empty if none matches."""
     for path in reversed(Store(folder / "checkpoints").sealed()):
         names = list(read_manifest(path).get("tensors") or {})
         if len(names) == number and all(name.split(".")[0] in _KINDS for name in names):

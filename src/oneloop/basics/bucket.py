@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
@@ -40,14 +40,8 @@ def check_address(address: str, key: str) -> None:
 
 
 class Bucket:
-    """The objects below an address. It must not cross a fork.
-
-    Errors are OSErrors: FileNotFoundError for a missing object, FileExistsError by ``create``.
-
-    Args:
-        address: s3, gs, file or (within one process) memory.
-        limit: bytes per second that it writes at most; 0: no limit.
-    """
+    """The objects below an address (s3, gs, file or, within one process, memory). It must not cross a fork. ``limit``:
+    bytes per second that it writes at most (0: no limit). Errors are OSErrors, such as FileNotFoundError."""
 
     def __init__(self, address: str, *, limit: float = 0.0) -> None:
         import fsspec
@@ -129,11 +123,10 @@ class Bucket:
         files = {name: entry["size"] for name, entry in found.items() if entry["type"] == "file"}
         return {name[len(below) + 1 :]: size for name, size in files.items() if len(name) > len(below)}
 
-    def remove(self, names: Collection[str]) -> None:
-        """Delete objects; ignore those that do not exist."""
-        for name in names:
-            with suppress(FileNotFoundError), self._errors():
-                self._fs.rm_file(f"{self._root}/{name}")
+    def remove(self, name: str) -> None:
+        """Delete an object, if it exists."""
+        with suppress(FileNotFoundError), self._errors():
+            self._fs.rm_file(f"{self._root}/{name}")
 
 
 def _in_blocks(pieces: Iterable[Any]) -> Iterator[bytes]:

@@ -75,8 +75,7 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def share_buffers(model: nn.Module) -> None:
-    """Copy rank 0's buffers to every rank, in one broadcast of their bytes. Collective. The model may be bare, DDP or
-    FSDP2."""
+    """Copy rank 0's buffers to every rank, in one broadcast. Collective. The model may be bare, DDP or FSDP2."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     buffers = [buffer for buffer in model.buffers() if buffer.numel()]

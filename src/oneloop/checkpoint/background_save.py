@@ -32,7 +32,7 @@ class WritingProcess:
     def __init__(
         self, module: str, *, pin: bool, uploads: dict[str, Any] | None = None, heard: Callable[..., None] = print
     ) -> None:
-        self._pin, self._heard, self.began = pin, heard, time.monotonic()
+        self._pin, self._heard = pin, heard
         if hasattr(os, "memfd_create"):
             shared = os.memfd_create("oneloop-checkpoint")
         else:
@@ -113,7 +113,6 @@ _MIN_LIMIT = 10.0  # seconds; minimum of the time limit of a save
 _MIN_THROUGHPUT = 10e6  # bytes per second; assumed minimum throughput of storage (a tenth of it for a bucket)
 _MIN_UPLOAD = 120.0  # seconds; minimum of the time limit of a save to a bucket
 _STILL = "still"
-_RESTART = 5.0  # seconds between two starts of a process that was killed, for the mirror's lease
 _TAKEN = "Taken: "
 
 
@@ -174,8 +173,7 @@ class SaveInProgress:
         self._mirror_failed = bool(error)
 
     def end_uploads(self, *, final: bool) -> dict[str, Any]:
-        """Wait for :meth:`oneloop.checkpoint.uploads.Uploads.end`, and return its result; cancel a save that waits for
-        other ranks."""
+        """Return the result of ``Uploads.end``, after waiting for it; cancel a save that waits for other ranks."""
         process, answer = self.start(), None
         process.send({"end": {"final": final}})
         while answer is None or "step" in answer:  # of a save that was in progress
@@ -203,8 +201,6 @@ class SaveInProgress:
             answer = process.answer(0.0)
             if self._pending:
                 self._record(answer)
-            elif answer is not None and time.monotonic() - process.began > _RESTART:
-                self.start()
         return self._error
 
     def finish(self, *, or_go_on: bool = False) -> str | None:

@@ -22,8 +22,8 @@ from oneloop.basics.bucket import Bucket
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint import writer
 from oneloop.checkpoint.background_save import SaveInProgress
-from oneloop.checkpoint.fetcher import Fetcher, Needs, no_needs
 from oneloop.checkpoint.frozen_weights import Base
+from oneloop.checkpoint.mirror import Fetcher, Needs, no_needs
 from oneloop.checkpoint.named_checkpoint import base_problems
 from oneloop.checkpoint.state_dict import (
     buffers_of,
@@ -73,7 +73,7 @@ class Checkpoints:
         self._leader = self.rank - accelerator.local_process_index  # rank of the first process of this host
         options: dict[str, Any] = {"max_failures": max_failures, "patience": patience, "say": say}
         options |= {"agree": self._gather if self.ranks > 1 else None, "pin": accelerator.device.type == "cuda"}
-        self._saving = SaveInProgress(self.store, rank=self.rank, **options)
+        self.saving = SaveInProgress(self.store, rank=self.rank, **options)
 
     def save(
         self,
@@ -100,8 +100,8 @@ class Checkpoints:
         Returns:
             The error of the previous save, equal on all ranks; None if it succeeded.
         """
-        problem = self._saving.finish(or_go_on=True)
-        if self._saving.stuck:
+        problem = self.saving.finish(or_go_on=True)
+        if self.saving.stuck:
             return problem
         tensors = self._base.others(model) | optimizer_tensors(model, optimizer) | dict(extra or {})
         mine = pieces(tensors, rank=self.rank, ranks=self.ranks, of_rank_0=buffers_of(model))
@@ -123,14 +123,14 @@ class Checkpoints:
             flush=[str(file.absolute()) for file in flush],
         )
         if self._sync:
-            self._saving.write_here(request, mine)
-            return self._saving.finish() or problem
-        self._saving.begin(request, mine)
+            self.saving.write_here(request, mine)
+            return self.saving.finish() or problem
+        self.saving.begin(request, mine)
         return problem
 
     def poll(self) -> str | None:
         """Return this rank's error of the save in progress if it is known by now. Does not block (about 1 us)."""
-        return self._saving.poll()
+        return self.saving.poll()
 
     def finish(self) -> str | None:
         """Wait for the save in progress. Collective: call on every rank.
@@ -141,30 +141,20 @@ class Checkpoints:
         Raises:
             OSError: on all ranks, after more than ``max_failures`` consecutive failures, or after the time limit.
         """
-        return self._saving.finish()
+        return self.saving.finish()
 
     def mirror(self, address: str, *, lease: tuple[int, Mapping[str, Any]], counts: bool, limit: float = 0.0) -> None:
         """Copy the checkpoints to a mirror from now on, and read from it what the folder lacks. Call on every rank.
 
-        Args:
-            address: of the mirror (s3, gs, file).
-            lease: number and description of the :class:`oneloop.checkpoint.lease.Lease` that this run holds.
-            counts: write checkpoints only there: the folder may then differ between hosts, and need not last.
-            limit: bytes per second of one process; 0: no limit.
-        """
+        ``lease``: number and description of the run's :class:`oneloop.checkpoint.lease.Lease`. ``counts``:
+        write only there; the folder may differ between hosts. ``limit``: bytes per second of one process (0: none)."""
         how: dict[str, Any] = {"rank": self.rank, "leader": self._leader, "gather": self._gather, "say": self._say}
         self._fetcher, self._counts = Fetcher(Bucket(address), self.store, **how), counts
         about: dict[str, Any] = {"address": address, "run": str(self.store.root.parent.absolute()), "limit": limit}
         about |= {"counts": counts, "lease": lease, "owns": self.rank == 0}
-        self._saving.uploads = about if counts or self.rank == 0 else None
+        self.saving.uploads = about if counts or self.rank == 0 else None
         if self.rank == 0:
-            self._saving.start()
-
-    def end_uploads(self, *, final: bool) -> dict[str, Any]:
-        """Upload what the mirror lacks, also the ``final`` weights. Call on rank 0.
-
-        Return ``mirrored``, the newest step there, and ``error``; empty if there is no mirror."""
-        return self._saving.end_uploads(final=final)
+            self.saving.start()
 
     def _gather(self, value: Any) -> list[Any]:
         values: list[Any] = [value]
@@ -173,10 +163,10 @@ class Checkpoints:
             dist.all_gather_object(values, value, group=self._gloo_group)
         return values
 
-    def close(self, *, mirror: bool = False) -> None:
-        """End the writing process; if it writes to a mirror, only with ``mirror``."""
-        if self._fetcher is None or mirror:
-            self._saving.close()
+    def close(self) -> None:
+        """End the writing process, unless it writes to a mirror: then ``saving.close()`` does."""
+        if self._fetcher is None:
+            self.saving.close()
 
     def whole(self, step: int, otherwise: str, needs: Needs = no_needs) -> Path | None:
         """Return the path of a step's checkpoint, equal on all ranks, or None if it is missing or damaged. Then log

@@ -6,7 +6,6 @@ some time, another process may take the next number. The former owner then finds
 
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from oneloop.basics.bucket import Bucket
 
 SECONDS = "ONELOOP_LEASE"  # variable with the seconds after which an owner that does not renew its lease is replaced
 _FOLDER = "owner"
+_name = (_FOLDER + "/{:08d}.json").format
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # continues while the machine sleeps
 
 
@@ -45,10 +45,7 @@ class Lease:
         self._renewed = began
 
     def keep(self, taken: Callable[[Taken], None]) -> None:
-        """Renew the lease in a thread, until it is ``taken``."""
-        threading.Thread(target=self._keep, args=[taken], daemon=True).start()
-
-    def _keep(self, taken: Callable[[Taken], None]) -> None:
+        """Renew the lease until it is ``taken``. Call it in a thread."""
         while True:
             try:
                 self.renew()
@@ -78,14 +75,10 @@ def take(bucket: Bucket, about: Mapping[str, Any]) -> Lease:
                 bucket.put(_name(newest + 1), json.dumps(own).encode(), create=True)
             except FileExistsError:
                 continue  # another starter was faster
-            bucket.remove([_name(newest - 1)])
+            bucket.remove(_name(newest - 1))
             return Lease(bucket, newest + 1, own)
         seen = newest, there
         time.sleep(min(0.5, own["seconds"] / 10))
-
-
-def _name(number: int) -> str:
-    return f"{_FOLDER}/{number:08d}.json"
 
 
 def _read(bucket: Bucket, number: int) -> dict[str, Any] | None:

@@ -11,9 +11,9 @@ A manifest is that of the run folder, with the ``attempt`` and, for each file, t
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from xxhash import xxh3_64_hexdigest
 from oneloop.basics.bucket import BLOCK, Bucket, is_address
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import cache_folder
-from oneloop.checkpoint.store import MANIFEST, name_of, parsed_manifest, problems_of_files, step_in
+from oneloop.checkpoint.store import MANIFEST, Store, name_of, parsed_manifest, problems_of_files, step_in, step_of
 
 CHECKPOINTS, FINAL, BASE = "checkpoints", "final", "base"
 FILES = ("summary.json", "recipe.yaml", "environment.json", "metrics.jsonl", "examples.json", "report.html")
@@ -31,6 +31,8 @@ FILES = ("summary.json", "recipe.yaml", "environment.json", "metrics.jsonl", "ex
 ADDRESS = ".address"  # file of a copy in the cache, with the address of the mirror
 Span = tuple[Path, int, int]  # a file of a copy, and the first and the last byte (exclusive) that are needed
 Block = tuple[str, int]  # name of a file, and number of the block
+Needs = Callable[[Path], Iterable[Span]]
+no_needs: Needs = lambda folder: ()  # noqa: E731
 
 
 def folder_of(step: int) -> str:
@@ -38,8 +40,7 @@ def folder_of(step: int) -> str:
 
 
 def steps_in(bucket: Bucket, names: Iterable[str] | None = None) -> list[int]:
-    """Return the steps of the checkpoints in a mirror (or among ``names``), in ascending order; :func:`manifest_at`
-    verifies one."""
+    """Return the steps of the checkpoints in a mirror (or among ``names``), in ascending order, not verified."""
     names = bucket.sizes(CHECKPOINTS) if names is None else names
     folders = [name.split("/")[-2] for name in names if name.endswith(f"/{MANIFEST}")]
     return sorted(step for folder in folders if (step := step_in(folder)) is not None)
@@ -84,12 +85,8 @@ class Copy:
 
     def blocks(self, spans: Iterable[Span]) -> list[Block]:
         """Return the blocks that cover these spans, without those in other folders."""
-        covered = [
-            (file.name, range(start // BLOCK, -(-end // BLOCK)))
-            for file, start, end in spans
-            if file.parent == self.path
-        ]
-        return sorted({(name, block) for name, blocks in covered for block in blocks})
+        own = [span for span in spans if span[0].parent == self.path]
+        return sorted({(file.name, at) for file, start, end in own for at in range(start // BLOCK, -(-end // BLOCK))})
 
     def fill(self, blocks: Iterable[Block]) -> None:
         """Fetch these blocks, in order of their files."""
@@ -126,8 +123,7 @@ def fetch_files(bucket: Bucket, run: Path) -> None:
 
 
 def local_run(run: str | Path) -> Path:
-    """Return a run folder; of the address of a mirror, a copy in the cache, whose checkpoints :func:`complete` fetches.
-    Raises BadInput."""
+    """Return a run folder; of a mirror, a copy in the cache, for which :func:`complete` fetches. Raises BadInput."""
     if not is_address(run):
         return Path(run)
     folder = cache_folder() / "mirrors" / str(run).replace("://", "/")
@@ -163,8 +159,7 @@ def local_checkpoint(path: str) -> Path:
 
 
 def complete(path: Path, *, again: bool = False) -> None:
-    """Fetch a checkpoint, or ``final``, of :func:`local_run`, if it is incomplete (or ``again``); other folders stay
-    unchanged. Raises BadInput."""
+    """Fetch a checkpoint, or ``final``, in a copy of a mirror, if incomplete or ``again``. Raises BadInput."""
     run = path.parent if path.name == FINAL else path.parent.parent
     if not (run / ADDRESS).exists():
         return
@@ -176,3 +171,70 @@ def complete(path: Path, *, again: bool = False) -> None:
             fetch_base(copy.bucket, copy.manifest, run)
     except (OSError, ValueError) as error:
         raise BadInput(f"{path.name} of the mirror cannot be fetched: {error}; choose another checkpoint") from error
+
+
+class Fetcher:
+    """Fetches checkpoints of a mirror into hidden folders of a run's ``store``: each block once per host. ``gather``
+    gathers a value of all ranks, ``leader`` is the first rank of this host, and ``say`` reports damaged checkpoints."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        store: Store,
+        *,
+        rank: int,
+        leader: int,
+        gather: Callable[..., Any],
+        say: Callable[..., None],
+    ) -> None:
+        self._bucket, self._store, self._rank, self._leader = bucket, store, rank, leader
+        self._gather, self._say = gather, say
+        self.damaged: list[int] = []  # steps of damaged checkpoints in the mirror
+
+    def _agreed(self, act: Callable[[], Any]) -> list[Any]:
+        """Return the results of all ranks. Raises ValueError on all of them if one fails."""
+        try:
+            mine = (act(), "")
+        except (OSError, ValueError) as error:
+            mine = (None, f"{error} (rank {self._rank})")
+        every = self._gather(mine)
+        if wrong := [problem for _, problem in every if problem]:
+            raise ValueError("; ".join(wrong[:3]))
+        return [result for result, _ in every]
+
+    def newest(self, own: Path | None, needs: Needs) -> Path | None:
+        """Return a copy of the newest intact checkpoint after ``own``, with what the ranks of this host need; None if
+        there is none. Log damaged ones. Collective. Raises ValueError if only damaged ones are there."""
+        steps = self._agreed(lambda: steps_in(self._bucket) if self._rank == 0 else [])[0]
+        for step in reversed(steps):
+            if step in self.damaged or (own is not None and step <= step_of(own)):
+                continue
+            try:
+                return self.fetch(step, needs)
+            except ValueError as error:
+                self.damaged.append(step)
+                if self._rank == 0:
+                    place = f"{self._bucket.address}/{folder_of(step)}"
+                    self._say(f"checkpoint {place} cannot be used, and was skipped: {error}")
+        if steps and own is None:
+            raise ValueError(f"no intact checkpoint is left in {self._bucket.address}; choose another address")
+        return None
+
+    def fetch(self, step: int, needs: Needs) -> Path:
+        """Return a copy of a checkpoint. Collective. Raises ValueError if it is damaged, or a rank cannot read it."""
+        path = self._store.root / f".{name_of(step)}.{self._leader}.fetched"
+        copies: list[Copy] = []
+
+        def begin() -> None:
+            copies.append(Copy(self._bucket, folder_of(step), path))
+            if self._rank == self._leader:
+                self._store.sweep(f".{self._leader}.fetched")
+                copies[0].begin()
+                fetch_base(self._bucket, copies[0].manifest, self._store.root.parent)
+
+        self._agreed(begin)
+        listed = self._agreed(lambda: (self._leader, copies[0].blocks(needs(path))))
+        on_host = [blocks for leader, blocks in listed if leader == self._leader]
+        mine = sorted({*chain(*on_host)})[self._rank - self._leader :: len(on_host)]
+        self._agreed(lambda: copies[0].fill(mine))
+        return path

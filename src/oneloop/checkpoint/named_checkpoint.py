@@ -95,6 +95,15 @@ def chosen_of(run: Path, asked: str | None, *, weights: str = "raw") -> Path:
     return final
 
 
+def problems_at(path: Path) -> list[str]:
+    """Return the problems of a checkpoint or ``final``, also of frozen parameters; fetch it from a mirror first."""
+    try:
+        complete(path, again=True)
+    except BadInput as error:
+        return [str(error)]
+    return problems_of_files(path) if path.name == FINAL else problems(path) or base_problems(path)
+
+
 def _default(run: Path) -> str:
     sealed = Store(run / "checkpoints").sealed()
     try:

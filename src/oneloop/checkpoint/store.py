@@ -148,10 +148,6 @@ class Store:
         ``tensors``: dtype (safetensors name) and global shape of all tensors in its files, by name.
         """
         write_file(draft / MANIFEST, signed(manifest_of(step, files, about, tensors)))
-        return self.adopt(draft, step)
-
-    def adopt(self, draft: Path, step: int) -> Path:
-        """Commit a folder that holds a whole checkpoint, with its manifest."""
         flush(draft)
         sealed = self.root / name_of(step)
         if sealed.exists():  # an older one of the same step, which a resume skipped
@@ -176,8 +172,7 @@ class Store:
         return removed
 
     def sweep(self, *more: str) -> None:
-        """Delete what a killed process left behind; also folders with ``more`` endings, such as ``.draft`` if no writer
-        can be active."""
+        """Delete what a killed process left behind; also ``more`` endings: ``.draft`` only if no writer is active."""
         endings = (".removed", ".replaced", *more)
         for path in self.root.glob(".step-*") if self.root.is_dir() else ():
             if path.name.endswith(endings):
@@ -213,11 +208,7 @@ def _of(manifest: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the checkpoint's manifest.
-
-    Raises:
-        ValueError: it is missing, damaged or of another format.
-    """
+    """Return the checkpoint's manifest. Raise ValueError if it is missing, damaged or of another format."""
     try:
         return parsed_manifest((folder / MANIFEST).read_bytes())
     except OSError as error:

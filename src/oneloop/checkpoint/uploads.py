@@ -26,39 +26,27 @@ class Uploads:
     """The uploads of one process. Methods raise OSError.
 
     Args:
-        address: of the mirror.
-        run: the run folder.
-        limit: bytes per second; 0: no limit.
-        counts: whether a checkpoint counts only when it is in the mirror; otherwise it is a copy.
-        lease: number and description of the run's lease.
-        owns: whether this process renews the lease, and makes copies.
+        to: ``address`` of the mirror; ``run``: the run folder; ``limit``: bytes per second (0: none); ``counts``: whether
+            a checkpoint counts only when it is in the mirror, or is a copy; ``lease``: its number and description;
+            ``owns``: whether this process renews the lease, and makes copies.
         news: reports the newest ``step`` in the mirror, or an ``error``, and whether the mirror was ``taken`` over.
     """
 
-    def __init__(
-        self,
-        address: str,
-        run: str,
-        limit: float,
-        counts: bool,
-        lease: tuple[int, Mapping[str, Any]],
-        owns: bool,
-        news: Callable[..., None],
-    ) -> None:
-        self.bucket, self.run, self.counts, self._news = Bucket(address, limit=limit), Path(run), counts, news
-        self.lease, self._request = Lease(self.bucket, *lease), SaveRequest("", 0, 0, 0, 0, "", 0)
-        self._used = dict[str, set[str]]()  # beginnings of the names of the objects of each folder
+    def __init__(self, to: Mapping[str, Any], news: Callable[..., None]) -> None:
+        self.bucket, self.run, self._news = Bucket(to["address"], limit=to["limit"]), Path(to["run"]), news
+        self.lease, self._request = Lease(self.bucket, *to["lease"]), SaveRequest("", 0, 0, 0, 0, "", 0)
+        self.counts, self._delay, self._not_before = bool(to["counts"]), _BACKOFF[0], 0.0
+        self._used = dict[str, tuple[str, ...]]()  # beginnings of the names of the objects of each folder
         self._sent = dict[str, bytes | None]()  # checksums of the files there
         self._newest, self._mended = 0, set[int]()  # the newest step there; those that were written again
-        self._failures, self._not_before = 0, 0.0
         self._lock, self._wanted = threading.Lock(), threading.Event()
-        if owns:
-            self.lease.keep(lambda error: news(error=str(error), taken=True))
+        if to["owns"]:
+            taken = lambda error: news(error=str(error), taken=True)  # noqa: E731
+            threading.Thread(target=self.lease.keep, args=[taken], daemon=True).start()
             threading.Thread(target=self._follow, daemon=True).start()
 
     def save(self, request: SaveRequest, data: memoryview, cancelled: Callable[[], bool]) -> None:
-        """Write this rank's files of a checkpoint; rank 0 then completes it, and deletes older ones. Raises Gone if
-        another rank failed."""
+        """Write this rank's files of a checkpoint, as :func:`oneloop.checkpoint.writer.write` does to a disk."""
         folder, head, self._request = folder_of(request.step), padded(request.header), request
         draft, shard = f"{folder}/{self.lease.number}-{request.attempt}-", f"rank-{request.rank:05d}"
         pieces = [head, *(data[at : at + BLOCK] for at in range(0, len(data), BLOCK))]
@@ -97,45 +85,49 @@ class Uploads:
             self._run_files()
         name, content = f"{folder}/{MANIFEST}", signed(manifest)
         self._mended.add(manifest.get("step", 0))
-        self._names(folder, manifest)
+        self._objects(folder, manifest)
         self.lease.check()
         try:
             self.bucket.put(name, content, create=True)
         except FileExistsError:
             if self.bucket.get(name) != content:  # else the client has repeated its request: an answer was lost
-                self.bucket.remove([name])  # of a damaged checkpoint, or of earlier final weights
+                self._remove([name])  # of a damaged checkpoint, or of earlier final weights
                 self.bucket.put(name, content, create=True)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.lease.check()
+            self.bucket.remove(name)
 
     def _run_files(self) -> None:
         """Write the files of the run folder that have changed; delete those that it does not have any more."""
         for name in FILES:
             content = (self.run / name).read_bytes() if (self.run / name).exists() else None
             if self._sent.get(name, b"") != (sent := None if content is None else xxh3_64_digest(content)):
-                self.bucket.remove([name]) if content is None else self._write(name, [content])
+                self._remove([name]) if content is None else self._write(name, [content])
             self._sent[name] = sent
 
     def _prune(self) -> None:
         """Delete the checkpoints that need not be kept, and what incomplete attempts left behind."""
-        there, used = self.bucket.sizes(""), set[str]()
+        there = self.bucket.sizes("")
         steps = steps_in(self.bucket, there)
         bad = set(self._request.bad) - self._mended  # they do not count, and are not ours to delete
         kept = Keep(**self._request.keep).among([step for step in steps if step not in bad]) | bad
         kept |= set() if self._request.keep else set(steps)
-        self.lease.check()
-        self.bucket.remove([f"{folder_of(step)}/{MANIFEST}" for step in steps if step not in kept])
-        for folder in [FINAL, *map(folder_of, kept)]:
-            if folder not in self._used:  # written by an earlier start
-                try:
-                    self._names(folder, manifest_at(self.bucket, folder))
-                except ValueError:
-                    self._used[folder] = {f"{folder}/"}  # damaged, or of another version
-            used |= self._used[folder]
+        self._remove(f"{folder_of(step)}/{MANIFEST}" for step in steps if step not in kept)
+        used = tuple(name for folder in [FINAL, *map(folder_of, kept)] for name in self._objects(folder))
         garbage = [name for name in there if name.startswith((CHECKPOINTS, BASE, FINAL))]
-        self.bucket.remove([name for name in garbage if not name.startswith(tuple(used))])
+        self._remove(name for name in garbage if not name.startswith(used))
 
-    def _names(self, folder: str, manifest: Mapping[str, Any]) -> None:
-        base = (manifest["about"].get("base") or {}).get("xxh3")
-        self._used[folder] = {f"{folder}/{manifest['attempt']}-", f"{folder}/{MANIFEST}", f"{BASE}/{base}/"}
+    def _objects(self, folder: str, manifest: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+        if folder not in self._used or manifest is not None:
+            try:
+                known = manifest or manifest_at(self.bucket, folder)  # written by an earlier start
+                base = f"{BASE}/{(known['about'].get('base') or {}).get('xxh3')}/"
+                self._used[folder] = (f"{folder}/{known['attempt']}-", f"{folder}/{MANIFEST}", base)
+            except ValueError:
+                self._used[folder] = (f"{folder}/",)  # damaged, or of another version
+        return self._used[folder]
 
     def wanted(self, request: SaveRequest) -> None:
         """Start to copy the checkpoints of the run folder, after this save, if no copy is in progress."""
@@ -160,11 +152,10 @@ class Uploads:
                 if final is not None:
                     self._run_files()
             except (OSError, ValueError) as error:
-                self._failures += 1
-                self._not_before = time.monotonic() + min(_BACKOFF[0] * 2**self._failures, _BACKOFF[1])
+                self._not_before, self._delay = time.monotonic() + self._delay, min(2 * self._delay, _BACKOFF[1])
                 self._news(error=str(error), taken=isinstance(error, Taken))
                 return str(error)
-            self._failures = 0
+            self._delay = _BACKOFF[0]
             return None
 
     def _copy_checkpoints(self) -> None:

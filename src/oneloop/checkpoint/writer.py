@@ -50,8 +50,7 @@ class Gone(Exception):
 
 
 def write(request: SaveRequest, data: memoryview, cancelled: Callable[[], bool] = lambda: False) -> None:
-    """Write this rank's files; rank 0 then completes the checkpoint and deletes older ones. Raises OSError, or Gone if
-    another rank failed."""
+    """Write this rank's files; rank 0 then completes the checkpoint and deletes older ones. Raises OSError and Gone."""
     store = Store(Path(request.root))
     draft = store.draft(request.step, request.attempt)
     shard = f"rank-{request.rank:05d}"
@@ -133,7 +132,11 @@ def main() -> None:
     die_with(int(sys.argv[1]))
     on_stops(signal.SIG_IGN)  # the trainer decides when to stop
     shared, data = int(sys.argv[2]), memoryview(b"")
-    uploads = _uploads(json.loads(sys.argv[3]))
+    uploads: Any = None
+    if (about := json.loads(sys.argv[3])) is not None:
+        from oneloop.checkpoint.uploads import Uploads  # 1 s, and only with a mirror
+
+        uploads = Uploads(about, news=lambda **news: _print({"news": news}))
     while line := sys.stdin.buffer.readline():
         decoded = json.loads(line)
         if decoded is None:
@@ -154,14 +157,6 @@ def main() -> None:
         _print(answer)
         if uploads is not None and not uploads.counts and "error" not in answer:
             uploads.wanted(request)
-
-
-def _uploads(about: dict[str, Any] | None) -> Any:
-    if about is None:
-        return None
-    from oneloop.checkpoint.uploads import Uploads  # 1 s, and only with a mirror
-
-    return Uploads(**about, news=lambda **news: _print({"news": news}))
 
 
 def _print(answer: dict[str, Any]) -> None:

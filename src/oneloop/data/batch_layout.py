@@ -5,11 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The layout of a global batch: ``size = ranks x accumulate x micro`` samples.
-
-    Raises:
-        ValueError: the size is not divisible.
-    """
+    """The layout of a global batch: ``size = ranks x accumulate x micro`` samples, else ValueError."""
 
     size: int
     ranks: int

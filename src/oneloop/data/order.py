@@ -108,11 +108,7 @@ class Ordered(Protocol):
 
 
 def positions_of(window: slice) -> NDArray[np.int64]:
-    """Return the positions of a slice of an endless order.
-
-    Raises:
-        ValueError: the slice lacks start or stop.
-    """
+    """Return the positions of a slice of an endless order. Raise ValueError if the slice lacks start or stop."""
     if window.start is None or window.stop is None or window.step is not None or window.start < 0:
         raise ValueError(f"an order is endless and requires a slice start:stop, got {window}")
     return np.arange(window.start, window.stop, dtype=np.int64)

@@ -46,11 +46,8 @@ class SeededSamples(Dataset[Any]):
         return self._one_by_one([place], self._seed)[0]
 
     def batch(self, places: Sequence[Place], collate: Callable[[list[tuple[int, Any]]], Collated]) -> Collated:
-        """Return the collated samples of these (epoch, index) pairs; ``collate`` may draw random numbers, too.
-
-        Raises:
-            SampleError: a sample cannot be loaded; the message names the sample, the set and the worker.
-        """
+        """Return the collated samples of these (epoch, index) pairs; ``collate`` may draw random numbers, too. Raise
+        SampleError if a sample cannot be loaded; the message names the sample, the set and the worker."""
         try:
             return self._batch(places, collate)
         except Exception as error:

@@ -65,7 +65,9 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
 
     samples = load()
     try:
-        with restored(model, run.device), _task_state_restored(contract), _without_compile():
+        # Compiled modules run eagerly: the samples here have other shapes than those of the run.
+        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+        with restored(model, run.device), _task_state_restored(contract), eager:
             graph = _check_eval(contract, job, run, model, samples)
             return _check_training(contract, job, run, model, samples, load(), graph)
     except BadInput as error:
@@ -200,8 +202,3 @@ def _task_state_restored(contract: Contract) -> Iterator[None]:
     theirs(contract.task, "load_state_dict", lambda: contract.task.load_state_dict(before))
     if contract.state() != before:
         raise contract.wrong("load_state_dict", "did not restore what state_dict() returned", "restore the whole state")
-
-
-def _without_compile() -> Any:
-    """Run compiled modules eagerly: the samples here have other shapes than those of the run."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

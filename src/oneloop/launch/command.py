@@ -139,8 +139,7 @@ class _Launched:
         on_stops(self._record)
 
     def _record(self, number: int, frame: object) -> None:
-        """Record a signal. SIGINT becomes SIGTERM: a terminal sends SIGINT also to the training processes, and a second
-        one would kill them."""
+        """Record a signal. SIGINT becomes SIGTERM: a terminal sends it to the trainers, too; two would kill them."""
         number = signal.SIGTERM if number == signal.SIGINT else number
         if number not in self._signals:
             self._signals.append(number)

@@ -103,11 +103,7 @@ class Child:
         return self._process is None
 
     def attempt(self, micro: int) -> Attempt:
-        """Run steps with this micro-batch size.
-
-        Raises:
-            RuntimeError: the steps failed for a reason other than memory.
-        """
+        """Run steps with this micro-batch size. Raise RuntimeError if they fail for a reason other than memory."""
         if self._process is None:
             context = multiprocessing.get_context("spawn")
             self._pipe, child_end = context.Pipe()

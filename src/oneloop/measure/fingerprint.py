@@ -29,10 +29,7 @@ _AT_ONCE = 1 << 20  # elements
 def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return a hash of all tensors as 16 hexadecimal digits (``bits``), and two bytes (little-endian) of each tensor's
     hash in the order of the names, in base64 (``bits_of``). Collective; one host sync; an all-reduce if any is sharded.
-
-    Raises:
-        ValueError: a tensor is not sharded by rows over one mesh dimension.
-    """
+    Raise ValueError if a tensor is not sharded by rows over one mesh dimension."""
     if not tensors:
         return {"bits": f"{0:016x}", "bits_of": ""}
     ordered = [tensors[name] for name in sorted(tensors)]

@@ -91,11 +91,8 @@ def learning_rate(
     scale: Scale,
     total: int,
 ) -> LearningRate:
-    """Build the learning rate of a run of ``total`` steps; convert all durations to steps.
-
-    Raises:
-        ValueError: the warm-up, or a duration of the schedule, is longer than the run.
-    """
+    """Build the learning rate of a run of ``total`` steps; convert all durations to steps. Raise ValueError if the
+    warm-up, or a duration of the schedule, is longer than the run."""
     steps = warmup.steps(scale, total=total, key="schedule.warmup")
     if steps > total:
         raise ValueError(f"schedule.warmup {warmup} is {steps} steps, and the whole run has {total}; shorten it")

@@ -126,8 +126,7 @@ def _read(file: Path) -> ast.Module:
 
 
 def arguments(task: str) -> set[str] | None:
-    """Return the names of a task's arguments, and maybe more names, without an import; None if its file does not show
-    them."""
+    """Return the names of a task's arguments, and maybe more, without an import; None: its file does not show them."""
     module, name = _split("task", task)
     packaged = module.startswith("oneloop.tasks.")
     if not packaged and ":" not in task:

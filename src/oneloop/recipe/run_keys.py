@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from oneloop.basics.bucket import check_address, is_address
 from oneloop.basics.duration import Duration, seconds, span
 from oneloop.basics.exit_codes import BadInput, at_least, within
 
@@ -95,10 +94,6 @@ class SaveConfig:
     """megabytes per second that one process uploads to the mirror at most (0: no limit)"""
 
     def __post_init__(self) -> None:
-        if self.mirror is not None:
-            check_address(self.mirror, "save.mirror")
-            if self.sync:
-                raise BadInput("save.mirror needs the separate writing process; set save.sync false")
         within(0, 1e6, save__upload_limit=self.upload_limit)
         at_least(1, save__keep=self.keep)
         if self.final == "best" and not self.best:
@@ -159,10 +154,6 @@ class RunConfig:
     """auto: resume from the newest intact checkpoint; never: reject a folder that has a run; or a checkpoint's path"""
     accept_changes: bool = False
     """resume although the training configuration, data or model has changed"""
-
-    def __post_init__(self) -> None:
-        if is_address(self.dir):
-            check_address(str(self.dir), "run.dir")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from oneloop.basics.bucket import is_address
+from oneloop.basics.bucket import check_address, is_address
 from oneloop.basics.duration import Duration
 from oneloop.basics.exit_codes import BadInput
 from oneloop.recipe import run_keys, training_keys
@@ -40,8 +40,10 @@ class Recipe:
     resolved: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        if is_address(self.run.dir) and (self.save.mirror not in (None, self.run.dir) or self.save.sync):
-            raise BadInput(f"run.dir {self.run.dir} is a mirror; remove save.mirror and save.sync")
+        if self.mirror is not None:
+            check_address(self.mirror, "run.dir" if self.mirror == self.run.dir else "save.mirror")
+            if self.save.mirror not in (None, self.mirror) or self.save.sync:
+                raise BadInput(f"the mirror {self.mirror} works without save.sync, and alone; remove the other keys")
         if self.batch.grain is not None:
             reject_inexact(self.batch.grain, self.eval, self.optimizer, self.machine)
 

@@ -10,13 +10,7 @@ for _line in Path(__file__).with_suffix(".txt").read_text().splitlines():
     for _name in _names.split():
         _KEYS.setdefault(_name, []).append(_key)
 OF_TASKS = {key for keys in _KEYS.values() for key in keys if key.startswith("task.")}
-_OF_LAUNCHER = {
-    "--mixed_precision bf16": "mixed_precision precision bf16 fp16 amp amp_dtype half autocast",
-    "--num_processes 2": "num_processes devices nproc_per_node num_gpus gpus world_size",
-    "--num_machines 2": "num_machines num_nodes nnodes",
-    "--config_file fsdp2": "strategy fsdp fsdp_config deepspeed distributed_type config_file",
-}
-_OPTIONS = {name: option for option, names in _OF_LAUNCHER.items() for name in names.split()}
+_OPTIONS = {name: key for name, keys in _KEYS.items() for key in keys if key.startswith("--")}  # of the launcher
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

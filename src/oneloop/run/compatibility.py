@@ -38,8 +38,7 @@ class InputCheck:
         return dict(self.about)
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Compare the inputs in a checkpoint's state with the current inputs. Raise ValueError if they differ, unless
-        changes are accepted."""
+        """Raise ValueError if a checkpoint's inputs differ from the current inputs, unless changes are accepted."""
         if not (there := saved.get("identity")):
             self._say("the checkpoint has no fingerprints of data and model (older oneloop): nothing to compare")
             return

@@ -22,7 +22,7 @@ from oneloop.show.run_reader import parsed
 
 _STARTS = ("first", "number", "repeated", "before")
 _TAIL = 1 << 16  # bytes of metrics.jsonl that hold the last log line
-_WITHOUT_RECIPE = {".lock", ".mirror", "owner.json", ".recipe.yaml.draft", ".environment.json.draft"}
+_WITHOUT_RECIPE = {".lock", "owner.json", ".recipe.yaml.draft", ".environment.json.draft"}
 """files of a run that was killed before it wrote its recipe"""
 
 
@@ -196,8 +196,8 @@ class Folder:
         """Remove what :meth:`hold` created, if the run did not begin."""
         if self._lock.is_locked and not self.begun:
             self.close()
-            for name in (".lock", ".mirror") if self._made else ():
-                (self.path / name).unlink(missing_ok=True)
+            if self._made:
+                (self.path / ".lock").unlink(missing_ok=True)
         with suppress(OSError):
             for folder in () if self.begun else self._made:
                 folder.rmdir()  # only if it is empty

@@ -9,11 +9,13 @@ from uuid import uuid4
 
 from oneloop.basics.bucket import Bucket
 from oneloop.basics.exit_codes import DONE, ERROR, BadInput
-from oneloop.checkpoint.checkpoints import Checkpoints
+from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.lease import Lease, take
 from oneloop.checkpoint.mirror import fetch_files, steps_in
 from oneloop.checkpoint.store import name_of, step_of
 from oneloop.run.folder import Folder
+
+_BOOT = [Path("/proc/sys/kernel/random/boot_id")]  # identifies this machine since its start
 
 
 class MirroredFolder(Folder):
@@ -21,7 +23,7 @@ class MirroredFolder(Folder):
     that no other machine trains this run."""
 
     lease: Lease | None = None
-    uploads: Checkpoints | None = None  # once they write to the mirror
+    uploads: SaveInProgress | None = None  # once they write to the mirror
 
     def __init__(self, path: Path, address: str, *, say: Callable[[str], object] = print) -> None:
         super().__init__(path, say=say)
@@ -46,15 +48,13 @@ class MirroredFolder(Folder):
         return found
 
     def hold(self, *, need: int = 0) -> None:
-        """:meth:`Folder.hold`; also become the owner of the mirror."""
+        """:meth:`Folder.hold`; also become the owner of the mirror. A later start in this folder can do so at once."""
         super().hold(need=need)
         try:
-            token = self.path / ".mirror"  # a later start in this folder (not in a copy) replaces this one at once
-            inode = str(self.path.stat().st_ino)
-            if not token.exists() or not token.read_text().endswith(inode):
-                token.write_text(f"{uuid4().hex} {inode}")
+            boot = next((file.read_text().strip() for file in _BOOT if file.exists()), uuid4().hex)
+            token = f"{boot} {self.path.resolve()} {self.path.stat().st_ino}"
             bucket = Bucket(self._address)
-            self.lease = take(bucket, {**self.owner, "token": token.read_text()})
+            self.lease = take(bucket, {**self.owner, "token": token})
             self._newer_there = steps_in(bucket)[-1:] > [step_of(path) for path in self._store.sealed()[-1:]]
         except OSError as error:
             self.abandon()
@@ -82,7 +82,7 @@ class MirroredFolder(Folder):
     def close(self) -> None:
         """Release the lock and the mirror."""
         if self.uploads is not None:
-            self.uploads.close(mirror=True)
+            self.uploads.close()
         with suppress(OSError):
             if self.lease is not None:
                 self.lease.renew(released=True)

@@ -152,8 +152,7 @@ class Steps:
                     return
 
     def _weights(self, group: Group) -> list[float]:
-        """Return the values to all-reduce: the total weight; with ``batch.grain``, one slot per micro-batch, so that no
-        two values are ever added."""
+        """Return the values to all-reduce: the total weight; with ``batch.grain``, one slot for each micro-batch."""
         if not group.apart:
             return [group.weight]
         mine, rank = len(group.weights), self._run.rank

@@ -57,9 +57,7 @@ class State(RunState):
         how: dict[str, Any] = {"sync": save.sync, "max_failures": save.max_failures, "say": run.display.say}
         how |= {"origin": getattr(task, "origin", None), "patience": recipe.machine.patience}
         self.checkpoints = Checkpoints(folder.path / "checkpoints", run.accelerator, **how)
-        if (
-            run.ranks == 1 and recipe.mirror is None
-        ):  # with several ranks, a failed one exits at once: its shard never arrives
+        if run.ranks == 1 and not recipe.mirror:  # with several, a failed one exits at once: its shard never arrives
             run.closing.callback(self.checkpoints.close)
         with run.setting_up():
             known = inputs_of(job, run, optimizer) if run.main else {}
@@ -123,8 +121,6 @@ class State(RunState):
         if isinstance(folder, MirroredFolder) and address is not None:
             lease = run.from_main((folder.lease.number, folder.lease.about) if folder.lease is not None else None)
             self.checkpoints.mirror(address, lease=lease, counts=scratch, limit=1e6 * recipe.save.upload_limit)
-            folder.uploads = self.checkpoints if run.main else None
-            counts = (
-                "a checkpoint counts when it is there; hosts need no shared disk" if scratch else "copies of run.dir"
-            )
-            run.display.say(f"mirror: {address} ({counts})")
+            folder.uploads = self.checkpoints.saving if run.main else None
+            counts = "a checkpoint counts when it is there; hosts need no shared disk"
+            run.display.say(f"mirror: {address} ({counts if scratch else 'copies of run.dir'})")

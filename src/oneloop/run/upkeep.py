@@ -101,8 +101,7 @@ class Upkeep:
         return True
 
     def _evaluate(self, sets: dict[str, Any], of: int | None = None) -> bool:
-        """Evaluate the weights and the EMA weights, at the end those ``of`` an earlier step; False if a stop was
-        requested first."""
+        """Evaluate weights and EMA weights, at the end those ``of`` an earlier step; False if a stop was requested."""
         job, run, state, recipe = self._job, self._run, self._state, self._job.recipe
         examples = Examples(fixed=recipe.eval.samples, worst=recipe.eval.samples) if sets.keys() - {"test"} else None
         with BEATS.phase(EVALUATION):

@@ -116,8 +116,7 @@ class Channel:
                     return
 
     def report(self, patience: float) -> None:
-        """Report heartbeats from a thread, twice a second and at every new phase. ``patience`` is the factor of all
-        limits."""
+        """Report heartbeats from a thread, twice a second and at each new phase. ``patience``: factor of all limits."""
         self.patience = patience
         if self.watched:
             BEATS.changed = lambda: self.send(beat=_beat(patience))

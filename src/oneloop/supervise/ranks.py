@@ -64,8 +64,7 @@ class SupervisorConnection:
 
 
 class Supervisors:
-    """Connections to the other supervisors: of rank 0 to all, of another rank to rank 0. ``selector`` gets the
-    sockets."""
+    """Connections to the other supervisors (rank 0: to all; others: to rank 0). ``selector`` gets the sockets."""
 
     def __init__(self, rank: int, ranks: int, selector: selectors.BaseSelector) -> None:
         self.rank, self.ranks, self._selector = rank, ranks, selector

@@ -29,8 +29,7 @@ _OTHERS = 1.0  # seconds to wait for causes from other ranks
 
 
 class Supervisor:
-    """Watches one training process and, on rank 0, the whole run. ``started_by`` is the launcher's process id or
-    None."""
+    """Watches one training process and, on rank 0, the whole run. ``started_by``: the launcher's process id or None."""
 
     def __init__(self, child: Worker, peers: Supervisors, selector: Any, *, started_by: int | None) -> None:
         self.child, self.peers, self._selector, self._started_by = child, peers, selector, started_by

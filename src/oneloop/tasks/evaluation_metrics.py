@@ -203,11 +203,7 @@ def prefix(name: str) -> str:
 
 
 def adapted(metrics: Any) -> Metrics:
-    """Return the result of a task's ``metrics()`` as :class:`Metrics`.
-
-    Raises:
-        ValueError: it is neither a MetricCollection nor a Metrics.
-    """
+    """Return the result of a task's ``metrics()``, a MetricCollection or :class:`Metrics` (else ValueError)."""
     if hasattr(metrics, "sums"):
         return metrics  # type: ignore[no-any-return]
     if not hasattr(metrics, "items") or not hasattr(metrics, "compute"):
@@ -218,10 +214,7 @@ def adapted(metrics: Any) -> Metrics:
 
 def directions(task: object) -> dict[str, bool]:
     """Return the metric names of :func:`oneloop.evaluation.evaluate` for a task, and whether a larger value is better.
-
-    Raises:
-        ValueError: a metric computes several values without names.
-    """
+    Raise ValueError if a metric computes several values without names."""
     known = dict(adapted(task.metrics()).higher_is_better) if hasattr(task, "metrics") else {}
     return {"loss": False, **known}
 

@@ -102,12 +102,10 @@ _NEEDED = ("model", "train_set", "eval_sets", "collate", "weight", "loss")
 
 
 def check(task: Any) -> None:
-    """Check that an object is a task.
-
-    Raises:
-        ValueError: a method is missing, or cannot be called with its arguments.
-    """
-    missing = [name for name in _NEEDED if not callable(getattr(task, name, None)) or _is_stub(task, name)]
+    """Raise ValueError if a method of a task is missing, or cannot be called with its arguments."""
+    methods = {name: getattr(task, name, None) for name in _NEEDED}  # a stub of the protocol is inherited
+    stubs = {name for name, method in methods.items() if getattr(method, "__func__", None) is getattr(Task, name)}
+    missing = [name for name, method in methods.items() if not callable(method) or name in stubs]
     if hasattr(task, "metrics") and not callable(getattr(task, "update", None)):
         missing.append("update (since it has metrics)")
     if hasattr(task, "state_dict") != hasattr(task, "load_state_dict"):
@@ -118,17 +116,8 @@ def check(task: Any) -> None:
     check_signatures(task)
 
 
-def _is_stub(task: Any, name: str) -> bool:
-    """Whether a method is the protocol's stub, inherited and not implemented."""
-    return getattr(getattr(task, name), "__func__", None) is getattr(Task, name)
-
-
 def check_sets(train: Any, evals: dict[str, Any]) -> None:
-    """Check that data sets are map-style and not empty.
-
-    Raises:
-        ValueError: names the data set that is wrong.
-    """
+    """Raise ValueError, with its name, if a data set is empty or not map-style."""
     if not isinstance(evals, dict):
         raise ValueError(f"task: eval_sets() returned a {type(evals).__name__}; a dict of data sets by name is needed")
     for name, dataset in {"train": train, **evals}.items():

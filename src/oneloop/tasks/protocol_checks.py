@@ -38,11 +38,8 @@ def named(task: Any, member: str) -> str:
 
 
 def theirs(task: Any, member: str, call: Callable[[], Any]) -> Any:
-    """Return the result of ``call``, which runs the task's code.
-
-    Raises:
-        BadInput: the code raised an exception; names file and line. (Out-of-memory errors are raised unchanged.)
-    """
+    """Return the result of ``call``, which runs the task's code. Raise BadInput, with file and line, if that raises an
+    exception. (Out-of-memory errors are raised unchanged.)"""
     try:
         return call()
     except (BadInput, Inexact, torch.OutOfMemoryError, MemoryError):
@@ -74,11 +71,7 @@ def _source_line(task: Any, error: Exception) -> str:
 
 
 def check_signatures(task: Any) -> None:
-    """Check that a run can call the task's methods.
-
-    Raises:
-        BadInput: names file, line and method.
-    """
+    """Check that a run can call the task's methods. Raise BadInput with file, line and method."""
     for member, arguments in _ARGUMENTS.items():
         if callable(method := getattr(task, member, None)):
             try:
@@ -90,7 +83,8 @@ def check_signatures(task: Any) -> None:
             except ValueError:  # a C function has no signature
                 continue
     sample_weight, unit = getattr(task, "sample_weight", None), getattr(task, "unit", "samples")
-    if sample_weight is not None and not (_is_number(sample_weight) and 0 < sample_weight < math.inf):
+    number = isinstance(sample_weight, int | float) and not isinstance(sample_weight, bool)
+    if sample_weight is not None and not (number and 0 < sample_weight < math.inf):
         raise BadInput(f"{named(task, 'sample_weight')} must be a positive number or None, got {sample_weight!r}")
     if unit not in ("samples", "tokens"):
         raise BadInput(f'{named(task, "unit")} must be "samples" or "tokens", got {unit!r}')
@@ -225,10 +219,6 @@ class Contract:
             "another parallel layout would train a different model: let each sample's loss depend only on that sample."
             " If that is impossible (auxiliary losses, batch statistics, mixup), set additive = False in the class",
         )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _describe(value: Any) -> str:

@@ -80,8 +80,7 @@ class Reader(Protocol):
         """Encode a text or a pair of texts, cut to the maximum length."""
 
     def encode_words(self, words: Sequence[str]) -> tuple[Any, list[int], int]:
-        """Return the encoded words, the start of each word that is not cut, and the total length. Raise ValueError if a
-        word has no tokens."""
+        """Return encoded words, starts of uncut words, and the length. Raise ValueError if a word has no tokens."""
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         """Return one batch, padded to its longest sample."""

@@ -55,8 +55,7 @@ class Table:
 
 
 def tables(found: Found, columns: Sequence[str]) -> dict[str, Table]:
-    """Return the files' rows by split; json lines and csv are converted once, in the cache. Raises ValueError if a file
-    or column is missing."""
+    """Return the files' rows by split; json lines and csv are converted once, in the cache. Raises ValueError."""
     return {split: _table(found, split, files, columns) for split, files in found.parts.items()}
 
 

@@ -52,7 +52,11 @@ def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: boo
     for file in files:
         by_kind.setdefault(KINDS[file.suffix.lower()], []).append(file)
     if len(by_kind) > 1:  # metadata.csv belongs to an image folder
-        by_kind = {kind: kept for kind, some in by_kind.items() if (kept := [f for f in some if not _is_auxiliary(f)])}
+        by_kind = {
+            kind: kept
+            for kind, some in by_kind.items()
+            if (kept := [f for f in some if not _AUXILIARY.fullmatch(f.name)])
+        }
     if len(by_kind) > 1:
         some = " and ".join(f"{len(several)} of {kind} ({several[0].name})" for kind, several in by_kind.items())
         raise ValueError(f"{str(where)!r} holds files of several kinds: {some}; keep one kind, or move the others away")
@@ -93,7 +97,10 @@ def parted(files: Iterable[Path], root: Path, kind: str) -> dict[str, list[Path]
         split = "" if file == root else split_of(file.relative_to(root), inside)
         parts.setdefault(split, []).append(file)
     validation_file = any(file.parent == root for file in parts.get("validation", []))
-    if set(parts) == {""} or (kind == "text" and (_code(files) or ("train" not in parts and not validation_file))):
+    if set(parts) == {""} or (
+        kind == "text"
+        and (all(file.suffix == ".py" for file in files) or ("train" not in parts and not validation_file))
+    ):
         return {"": sorted(file for several in parts.values() for file in several)}
     if "" in parts or "train" not in parts:
         conflict = f"{below(parts[''][0], root)} belongs to no split" if "" in parts else "no training data"
@@ -101,10 +108,6 @@ def parted(files: Iterable[Path], root: Path, kind: str) -> dict[str, list[Path]
         advice = "name the training data train.…, or put it into a folder train/, or move the others away"
         raise ValueError(f"{str(root)!r} has files of {there}, but {conflict}; {advice}")
     return parts
-
-
-def _code(files: Iterable[Path]) -> bool:
-    return all(file.suffix == ".py" for file in files)
 
 
 def _of_rows(path: Path, inside: bool) -> str:
@@ -125,10 +128,6 @@ def _of_text(path: Path, inside: bool) -> str:
     folder = path.parts[0].lower() if len(path.parts) > 1 else ""
     file = re.split(r"[-_.]", path.name)[0].lower() if len(path.parts) == 1 and path.suffix != ".py" else ""
     return SPLITS.get(folder) or SPLITS.get(file, "")
-
-
-def _is_auxiliary(file: Path) -> bool:
-    return bool(_AUXILIARY.fullmatch(file.name))
 
 
 IMAGE, LABEL, FILE = "image", "label", "file_name"

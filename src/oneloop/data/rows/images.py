@@ -30,8 +30,7 @@ def is_image(kind: Any) -> bool:
 
 
 def decoded(value: Any, *, limit: int) -> Any:
-    """Decode a stored image to RGB; 16-bit pixels are divided by 257. Raise ValueError if it is damaged, or has more
-    than ``limit`` pixels."""
+    """Decode an image to RGB (16 bits: / 257). Raise ValueError if it is damaged or has more than ``limit`` pixels."""
     return _read(value, limit)[0]
 
 

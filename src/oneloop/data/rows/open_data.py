@@ -132,8 +132,7 @@ def _rows_of(source: Source, window: int, kinds: Sequence[str], *, whole: bool) 
 
 
 def whole(source: Source, *, window: int, kinds: Sequence[str] = KINDS_OF_ROWS) -> Source:
-    """Open a source as one set, in file order. Of a hub data set, use the test split, else validation, else train.
-    Raises ValueError."""
+    """Open a source as one set, in file order; of the hub: test, else validation, else train. Raises ValueError."""
     splits = _named(source, window, kinds, whole=True)
     rows = next(splits[name] for name in ("", "test", "validation", "train") if name in splits)
     if not len(rows):

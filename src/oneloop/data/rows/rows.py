@@ -66,13 +66,11 @@ class Rows(Protocol):
         """Yield a column as Arrow arrays, in row order."""
 
     def select(self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None) -> "Rows":
-        """Return the rows of ascending ``indices``, or all other rows if ``exclude``. ``index_file`` may store the
-        indices on disk."""
+        """Return the rows of ascending ``indices``, or (``exclude``) all others; ``index_file`` may store them."""
 
 
 class Mapped:
-    """The samples that ``make`` returns for each row, in the order of the rows. A ValueError names the row's file and
-    number."""
+    """The samples that ``make`` returns for each row, in order. A ValueError names the row's file and number."""
 
     def __init__(self, rows: Any, make: Callable[[Any], Any]) -> None:
         self.rows, self.make = rows, make

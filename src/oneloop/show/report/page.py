@@ -46,8 +46,7 @@ def report(folders: Sequence[Path]) -> str:
 
 
 def write_report(runs: Sequence[Path], to: Path | None) -> Path:
-    """Write the page about runs, by default report.html in the folder of the only run; return its path. Raise
-    BadInput."""
+    """Write the page about runs, by default report.html in the only run's folder; return its path. Raise BadInput."""
     to = to or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     try:
         to.write_text(report(runs))
@@ -65,9 +64,10 @@ def assembled(title: str, body: Sequence[str], charts: Sequence[Mapping[str, Any
     here = Path(__file__).parent
     page, style, script = ((here / f"page.{kind}").read_text() for kind in ("html", "css", "js"))
     plotly = _plotly()
+    hashes = [hashlib.sha256(code.encode()) for code in (plotly, script)]  # for the content security policy
     return page.format(
         title=_safe(title),
-        allowed=" ".join(f"'sha256-{_sha256(code)}'" for code in (plotly, script)),
+        allowed=" ".join(f"'sha256-{base64.b64encode(one.digest()).decode()}'" for one in hashes),
         style=style,
         body="\n".join(filter(None, body)),
         plotly=plotly,
@@ -85,11 +85,6 @@ def _escaped(value: Any, key: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [_escaped(inside, key) for inside in value]
     return value
-
-
-def _sha256(code: str) -> str:
-    """Return a script's hash for the content security policy."""
-    return base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
 
 
 def _plotly() -> str:

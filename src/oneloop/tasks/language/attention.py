@@ -21,10 +21,7 @@ _Mask = Tensor | None
 
 def attend_within_documents(model: nn.Module, *, packed: bool = False) -> None:
     """Make the model accept the masks of :func:`causal`, and if ``packed`` of :func:`borders`, in place; test it.
-
-    Raises:
-        ValueError: the model does not support it; it is then unchanged.
-    """
+    Raise ValueError if the model does not support it; it is then unchanged."""
     if reason := _unsupported(model):
         raise ValueError(f"{type(model).__name__}: {reason}")
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -33,7 +30,7 @@ def attend_within_documents(model: nn.Module, *, packed: bool = False) -> None:
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # otherwise padding masks would be ignored
     before = model.config._attn_implementation  # type: ignore[union-attr]
-    own_logits = _logits(model, _tokens(model)) if _has_weights(model) else None
+    own_logits = _logits(model, _tokens(model)) if next(model.parameters()).device.type != "meta" else None
     model.set_attn_implementation(NAME)  # type: ignore[operator]
     try:
         if own_logits is not None:
@@ -159,10 +156,6 @@ def _of_different_lengths(
 
 
 _TEST_TOKENS = 12  # maximum number of tokens
-
-
-def _has_weights(model: nn.Module) -> bool:
-    return next(model.parameters()).device.type != "meta"
 
 
 def _tokens(model: nn.Module) -> Tensor:

@@ -195,11 +195,7 @@ class Chat:
 
 
 def template_of(file: str) -> str:
-    """Return the text of a template file.
-
-    Raises:
-        ValueError: the file cannot be read, or is not a Jinja template.
-    """
+    """Return the text of a template file. Raise ValueError if it cannot be read, or is not a Jinja template."""
     import jinja2
     from transformers.utils.chat_template_utils import _compile_jinja_template
 

@@ -17,8 +17,7 @@ FourBits = Literal["nf4", "fp4"]
 
 
 def four_bit_options(kind: FourBits, *, double_quant: bool) -> dict[str, Any]:
-    """Return options of from_pretrained for linear layers (except the output layer) in 4 bits. Raise ValueError if
-    bitsandbytes is missing."""
+    """Return options of from_pretrained for linear layers, but the output layer, in 4 bits. Raise ValueError."""
     if not import_quietly():
         raise ValueError(f"task.lora.quantize {kind} needs bitsandbytes (pip install bitsandbytes)")
     from transformers import BitsAndBytesConfig
@@ -178,8 +177,7 @@ def load_model(
 
 
 def reject_quantized(name: str, lora: LoRA | None) -> None:
-    """Raise ValueError if a quantized model would be trained without adapters, or be quantized again, or is not a 4-bit
-    model of bitsandbytes."""
+    """Raise ValueError unless a quantized model is bitsandbytes' 4-bit, with adapters, and not quantized again."""
     file = fetched(name, "config.json")
     config = json.loads(file.read_text()).get("quantization_config") if file else None
     if not config:

@@ -47,8 +47,7 @@ class BPE:
     separator = 0
 
     def __init__(self, texts: Iterable[str], vocab: int, *, cache_key: Any = None) -> None:
-        """Train on texts; with ``cache_key``, JSON that identifies the texts, use the cache. Raise ValueError if
-        ``vocab`` is less than 257."""
+        """Train on texts; ``cache_key``: JSON that identifies them. Raise ValueError if ``vocab`` is below 257."""
         from tokenizers import Tokenizer
 
         if vocab < 257:
@@ -93,8 +92,7 @@ def tokenizer_key(model: Any) -> str:
 
 
 class Vocabulary:
-    """A tokenizer of transformers with its own special tokens; each text ends with its end token. Raises ValueError
-    without one."""
+    """A tokenizer of transformers with its own special tokens, one of which ends each text (else ValueError)."""
 
     def __init__(self, model: Any, name: str) -> None:
         self.model = model
@@ -120,8 +118,7 @@ class Vocabulary:
 
 
 def chat_tokenizer(texts: Iterable[str], vocab: int) -> Any:
-    """Train a byte-level BPE on texts; return a tokenizer of transformers with a ChatML template. Raise ValueError if
-    ``vocab`` is less than 258."""
+    """Train a byte-level BPE; return a tokenizer with a ChatML template. Raise ValueError if ``vocab`` is below 258."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
