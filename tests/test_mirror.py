@@ -214,9 +214,9 @@ def test_an_unreachable_mirror_or_a_wrong_address_is_rejected_before_the_run(tmp
             assert world.codes == [2] and expected in world.output and "Traceback" not in world.output, world.output
             assert "SeCrEt" not in world.output and world.output.count("\n") == 2, world.output
     both = stores.trained(tmp_path, "--run.dir", "s3://bucket/a", "--save.mirror", "s3://bucket/b")
-    assert both.codes == [2] and "remove save.mirror" in both.output
+    assert both.codes == [2] and "remove the other keys" in both.output
     sync = stores.trained(tmp_path, "--save.sync", "true", "--save.mirror", "s3://bucket/b")
-    assert sync.codes == [2] and "set save.sync false" in sync.output
+    assert sync.codes == [2] and "works without save.sync" in sync.output
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"small.py"}
 
 
@@ -272,9 +272,13 @@ def test_a_damaged_newest_checkpoint_is_skipped_reported_and_written_again(tmp_p
     again = stores.trained(tmp_path / "b", "--run.dir", address)
     again.ok()
     assert f"step-{newest:08d} cannot be used, and was skipped" in again.output, again.output
-    assert f".step-{older:08d}." in again.output
+    assert f"resuming from {address}/checkpoints/step-{older:08d}" in again.output
     assert final(tmp_path / "b/runs" / str(store).strip("/")) == whole("single", 1)
     assert intact(address, tmp_path, but=newest)[-1] == 60
+
+
+def keep(lease: Lease, taken=lambda error: None) -> None:
+    threading.Thread(target=lease.keep, args=[taken], daemon=True).start()
 
 
 def owner(bucket: Bucket, seconds: float, **more) -> Lease:
@@ -298,7 +302,7 @@ def test_the_lease(tmp_path, scheme, monkeypatch, request):
         gone.check()
     with pytest.raises(Taken, match="taken over by process 2 on new"):
         gone.renew()
-    lease.keep(lambda error: None)
+    keep(lease)
     with pytest.raises(Taken, match="in use by process 2 on new"):
         take(bucket, {"pid": 3, "host": "third", "since": "now", "token": "third"})
     again = take(bucket, {"pid": 4, "host": "new", "since": "now", "token": "mine"})  # the same folder: at once
@@ -314,7 +318,7 @@ def test_of_many_starters_at_once_one_becomes_the_owner(tmp_path, s3):
             lease = take(Bucket(bucket.address), {"pid": number, "host": "h", "since": "s", "token": str(number)})
         except Taken:
             return
-        lease.keep(lambda error: taken.append(error))
+        keep(lease, taken.append)
         taken.append(lease)
 
     threads = [threading.Thread(target=start, args=[number]) for number in range(6)]

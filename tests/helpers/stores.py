@@ -186,7 +186,7 @@ class _Forward(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _forward
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _forward  # noqa: N815
 
     def log_message(self, *words) -> None:
         """Print nothing."""

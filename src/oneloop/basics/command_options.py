@@ -1,5 +1,6 @@
 """Parser for the options of a command."""
 
+import sys
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from inspect import cleandoc
@@ -16,6 +17,8 @@ class Options(ArgumentParser):
         super().__init__(f"oneloop {command}", usage, cleandoc(about or ""), **how)
 
     def error(self, message: str) -> NoReturn:
+        if isinstance(why := getattr(sys.exc_info()[1], "__context__", None), BadInput):
+            raise why  # of an option's type
         raise BadInput(f"{self.prog}: {message.removeprefix('argument ')}; {self.prog} --help lists the options")
 
 

@@ -68,7 +68,7 @@ class Checkpoints:
         self._gloo_group: Any = dist.new_group(backend="gloo") if self.ranks > 1 else None
         self._base = Base(self.store, origin=origin, rank=self.rank, agree=self._gather, say=say)
         self._attempt = 0
-        self._fetcher: Fetcher | None = None  # reads the mirror
+        self.fetcher: Fetcher | None = None  # reads the mirror
         self._counts = False  # whether checkpoints are written only there
         self._leader = self.rank - accelerator.local_process_index  # rank of the first process of this host
         options: dict[str, Any] = {"max_failures": max_failures, "patience": patience, "say": say}
@@ -117,7 +117,7 @@ class Checkpoints:
             size=size,
             state={**state, "optimizer": optimizer_values(model, optimizer)},
             about={"ranks": self.ranks, **self._base.kept(model), **(about or {})},
-            bad=self._fetcher.damaged if self._fetcher is not None else [],
+            bad=self.fetcher.damaged if self.fetcher is not None else [],
             keep=vars(keep or Keep()),
             tensors=described(tensors) if self.rank == 0 else {},
             flush=[str(file.absolute()) for file in flush],
@@ -149,7 +149,7 @@ class Checkpoints:
         ``lease``: number and description of the run's :class:`oneloop.checkpoint.lease.Lease`. ``counts``:
         write only there; the folder may differ between hosts. ``limit``: bytes per second of one process (0: none)."""
         how: dict[str, Any] = {"rank": self.rank, "leader": self._leader, "gather": self._gather, "say": self._say}
-        self._fetcher, self._counts = Fetcher(Bucket(address), self.store, **how), counts
+        self.fetcher, self._counts = Fetcher(Bucket(address), self.store, **how), counts
         about: dict[str, Any] = {"address": address, "run": str(self.store.root.parent.absolute()), "limit": limit}
         about |= {"counts": counts, "lease": lease, "owns": self.rank == 0}
         self.saving.uploads = about if counts or self.rank == 0 else None
@@ -165,16 +165,16 @@ class Checkpoints:
 
     def close(self) -> None:
         """End the writing process, unless it writes to a mirror: then ``saving.close()`` does."""
-        if self._fetcher is None:
+        if self.fetcher is None:
             self.saving.close()
 
     def whole(self, step: int, otherwise: str, needs: Needs = no_needs) -> Path | None:
         """Return the path of a step's checkpoint, equal on all ranks, or None if it is missing or damaged. Then log
         that, and ``otherwise``, which describes the consequence."""
         path, wrong = self.store.root / name_of(step), list[str]()
-        if self._fetcher is not None and (self._counts or not self._gather(path.is_dir())[0]):
+        if self.fetcher is not None and (self._counts or not self._gather(path.is_dir())[0]):
             try:
-                path = self._fetcher.fetch(step, needs)
+                path = self.fetcher.fetch(step, needs)
             except ValueError as error:
                 wrong = [str(error)]
         elif self.rank == 0:
@@ -192,7 +192,7 @@ class Checkpoints:
             ValueError: there are checkpoints, and none is intact; or the mirror cannot be read.
         """
         own, error = self._newest_here()
-        fetched = self._fetcher.newest(own, needs) if self._fetcher is not None else None
+        fetched = self.fetcher.newest(own, needs) if self.fetcher is not None else None
         if fetched is None and error is not None:
             raise ValueError(error)
         return fetched or own

@@ -56,7 +56,7 @@ class Lease:
             time.sleep(self.about["seconds"] / 3)
 
 
-def take(bucket: Bucket, about: Mapping[str, Any]) -> Lease:
+def take(bucket: Bucket, about: Mapping[str, Any], say: Callable[[str], object] = print) -> Lease:
     """Become the owner of the mirror. Raises Taken if there is another owner, which renews its lease.
 
     An owner counts as gone if it does not renew its lease for its seconds, on the clock of this process. An owner with
@@ -77,6 +77,8 @@ def take(bucket: Bucket, about: Mapping[str, Any]) -> Lease:
                 continue  # another starter was faster
             bucket.remove(_name(newest - 1))
             return Lease(bucket, newest + 1, own)
+        if seen is None:
+            say(f"{bucket.address} is held by {_who(there)}; waiting for up to {there.get('seconds', 60.0):.0f} s")
         seen = newest, there
         time.sleep(min(0.5, own["seconds"] / 10))
 

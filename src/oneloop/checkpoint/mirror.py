@@ -144,7 +144,9 @@ def local_run(run: str | Path) -> Path:
                 (folder / name).mkdir(parents=True, exist_ok=True)
                 (folder / name / MANIFEST).write_bytes(manifest)
     except OSError as error:
-        raise BadInput(f"the mirror cannot be read: {error}; correct the address or the credentials") from error
+        raise BadInput(
+            f"the mirror cannot be read: {error}; check the address, the credentials and the network"
+        ) from error
     return folder
 
 
@@ -190,6 +192,11 @@ class Fetcher:
         self._bucket, self._store, self._rank, self._leader = bucket, store, rank, leader
         self._gather, self._say = gather, say
         self.damaged: list[int] = []  # steps of damaged checkpoints in the mirror
+
+    def source(self, path: Path) -> str:
+        """Return where a checkpoint comes from."""
+        step = step_in(path.name[1:].partition(".")[0])
+        return f"{self._bucket.address}/{folder_of(step)}" if step is not None else str(path)
 
     def _agreed(self, act: Callable[[], Any]) -> list[Any]:
         """Return the results of all ranks. Raises ValueError on all of them if one fails."""

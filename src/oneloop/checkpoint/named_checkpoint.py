@@ -100,7 +100,7 @@ def problems_at(path: Path) -> list[str]:
     try:
         complete(path, again=True)
     except BadInput as error:
-        return [str(error)]
+        return [str(error.__cause__ or error)]
     return problems_of_files(path) if path.name == FINAL else problems(path) or base_problems(path)
 
 

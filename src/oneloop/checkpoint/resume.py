@@ -119,5 +119,5 @@ class RunState:
                 part.load_state_dict(saved[name])
             elif hasattr(part, "restart"):
                 part.restart()  # an EMA that is new in this run starts from the current weights
-        say(f"resuming from {path}")
+        say(f"resuming from {checkpoints.fetcher.source(path) if checkpoints.fetcher is not None else path}")
         return saved

@@ -26,9 +26,9 @@ class Uploads:
     """The uploads of one process. Methods raise OSError.
 
     Args:
-        to: ``address`` of the mirror; ``run``: the run folder; ``limit``: bytes per second (0: none); ``counts``: whether
-            a checkpoint counts only when it is in the mirror, or is a copy; ``lease``: its number and description;
-            ``owns``: whether this process renews the lease, and makes copies.
+        to: ``address`` of the mirror; ``run``: the run folder; ``limit``: bytes per second (0: none); ``counts``: is a
+            checkpoint written only to the mirror, or a copy; ``lease``: its number and description; ``owns``: whether
+            this process renews the lease, and makes copies.
         news: reports the newest ``step`` in the mirror, or an ``error``, and whether the mirror was ``taken`` over.
     """
 

@@ -177,7 +177,8 @@ def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) ->
     run.display.summary(summary)
     run.display.lines(_remarks(summary))
     resume = "; the same command continues the run" * (summary["exit_code"] == exit_codes.STOPPED)
-    ended = printable(f"{summary['exit_reason']}; results in {folder.path}{resume}")
+    there = f"; newest step in the mirror: {summary['mirrored']}" if "mirrored" in summary else ""
+    ended = printable(f"{summary['exit_reason']}; results in {folder.path}{there}{resume}")
     print(dumps({**summary, "folder": str(folder.path)}) if as_json else ended, flush=True)
     return summary
 

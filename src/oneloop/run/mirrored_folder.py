@@ -43,9 +43,11 @@ class MirroredFolder(Folder):
                 (there.path / "checkpoints" / name_of(steps[-1])).mkdir(parents=True)
                 found = there.inspect(resolved, resume=resume, accept_changes=accept_changes)
         except OSError as error:
-            raise BadInput(f"the mirror cannot be read: {error}; correct the address or the credentials") from error
+            raise BadInput(
+                f"the mirror cannot be read: {error}; check the address, the credentials and the network"
+            ) from error
         self.finished = there.finished
-        return found
+        return found and f"{found}; oneloop export {self._address} --to DIR writes its weights"
 
     def hold(self, *, need: int = 0) -> None:
         """:meth:`Folder.hold`; also become the owner of the mirror. A later start in this folder can do so at once."""
@@ -54,7 +56,7 @@ class MirroredFolder(Folder):
             boot = next((file.read_text().strip() for file in _BOOT if file.exists()), uuid4().hex)
             token = f"{boot} {self.path.resolve()} {self.path.stat().st_ino}"
             bucket = Bucket(self._address)
-            self.lease = take(bucket, {**self.owner, "token": token})
+            self.lease = take(bucket, {**self.owner, "token": token}, self.say)
             self._newer_there = steps_in(bucket)[-1:] > [step_of(path) for path in self._store.sealed()[-1:]]
         except OSError as error:
             self.abandon()
