@@ -90,6 +90,8 @@ LISTED = {
     "run.accept_changes": "changes a resume: tests/test_own_identity.py",
     "guard.nonfinite": "needs a bad step: tests/test_bad_step_policy.py",
     "save.sync": "the files are the same: tests/test_checkpoints.py",
+    "save.mirror": "changes no file of the run folder: tests/test_mirror.py",
+    "save.upload_limit": "needs a mirror: tests/test_mirror.py",
     "save.max_failures": "needs a full disk: tests/test_resume.py",
     "machine.base_dtype": "needs frozen matrices: tests/test_lora.py",
     "machine.deterministic": "a CPU's algorithms are deterministic",

@@ -291,12 +291,13 @@ def owner(bucket: Bucket, seconds: float, **more) -> Lease:
 def test_the_lease(tmp_path, scheme, monkeypatch, request):
     if scheme == "s3":
         request.getfixturevalue("s3")
-    monkeypatch.setenv("ONELOOP_LEASE", "0.6")
+    monkeypatch.setenv("ONELOOP_LEASE", "1")
     bucket = Bucket(f"{scheme}://{tmp_path}/store" if scheme == "file" else f"{scheme}://bucket/lease-{tmp_path.name}")
     gone = owner(bucket, 0.5)
-    gone.check()
+    gone.renew()
+    time.sleep(0.3)  # it does not look soon after a renewal
     began = time.monotonic()
-    lease = take(bucket, {"pid": 2, "host": "new", "since": "now", "token": "mine"})
+    lease = take(bucket, {"pid": 2, "host": "new", "since": "now", "token": "mine"}, lambda text: None)
     assert lease.number == 2 and time.monotonic() - began >= 0.5
     with pytest.raises(Taken, match="taken over by process 2 on new"):
         gone.check()
@@ -304,10 +305,14 @@ def test_the_lease(tmp_path, scheme, monkeypatch, request):
         gone.renew()
     keep(lease)
     with pytest.raises(Taken, match="in use by process 2 on new"):
-        take(bucket, {"pid": 3, "host": "third", "since": "now", "token": "third"})
+        take(bucket, {"pid": 3, "host": "third", "since": "now", "token": "third"}, lambda text: None)
     again = take(bucket, {"pid": 4, "host": "new", "since": "now", "token": "mine"})  # the same folder: at once
     again.renew(released=True)
     assert take(bucket, {"pid": 5, "host": "last", "since": "now", "token": "third"}).number == 4
+    with pytest.raises(Taken, match="taken over by process 5"):
+        lease.check()
+    with pytest.raises(Taken, match="taken over by process 5"):
+        gone.renew()  # after several successors, whose objects are gone
 
 
 def test_of_many_starters_at_once_one_becomes_the_owner(tmp_path, s3):
@@ -348,6 +353,76 @@ def test_of_two_runs_one_trains_and_the_other_is_rejected(tmp_path, s3, repeat):
     assert sorted(world.codes[0] for world in worlds.values()) == [0, 2], [world.output for world in worlds.values()]
     rejected = next(world for world in worlds.values() if world.codes == [2])
     assert f"{address} is in use by process " in rejected.output and intact(address, tmp_path)[-1] == 60
+
+
+def test_only_own_objects_are_deleted_and_foreign_folders_are_rejected(tmp_path):
+    """Objects of others below the address stay, also if their names are similar; an address that has only others is
+    not used; and ``final/`` alone is a run."""
+    address, foreign = f"file://{tmp_path}/store", tmp_path / "store"
+    names = [
+        "nested/checkpoints/step-00000060/MANIFEST.json",
+        "final-2/recipe.yaml",
+        "checkpoints/mine.pt",
+        "base/x/model",
+    ]
+    words = ["--save.mirror", address, "--run.dir", "run", "--duration", "10"]
+    stores.trained(tmp_path, *words).ok()
+    for name in names:
+        (foreign / name).parent.mkdir(parents=True, exist_ok=True)
+        (foreign / name).write_text("another's")
+    longer = stores.trained(tmp_path, *words, "--duration", "20", "--run.accept_changes", "true")
+    longer.ok()
+    assert all((foreign / name).exists() for name in names) and steps_in(Bucket(address))[-1] == 20
+    shutil.rmtree(foreign / "checkpoints")
+    shutil.rmtree(tmp_path / "run")
+    other = stores.trained(tmp_path, *words, "--optimizer.lr", "0.5")
+    assert other.codes == [2] and "holds a run of another recipe" in other.output
+    for name in ("final", "owner", "base"):
+        shutil.rmtree(foreign / name)
+    used = stores.trained(tmp_path, *words)
+    assert used.codes == [2] and "which is not of a run; choose another address" in used.output, used.output
+
+
+def test_a_store_that_fails_for_a_while_damages_nothing(tmp_path, s3):
+    """An unreadable checkpoint is not a damaged one: the start fails, and the next one resumes from it."""
+    proxy, address = stores.Proxy(s3["AWS_ENDPOINT_URL"]), "s3://bucket/for-a-while"
+    variables = s3 | {"AWS_ENDPOINT_URL": proxy.address}
+    stores.trained(tmp_path / "a", "--run.dir", address, "--duration", "10", variables=variables).ok()
+    before = Bucket(address).get("checkpoints/step-00000010/MANIFEST.json")
+    proxy.broken = "rank-00000.safetensors"
+    words = ["--run.dir", address, "--duration", "15", "--run.accept_changes", "true"]
+    failed = stores.trained(tmp_path / "b", *words, variables=variables)
+    assert failed.codes == [2] and "skipped" not in failed.output and "Traceback" not in failed.output, failed.output
+    proxy.broken = ""
+    done = stores.trained(tmp_path / "b", *words, variables=variables)
+    done.ok()
+    assert f"resuming from {address}/checkpoints/step-00000010" in done.output
+    assert Bucket(address).get("checkpoints/step-00000010/MANIFEST.json") == before
+
+
+def test_an_older_folder_and_a_path_into_a_used_mirror(tmp_path):
+    address, words = f"file://{tmp_path}/store", ["--run.dir", "run", "--duration", "40"]
+    mirrored = [*words, "--save.mirror", address, "--save.keep", "9"]
+    first = stores.trained(tmp_path / "a", *mirrored, "--stop.after", "0.8s", variables=SLOWLY)
+    assert first.codes == [75], first.output
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    stores.trained(tmp_path / "b", *mirrored).ok()
+    back = stores.trained(tmp_path / "a", *mirrored, "--duration", "45", "--run.accept_changes", "true")
+    assert back.codes == [0] and "step-00000040" in back.output, back.output  # the folder is older than the mirror
+    path = f"{address}/checkpoints/step-00000005"
+    wrong = stores.trained(
+        tmp_path / "c", *mirrored, "--duration", "50", "--run.resume", path, "--run.accept_changes", "true"
+    )
+    assert wrong.codes == [2] and "which would be lost" in wrong.output, wrong.output
+
+
+def test_frozen_parameters_on_hosts_without_a_shared_disk(tmp_path):
+    words = ["--run.dir", f"file://{tmp_path}/store", "--task.frozen", "true", "--duration", "20"]
+    first = stores.trained(tmp_path / "a", *words, "--stop.after", "0.6s", ranks=2, hosts=True, variables=SLOWLY)
+    assert first.codes == [75, 75], first.output
+    again = stores.trained(tmp_path / "b", *words, ranks=2, hosts=True)
+    again.ok()
+    assert len(intact(f"file://{tmp_path}/store", tmp_path)) >= 2 and "resuming from" in again.output
 
 
 @pytest.mark.slow

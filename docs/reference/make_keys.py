@@ -11,9 +11,8 @@ OPTIMIZERS = ("adamw", "sgd", "muon", "adafactor")
 SCHEDULES = ("cosine", "linear", "wsd", "constant", "plateau")
 HEAD = """# All keys
 
-Every key of a recipe. A DURATION is a number of steps (`500`), `20ep`, `1M samples`, `2B tokens`, or a share (`10%`). The
-key `batch.size` is `batch: {size: 128}` in YAML, `--batch.size 128` in a command and `batch={"size": 128}` in Python.
-An empty last cell repeats the one above.
+Every key of a recipe. A DURATION: steps (`500`), `20ep`, `1M samples`, `2B tokens`, or a share (`10%`). `batch.size` is
+`batch: {size: 128}` in YAML and `--batch.size 128` in a command. An empty last cell repeats the one above.
 """
 ROW = tuple[str, str, str, str]
 CHOICES = {"task": TASKS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}

@@ -137,6 +137,7 @@ class Proxy(ThreadingHTTPServer):
     def __init__(self, address: str) -> None:
         super().__init__(("127.0.0.1", 0), _Forward)
         self.host, self.fail, self.down, self.latency, self.rate = address.partition("://")[2], 0.0, False, 0.0, 0.0
+        self.broken = ""  # requests for paths with this text get the status 503
         self.requests, self.lock, self.free_at, self.written = 0, threading.Lock(), 0.0, list[str]()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -163,7 +164,7 @@ class _Forward(BaseHTTPRequestHandler):
         if server.down:
             self.close_connection = True
             return
-        if random.random() < server.fail:
+        if random.random() < server.fail or (server.broken and server.broken in self.path):
             self.send_response(503)
             self.send_header("Content-Length", "0")
             self.end_headers()

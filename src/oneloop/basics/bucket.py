@@ -17,6 +17,7 @@ from oneloop.basics.files import one_line
 BLOCK = 1 << 23  # bytes that one request writes or reads, and that one checksum covers
 _PARTS = 9000  # of one upload; S3 allows 10,000
 _AT_ONCE = 8  # blocks that are read at the same time
+_PATIENCE = {"connect_timeout": 10, "read_timeout": 20, "retries": {"max_attempts": 2}}  # of botocore
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "file": "fsspec"}
 
 
@@ -50,20 +51,21 @@ class Bucket:
         scheme = address.partition("://")[0]
         self._is_local = scheme == "file"
         how: dict[str, Any] = {"auto_mkdir": True} if self._is_local else {"use_listings_cache": False}
+        how |= {"config_kwargs": _PATIENCE} if scheme == "s3" else {}
         with self._errors():
             self._fs: Any = fsspec.filesystem(scheme, skip_instance_cache=True, **how)
+            self._fs.retries = 2  # of s3fs, for each of botocore's
             self._root = self._fs._strip_protocol(self.address)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except Exception as error:  # those of botocore and aiohttp are of many classes
             if str(error).startswith(self.address):
                 raise
-            raise type(error)(f"{self.address}: {one_line(error) or type(error).__name__}") from error
-        except Exception as error:  # botocore's errors are no OSErrors
-            raise OSError(f"{self.address}: {type(error).__name__}: {one_line(error)}") from error
+            kind = next((kind for kind in (FileNotFoundError, FileExistsError) if isinstance(error, kind)), OSError)
+            raise kind(f"{self.address}: {type(error).__name__}: {one_line(error)}") from error
 
     def get(self, name: str) -> bytes:
         """Return the content of a small object."""

@@ -34,7 +34,7 @@ from oneloop.checkpoint.state_dict import (
     optimizer_values,
     pieces,
 )
-from oneloop.checkpoint.store import Keep, Store, name_of, problems
+from oneloop.checkpoint.store import Keep, Store, name_of, problems, step_in, step_of
 
 
 class Checkpoints:
@@ -69,7 +69,7 @@ class Checkpoints:
         self._base = Base(self.store, origin=origin, rank=self.rank, agree=self._gather, say=say)
         self._attempt = 0
         self.fetcher: Fetcher | None = None  # reads the mirror
-        self._counts = False  # whether checkpoints are written only there
+        self._counts = self._began = False  # whether checkpoints are written only there; whether it has resumed
         self._leader = self.rank - accelerator.local_process_index  # rank of the first process of this host
         options: dict[str, Any] = {"max_failures": max_failures, "patience": patience, "say": say}
         options |= {"agree": self._gather if self.ranks > 1 else None, "pin": accelerator.device.type == "cuda"}
@@ -192,7 +192,8 @@ class Checkpoints:
             ValueError: there are checkpoints, and none is intact; or the mirror cannot be read.
         """
         own, error = self._newest_here()
-        fetched = self.fetcher.newest(own, needs) if self.fetcher is not None else None
+        looks, self._began = own is None or not self._began, True  # later, a failing mirror must not stop a rewind
+        fetched = self.fetcher.newest(own, needs) if self.fetcher is not None and looks else None
         if fetched is None and error is not None:
             raise ValueError(error)
         return fetched or own
@@ -215,6 +216,14 @@ class Checkpoints:
                     self._say(f"{line}; kept as {self.store.set_aside(path)}")
         chosen = self._gather(chosen)[0]
         return Path(chosen[0]) if chosen[0] else None, chosen[1]
+
+    def later(self, path: Path) -> list[str]:
+        """Return the names of the checkpoints, also in the mirror, after one; all, after one of another run. Collective."""
+        own = path.resolve().parent == self.store.root.resolve()
+        than = step_in(path.name.lstrip(".").partition(".")[0]) if own else None
+        steps = [] if self._counts or self.rank else [*map(step_of, self.store.sealed())]
+        steps = self._gather(steps)[0] + (self.fetcher.later(-1) if self.fetcher is not None else [])
+        return [name_of(step) for step in sorted(steps) if than is None or step > than]
 
     def load(
         self,

@@ -117,7 +117,7 @@ class Base:
         say: Callable[[str], None],
     ) -> None:
         self._store, self._origin, self._rank, self._agree, self._say = store, origin, rank, agree, say
-        self._known: tuple[Path, dict[str, Any]] | None = None
+        self._known: tuple[Path, dict[str, Any], set[str]] | None = None  # folder, entry and names
 
     def others(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the model's tensors that each checkpoint stores, by their names there."""
@@ -138,11 +138,11 @@ class Base:
         if not names:
             return {}
         self._check_base_model()
-        if self._known is None or names_in(self._known[0]) != names:
+        if self._known is None or self._known[2] != names:
             store = self._store
             folder = self._agree(fresh(store.root.parent, store.sealed()) if self._rank == 0 else None)[0]
-            self._known = folder, self._written(folder, model)
-        folder, entry = self._known
+            self._known = folder, self._written(folder, model), names
+        folder, entry, _ = self._known
         return {"base": {"folder": folder.name, **entry}}
 
     def _check_base_model(self) -> None:
@@ -165,7 +165,6 @@ class Base:
             one, other = ("only referenced", "stored") if named else ("stored", "only referenced")
             raise ValueError(f"{checkpoint}: its frozen parameters are {one}, but those of this model are {other}")
         own = checkpoint.resolve().parent == self._store.root.resolve()
-        self._known = recorded if own else None
         wrong = "; ".join(self._agree(base_problems(checkpoint) if self._rank == 0 else [])[0])
         if recorded is not None and wrong:
             self._repair(checkpoint, *recorded, model, own=own, wrong=wrong)
@@ -175,6 +174,7 @@ class Base:
                 raise ValueError(
                     f"{checkpoint} needs the base model {other}; set task.model to the model that it was trained with"
                 )
+        self._known = (*recorded, names_in(recorded[0])) if own and recorded is not None else None
 
     def _repair(self, checkpoint: Path, folder: Path, entry: Any, model: nn.Module, *, own: bool, wrong: str) -> None:
         if not own:

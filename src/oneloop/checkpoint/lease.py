@@ -8,9 +8,11 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from oneloop.basics.bucket import Bucket
+from oneloop.basics.exit_codes import BadInput
 
 SECONDS = "ONELOOP_LEASE"  # variable with the seconds after which an owner that does not renew its lease is replaced
 _FOLDER = "owner"
@@ -33,9 +35,9 @@ class Lease:
         renewal, no other process can take it for its seconds."""
         if time.clock_gettime(_CLOCK) - self._renewed < self.about["seconds"] / 2:
             return
-        following = _read(self.bucket, self.number + 1)
-        if following is not None or (_read(self.bucket, self.number) or {}).get("token") != self.about["token"]:
-            raise Taken(f"{self.bucket.address} was taken over by {_who(following)}; nothing more is written there")
+        newest, owner = _newest(self.bucket)
+        if newest > self.number or owner.get("token", self.about["token"]) != self.about["token"]:
+            raise Taken(f"{self.bucket.address} was taken over by {_who(owner)}; nothing more is written there")
 
     def renew(self, *, released: bool = False) -> None:
         """Renew the lease, or release it. Raises Taken."""
@@ -51,8 +53,8 @@ class Lease:
                 self.renew()
             except Taken as error:
                 return taken(error)
-            except OSError:
-                pass  # the next upload reports it
+            except Exception:  # the next upload reports it
+                pass
             time.sleep(self.about["seconds"] / 3)
 
 
@@ -61,15 +63,14 @@ def take(bucket: Bucket, about: Mapping[str, Any], say: Callable[[str], object] 
 
     An owner counts as gone if it does not renew its lease for its seconds, on the clock of this process. An owner with
     the token of ``about`` is an earlier start in this run folder, which has ended."""
-    own = {**about, "seconds": float(os.environ.get(SECONDS, 60.0)), "beat": 0}
+    own = {**about, "seconds": _seconds(os.environ.get(SECONDS, "60")), "beat": 0}
     seen, since = None, 0.0
     while True:
-        newest = max((int(name.removesuffix(".json")) for name in bucket.sizes(_FOLDER)), default=0)
-        there = _read(bucket, newest) or {}
-        if seen not in (None, (newest, there)):
+        newest, there = _newest(bucket)
+        gone = not newest or there.get("released") or there.get("token") == own["token"]
+        if not gone and seen not in (None, (newest, there)):
             raise Taken(f"{bucket.address} is in use by {_who(there)}; wait for its end, or choose another address")
         since = time.monotonic() if seen is None else since
-        gone = not newest or there.get("released") or there.get("token") == own["token"]
         if gone or time.monotonic() - since > there.get("seconds", 60.0):
             try:
                 bucket.put(_name(newest + 1), json.dumps(own).encode(), create=True)
@@ -83,14 +84,19 @@ def take(bucket: Bucket, about: Mapping[str, Any], say: Callable[[str], object] 
         time.sleep(min(0.5, own["seconds"] / 10))
 
 
-def _read(bucket: Bucket, number: int) -> dict[str, Any] | None:
-    try:
-        return dict(json.loads(bucket.get(_name(number))))
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError):
-        return {}  # incomplete
+def _seconds(text: str) -> float:
+    if not text.replace(".", "", 1).isdigit() or float(text) < 1:
+        raise BadInput(f"{SECONDS} must be a number of seconds, at least 1; got {text!r}")
+    return float(text)
 
 
-def _who(owner: Mapping[str, Any] | None) -> str:
-    return "process {pid} on {host}, since {since}".format(**{"pid": "?", "host": "?", "since": "?", **(owner or {})})
+def _newest(bucket: Bucket) -> tuple[int, dict[str, Any]]:
+    """Return the number and the description of the newest owner; 0 if there is none, empty if it is incomplete."""
+    newest = max((int(name.removesuffix(".json")) for name in bucket.sizes(_FOLDER)), default=0)
+    with suppress(FileNotFoundError, ValueError, TypeError):
+        return newest, dict(json.loads(bucket.get(_name(newest))))
+    return newest, {}
+
+
+def _who(owner: Mapping[str, Any]) -> str:
+    return "process {pid} on {host}, since {since}".format(**{"pid": "?", "host": "?", "since": "?", **owner})

@@ -10,9 +10,9 @@ A manifest is that of the run folder, with the ``attempt`` and, for each file, t
 """
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,19 @@ from typing import Any
 from filelock import FileLock
 from xxhash import xxh3_64_hexdigest
 
-from oneloop.basics.bucket import BLOCK, Bucket, is_address
+from oneloop.basics.bucket import BLOCK, Bucket, check_address, is_address
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import cache_folder
-from oneloop.checkpoint.store import MANIFEST, Store, name_of, parsed_manifest, problems_of_files, step_in, step_of
+from oneloop.checkpoint.store import (
+    MANIFEST,
+    Store,
+    name_of,
+    parsed_manifest,
+    problems_of_files,
+    read_manifest,
+    step_in,
+    step_of,
+)
 
 CHECKPOINTS, FINAL, BASE = "checkpoints", "final", "base"
 FILES = ("summary.json", "recipe.yaml", "environment.json", "metrics.jsonl", "examples.json", "report.html")
@@ -35,34 +44,41 @@ Needs = Callable[[Path], Iterable[Span]]
 no_needs: Needs = lambda folder: ()  # noqa: E731
 
 
+_STEP = re.compile(rf"(?:{CHECKPOINTS}/)?step-(\d{{8,}})/{MANIFEST}")
+OURS = re.compile(rf"(?:{CHECKPOINTS}/step-\d{{8,}}|{BASE}/[0-9a-f]{{32}}|{FINAL})/(?:\d+-.+|{MANIFEST})")
+"""names of the objects in its folders"""
+
+
+class Damaged(ValueError):
+    """An error: a checkpoint in a mirror is incomplete, or its content differs from a checksum."""
+
+
 def folder_of(step: int) -> str:
     return f"{CHECKPOINTS}/{name_of(step)}"
 
 
 def steps_in(bucket: Bucket, names: Iterable[str] | None = None) -> list[int]:
     """Return the steps of the checkpoints in a mirror (or among ``names``), in ascending order, not verified."""
-    names = bucket.sizes(CHECKPOINTS) if names is None else names
-    folders = [name.split("/")[-2] for name in names if name.endswith(f"/{MANIFEST}")]
-    return sorted(step for folder in folders if (step := step_in(folder)) is not None)
+    found = (_STEP.fullmatch(name) for name in (bucket.sizes(CHECKPOINTS) if names is None else names))
+    return sorted(int(match[1]) for match in found if match)
 
 
 def manifest_at(bucket: Bucket, folder: str) -> dict[str, Any]:
-    """Return the manifest of a folder of a mirror, whose objects are all there. Raises ValueError if it is damaged."""
+    """Return the manifest of a folder of a mirror, whose objects are all there. Raises Damaged and OSError."""
     try:
-        manifest = parsed_manifest(bucket.get(f"{folder}/{MANIFEST}"))
-    except FileNotFoundError as error:
-        raise ValueError(f"{MANIFEST} is missing") from error
-    sizes = bucket.sizes(folder)
-    for name, entry in manifest["files"].items():
-        if (size := sizes.get(f"{manifest['attempt']}-{name}")) != entry["size"]:
-            raise ValueError(f"{name}: expected {entry['size']} bytes, found {size or 'none'}")
-    return manifest
+        manifest, sizes = parsed_manifest(bucket.get(f"{folder}/{MANIFEST}")), bucket.sizes(folder)
+        for name, entry in manifest["files"].items():
+            if (size := sizes.get(f"{manifest['attempt']}-{name}")) != entry["size"]:
+                raise Damaged(f"{name}: expected {entry['size']} bytes, found {size or 'none'}")
+        return manifest
+    except (FileNotFoundError, ValueError, KeyError) as error:
+        raise Damaged(f"{MANIFEST} is missing, or not of a mirror ({error})") from error
 
 
 class Copy:
     """A copy of a folder of a mirror at ``path``: sparse files, into which the needed blocks are fetched.
 
-    Each block is verified by its checksum. Methods raise OSError, and ValueError if something is damaged."""
+    Each block is verified by its checksum. Methods raise OSError and Damaged."""
 
     def __init__(self, bucket: Bucket, folder: str, path: Path) -> None:
         self.bucket, self.folder, self.path = bucket, folder, path
@@ -96,7 +112,7 @@ class Copy:
             with (self.path / name).open("r+b") as stream:
                 for offset, data in self.bucket.read(remote, places):
                     if xxh3_64_hexdigest(data) != entry["blocks"][offset // BLOCK]:
-                        raise ValueError(f"{name}: the checksum of the block at {offset} differs")
+                        raise Damaged(f"{name}: the checksum of the block at {offset} differs")
                     os.pwrite(stream.fileno(), data, offset)
 
     def whole(self) -> None:
@@ -109,7 +125,8 @@ def fetch_base(bucket: Bucket, manifest: dict[str, Any], run: Path) -> None:
     """Fetch the frozen parameters that a checkpoint refers to, unless the run folder has them."""
     if base := manifest["about"].get("base"):
         folder = run / Path(base["folder"]).name
-        if problems_of_files(folder):
+        own = [] if problems_of_files(folder) else read_manifest(folder)["files"].values()
+        if base["xxh3"] not in [entry["xxh3"] for entry in own]:
             Copy(bucket, f"{BASE}/{base['xxh3']}", folder).whole()
 
 
@@ -117,15 +134,17 @@ def fetch_files(bucket: Bucket, run: Path) -> None:
     """Fetch the files of the run folder."""
     run.mkdir(parents=True, exist_ok=True)
     for name in FILES:
-        (run / name).unlink(missing_ok=True)
-        with suppress(FileNotFoundError):
+        try:
             (run / name).write_bytes(bucket.get(name))
+        except FileNotFoundError:
+            (run / name).unlink(missing_ok=True)
 
 
 def local_run(run: str | Path) -> Path:
     """Return a run folder; of a mirror, a copy in the cache, for which :func:`complete` fetches. Raises BadInput."""
     if not is_address(run):
         return Path(run)
+    check_address(str(run), "RUN")
     folder = cache_folder() / "mirrors" / str(run).replace("://", "/")
     try:
         bucket = Bucket(str(run))
@@ -199,26 +218,26 @@ class Fetcher:
         return f"{self._bucket.address}/{folder_of(step)}" if step is not None else str(path)
 
     def _agreed(self, act: Callable[[], Any]) -> list[Any]:
-        """Return the results of all ranks. Raises ValueError on all of them if one fails."""
+        """Return the results of all ranks. If one fails, raise its error on all: Damaged only if none has another."""
+        mine: tuple[Any, ValueError | None]
         try:
-            mine = (act(), "")
+            mine = (act(), None)
         except (OSError, ValueError) as error:
-            mine = (None, f"{error} (rank {self._rank})")
+            kind = Damaged if isinstance(error, Damaged) else ValueError
+            mine = (None, kind(f"{error} (rank {self._rank})"))
         every = self._gather(mine)
-        if wrong := [problem for _, problem in every if problem]:
-            raise ValueError("; ".join(wrong[:3]))
+        if wrong := [error for _, error in every if error is not None]:
+            raise min(wrong, key=lambda error: isinstance(error, Damaged))
         return [result for result, _ in every]
 
     def newest(self, own: Path | None, needs: Needs) -> Path | None:
         """Return a copy of the newest intact checkpoint after ``own``, with what the ranks of this host need; None if
         there is none. Log damaged ones. Collective. Raises ValueError if only damaged ones are there."""
-        steps = self._agreed(lambda: steps_in(self._bucket) if self._rank == 0 else [])[0]
+        steps = self.later(step_of(own) if own is not None else -1)
         for step in reversed(steps):
-            if step in self.damaged or (own is not None and step <= step_of(own)):
-                continue
             try:
                 return self.fetch(step, needs)
-            except ValueError as error:
+            except Damaged as error:
                 self.damaged.append(step)
                 if self._rank == 0:
                     place = f"{self._bucket.address}/{folder_of(step)}"
@@ -227,8 +246,13 @@ class Fetcher:
             raise ValueError(f"no intact checkpoint is left in {self._bucket.address}; choose another address")
         return None
 
+    def later(self, than: int) -> list[int]:
+        """Return the steps in the mirror after a step, except damaged ones. Collective."""
+        steps = self._agreed(lambda: steps_in(self._bucket) if self._rank == 0 else [])[0]
+        return [step for step in steps if step > than and step not in self.damaged]
+
     def fetch(self, step: int, needs: Needs) -> Path:
-        """Return a copy of a checkpoint. Collective. Raises ValueError if it is damaged, or a rank cannot read it."""
+        """Return a copy of a checkpoint. Collective. Raises Damaged; ValueError if a rank cannot read it."""
         path = self._store.root / f".{name_of(step)}.{self._leader}.fetched"
         copies: list[Copy] = []
 

@@ -104,8 +104,7 @@ class RunState:
         if path is None:
             return {}
         own = path.resolve().parent == checkpoints.store.root.resolve()
-        newer = [other.name for other in checkpoints.store.sealed() if other.name > path.name or not own]
-        if newer:
+        if newer := checkpoints.later(path):
             why = f"this run already has {newer[-1]}, which would be lost"
             raise ValueError(f"run.resume {asked}: {why}; choose another run.dir to start from there")
         saved = checkpoints.load(path, self.model, self.optimizer, extra=self._extra(), check=self._check)

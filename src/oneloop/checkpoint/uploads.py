@@ -14,7 +14,7 @@ from xxhash import xxh3_64_digest
 
 from oneloop.basics.bucket import BLOCK, Bucket
 from oneloop.checkpoint.lease import Lease, Taken
-from oneloop.checkpoint.mirror import BASE, CHECKPOINTS, FILES, FINAL, folder_of, manifest_at, steps_in
+from oneloop.checkpoint.mirror import BASE, CHECKPOINTS, FILES, FINAL, OURS, Damaged, folder_of, manifest_at, steps_in
 from oneloop.checkpoint.store import MANIFEST, Keep, Store, manifest_of, read_manifest, signed, step_of
 from oneloop.checkpoint.writer import SaveRequest, gathered, padded
 
@@ -35,6 +35,7 @@ class Uploads:
     def __init__(self, to: Mapping[str, Any], news: Callable[..., None]) -> None:
         self.bucket, self.run, self._news = Bucket(to["address"], limit=to["limit"]), Path(to["run"]), news
         self.lease, self._request = Lease(self.bucket, *to["lease"]), SaveRequest("", 0, 0, 0, 0, "", 0)
+        self._check = self.lease.check if to["owns"] else lambda: None
         self.counts, self._delay, self._not_before = bool(to["counts"]), _BACKOFF[0], 0.0
         self._used = dict[str, tuple[str, ...]]()  # beginnings of the names of the objects of each folder
         self._sent = dict[str, bytes | None]()  # checksums of the files there
@@ -58,9 +59,10 @@ class Uploads:
             files["state.json"] = self._write(f"{draft}state.json", [json.dumps(request.state, indent=1).encode()])
             names = lambda: [f"{folder}/{name}".removeprefix(draft) for name in self.bucket.sizes(folder)]  # noqa: E731
             files |= gathered(names, lambda name: self.bucket.get(draft + name), request.ranks, cancelled, _PAUSE)
-        except OSError:
+        except OSError as error:
             with suppress(OSError):
-                self.bucket.put(f"{draft}{shard}.failed", b"failed")
+                if not isinstance(error, Taken):
+                    self.bucket.put(f"{draft}{shard}.failed", b"failed")
             raise
         manifest = manifest_of(request.step, files, request.about, request.tensors)
         self._seal(folder, {**manifest, "attempt": f"{self.lease.number}-{request.attempt}"})
@@ -70,33 +72,37 @@ class Uploads:
     def _write(self, name: str, pieces: Iterable[Any], size: int = 0) -> dict[str, Any]:
         def checked() -> Iterator[Any]:
             for piece in pieces:
-                self.lease.check()
+                self._check()
                 yield piece
 
-        self.lease.check()
+        self._check()
         return self.bucket.write(name, checked(), size)
 
     def _seal(self, folder: str, manifest: Mapping[str, Any]) -> None:
         """Write all that a manifest refers to, then the manifest: from now on, the folder counts."""
-        base = manifest["about"].get("base") or {}
-        if base and f"{base['xxh3']}/{MANIFEST}" not in self.bucket.sizes(BASE):
-            self._copy(self.run / Path(base["folder"]).name, f"{BASE}/{base['xxh3']}")
+        if base := manifest["about"].get("base"):
+            try:
+                manifest_at(self.bucket, f"{BASE}/{base['xxh3']}")
+            except Damaged:  # or missing
+                self._copy(self.run / Path(base["folder"]).name, f"{BASE}/{base['xxh3']}")
         if "step" in manifest:
             self._run_files()
         name, content = f"{folder}/{MANIFEST}", signed(manifest)
-        self._mended.add(manifest.get("step", 0))
         self._objects(folder, manifest)
-        self.lease.check()
+        self._check()
         try:
             self.bucket.put(name, content, create=True)
         except FileExistsError:
             if self.bucket.get(name) != content:  # else the client has repeated its request: an answer was lost
+                if manifest.get("step", -1) not in [-1, *self._request.bad]:
+                    raise
                 self._remove([name])  # of a damaged checkpoint, or of earlier final weights
                 self.bucket.put(name, content, create=True)
+        self._mended.add(manifest.get("step", -1))
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
-            self.lease.check()
+            self._check()
             self.bucket.remove(name)
 
     def _run_files(self) -> None:
@@ -109,15 +115,14 @@ class Uploads:
 
     def _prune(self) -> None:
         """Delete the checkpoints that need not be kept, and what incomplete attempts left behind."""
-        there = self.bucket.sizes("")
+        there = [name for name in self.bucket.sizes("") if OURS.fullmatch(name)]
         steps = steps_in(self.bucket, there)
         bad = set(self._request.bad) - self._mended  # they do not count, and are not ours to delete
         kept = Keep(**self._request.keep).among([step for step in steps if step not in bad]) | bad
         kept |= set() if self._request.keep else set(steps)
         self._remove(f"{folder_of(step)}/{MANIFEST}" for step in steps if step not in kept)
         used = tuple(name for folder in [FINAL, *map(folder_of, kept)] for name in self._objects(folder))
-        garbage = [name for name in there if name.startswith((CHECKPOINTS, BASE, FINAL))]
-        self._remove(name for name in garbage if not name.startswith(used))
+        self._remove(name for name in there if not name.startswith(used))
 
     def _objects(self, folder: str, manifest: Mapping[str, Any] | None = None) -> tuple[str, ...]:
         if folder not in self._used or manifest is not None:
@@ -151,7 +156,7 @@ class Uploads:
                     self._prune()
                 if final is not None:
                     self._run_files()
-            except (OSError, ValueError) as error:
+            except Exception as error:
                 self._not_before, self._delay = time.monotonic() + self._delay, min(2 * self._delay, _BACKOFF[1])
                 self._news(error=str(error), taken=isinstance(error, Taken))
                 return str(error)
@@ -162,10 +167,14 @@ class Uploads:
         there = set(steps_in(self.bucket)) - (set(self._request.bad) - self._mended)
         for path in reversed([] if self.counts else Store(self.run / CHECKPOINTS).sealed()):
             if step_of(path) not in there:
-                with suppress(FileNotFoundError):  # deleted meanwhile, because there are newer ones
+                try:
                     self._copy(path, f"{CHECKPOINTS}/{path.name}")
-                    self._prune()
-                    self._news(step=step_of(path))
+                except FileNotFoundError:
+                    if path.exists():
+                        raise
+                    continue  # deleted meanwhile, because there are newer ones
+                self._prune()
+                self._news(step=step_of(path))
 
     def _copy(self, folder: Path, remote: str) -> None:
         manifest, attempt = read_manifest(folder), f"{self.lease.number}-{uuid4().hex[:8]}"

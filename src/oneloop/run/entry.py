@@ -85,7 +85,8 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
         with run.display, run.closing, _exits_are_errors():
             job = _prepared(recipe, run, folder, cli=cli)
             if job is None:
-                return {**run.from_main(folder.finished), "folder": str(folder.path)}, None
+                there = recipe.mirror if not folder.path.exists() else None
+                return {**run.from_main(folder.finished), "folder": str(there or folder.path)}, None
             summary = train(job, run, folder)
     except (BadInput, StoppedEarly) as error:
         folder.abandon()
@@ -160,19 +161,16 @@ def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) ->
     if not folder.begun:
         folder.abandon()
         return summary
+    _write(folder, summary)  # before the upload, which may take long
     summary = folder.uploaded(summary, final=summary["exit_code"] == exit_codes.DONE)
-    try:
-        folder.write_json("summary.json", vouched(summary))
-        (folder.path / "STOP").unlink(missing_ok=True)
-    except OSError as error:  # a full disk: the exit code still reports the result
-        print(f"summary.json cannot be written ({error.strerror})", file=sys.stderr)
+    _write(folder, summary)
     try:
         folder.write("report.html", report([folder.path]))
     except Exception as error:  # an error of the report does not fail the run
         print(f"report.html cannot be written ({type(error).__name__}: {error})", file=sys.stderr)
     if (now := folder.uploaded(summary, final=False)) != summary:
-        summary = now
-        folder.write_json("summary.json", vouched(summary))
+        _write(folder, now)
+    summary = now
     folder.close()
     run.display.summary(summary)
     run.display.lines(_remarks(summary))
@@ -181,6 +179,14 @@ def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) ->
     ended = printable(f"{summary['exit_reason']}; results in {folder.path}{there}{resume}")
     print(dumps({**summary, "folder": str(folder.path)}) if as_json else ended, flush=True)
     return summary
+
+
+def _write(folder: Folder, summary: dict[str, Any]) -> None:
+    try:
+        folder.write_json("summary.json", vouched(summary))
+        (folder.path / "STOP").unlink(missing_ok=True)
+    except OSError as error:  # a full disk: the exit code still reports the result
+        print(f"summary.json cannot be written ({error.strerror})", file=sys.stderr)
 
 
 def _remarks(summary: Mapping[str, Any]) -> Iterator[str]:

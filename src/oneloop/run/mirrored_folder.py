@@ -11,8 +11,8 @@ from oneloop.basics.bucket import Bucket
 from oneloop.basics.exit_codes import DONE, ERROR, BadInput
 from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.lease import Lease, take
-from oneloop.checkpoint.mirror import fetch_files, steps_in
-from oneloop.checkpoint.store import name_of, step_of
+from oneloop.checkpoint.mirror import FILES, OURS, fetch_files, steps_in
+from oneloop.checkpoint.store import MANIFEST, step_of
 from oneloop.run.folder import Folder
 
 _BOOT = [Path("/proc/sys/kernel/random/boot_id")]  # identifies this machine since its start
@@ -35,12 +35,23 @@ class MirroredFolder(Folder):
         self.finished = {}
         try:
             bucket = Bucket(self._address)
-            if not (steps := steps_in(bucket)):
+            names = bucket.sizes("")
+            saved = [name.rpartition("/")[0] for name in names if OURS.fullmatch(name) and name.endswith(MANIFEST)]
+            if not saved and (
+                other := [
+                    name
+                    for name in names
+                    if not (name in FILES or OURS.match(name) or name.startswith(("owner/", ".")))
+                ]
+            ):
+                raise BadInput(f"{self._address} holds {other[0]}, which is not of a run; choose another address")
+            if not saved:
                 return None
             with TemporaryDirectory(prefix="oneloop-") as scratch:
                 there = Folder(Path(scratch), name=f"the mirror {self._address}", say=self.say)
                 fetch_files(bucket, there.path)
-                (there.path / "checkpoints" / name_of(steps[-1])).mkdir(parents=True)
+                for folder in saved:
+                    (there.path / folder).mkdir(parents=True)
                 found = there.inspect(resolved, resume=resume, accept_changes=accept_changes)
         except OSError as error:
             raise BadInput(
@@ -81,11 +92,19 @@ class MirroredFolder(Folder):
             summary |= {"exit_reason": why, "exit_code": ERROR}
         return summary
 
+    def abandon(self) -> None:
+        """:meth:`Folder.abandon`, also of what was fetched."""
+        with suppress(OSError):
+            self._store.sweep(".fetched")
+            self._store.root.rmdir()  # only if it is empty
+        super().abandon()
+
     def close(self) -> None:
         """Release the lock and the mirror."""
         if self.uploads is not None:
             self.uploads.close()
         with suppress(OSError):
-            if self.lease is not None:
+            if self.lease is not None and not self._failed:
                 self.lease.renew(released=True)
+        self._store.sweep(".fetched")
         super().close()
