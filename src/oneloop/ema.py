@@ -205,9 +205,7 @@ def gamma(sigma_rel: float) -> float:
 
     widest = 12**-0.5
     if not 0 < sigma_rel < widest:
-        raise ValueError(
-            f"ema.power {sigma_rel} must be above 0 and below {widest:.3f}; common values are 0.05 to 0.15"
-        )
+        raise ValueError(f"ema.power {sigma_rel} must be above 0 and below {widest:.3f}; common values: 0.05 to 0.15")
     t = sigma_rel**-2
     return float(np.roots([1, 7, 16 - t, 12 - t]).real.max())
 

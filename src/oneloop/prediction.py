@@ -74,13 +74,11 @@ def predictions(
                 outputs = {**outputs, **task.generate(model, batch)}  # type: ignore[attr-defined]
             if source is None:
                 continue  # a repeated micro-batch: FSDP2 needs equal forward counts
-            predicted = (
-                _columns(task, task.predicted(batch, outputs), len(places)) if hasattr(task, "predicted") else {}
-            )
+            found = _columns(task, task.predicted(batch, outputs), len(places)) if hasattr(task, "predicted") else {}
             columns = {"row": [index for _, index in places]}
             if hasattr(dataset, "file"):
                 columns["file"] = [dataset.file(index) for _, index in places]
-            yield columns | predicted | (_outputs(outputs, len(places)) if raw or not predicted else {})
+            yield columns | found | (_outputs(outputs, len(places)) if raw or not found else {})
 
 
 def _columns(task: Any, predicted: Any, samples: int) -> Columns:

@@ -63,9 +63,7 @@ class BaseModel:
         if (now := self.seen()) == self.__dict__["_first"]:
             return
         if self.look() != self.__dict__.get("content"):
-            raise ValueError(
-                f"{self.place}, the base model, changed since this run started; restore the original files"
-            )
+            raise ValueError(f"{self.place}, the base model, changed since the start; restore the original files")
         self.__dict__["_first"] = now
 
     @cached_property

@@ -218,7 +218,7 @@ class Checkpoints:
         return Path(chosen[0]) if chosen[0] else None, chosen[1]
 
     def later(self, path: Path) -> list[str]:
-        """Return the names of the checkpoints, also in the mirror, after one; all, after one of another run. Collective."""
+        """Return the names of later checkpoints, also in the mirror; all, if the path is of another run. Collective."""
         own = path.resolve().parent == self.store.root.resolve()
         than = step_in(path.name.lstrip(".").partition(".")[0]) if own else None
         steps = [] if self._counts or self.rank else [*map(step_of, self.store.sealed())]

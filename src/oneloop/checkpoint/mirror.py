@@ -163,9 +163,7 @@ def local_run(run: str | Path) -> Path:
                 (folder / name).mkdir(parents=True, exist_ok=True)
                 (folder / name / MANIFEST).write_bytes(manifest)
     except OSError as error:
-        raise BadInput(
-            f"the mirror cannot be read: {error}; check the address, the credentials and the network"
-        ) from error
+        raise BadInput(f"the mirror cannot be read: {error}; check address, credentials and network") from error
     return folder
 
 

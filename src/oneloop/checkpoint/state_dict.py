@@ -203,16 +203,13 @@ class _Needs(HuggingFaceStorageReader):  # type: ignore[misc]
         for item in plan.items:
             file = Path(self.storage_data[item.storage_index].relative_path)
             entries = headers[file] = headers.get(file) or header(file)
-            before = file.stat().st_size - max(
-                entry["data_offsets"][1] for entry in entries.values() if "dtype" in entry
-            )
+            ends = [entry["data_offsets"][1] for entry in entries.values() if "dtype" in entry]
             entry = entries[item.storage_index.fqn]
-            start, end = (before + offset for offset in entry["data_offsets"])
+            start, end = (file.stat().st_size - max(ends) + offset for offset in entry["data_offsets"])
             if entry["shape"] and end > start:  # rows of the first dimension are contiguous
                 row = (end - start) // entry["shape"][0]
-                start, end = (
-                    start + row * at for at in (item.storage_offsets[0], item.storage_offsets[0] + item.lengths[0])
-                )
+                start += row * item.storage_offsets[0]
+                end = start + row * item.lengths[0]
             self._needed.append((file, start, end))
         return super().read_data(replace(plan, items=[]), planner)
 

@@ -104,9 +104,7 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
         raise ValueError(f"batch.size {recipe.batch.size} cannot be split over {run.ranks} ranks; nearest: {nearest}")
     cache = _Cache(recipe, run)
     if (cached := run.from_main(cache.read())) is not None:
-        run.display.say(
-            f"batch.micro {mode}: {cached} (from an earlier search for this model on this machine: {cache.file})"
-        )
+        run.display.say(f"batch.micro {mode}: {cached} (from an earlier search on this machine: {cache.file})")
         return int(cached)
     environment: dict[str, str | None] = dict.fromkeys(_RANK_VARS) if not run.sharded else {"MASTER_PORT": _port(run)}
     if run.device.type == "cuda" and not run.sharded:

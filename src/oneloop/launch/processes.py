@@ -151,9 +151,7 @@ def reject_strategy(*, sharding: bool, elastic: bool = False) -> None:
     if sharding and os.environ.get("FSDP_VERSION", "1") != "2":
         raise BadInput("fsdp_version 1 is not supported; set fsdp_version: 2")
     if elastic and int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1)) > 1:
-        raise BadInput(
-            "hybrid sharding (HSDP) has a fixed number of processes; give one number of --nodes, or use fsdp2"
-        )
+        raise BadInput("hybrid sharding (HSDP) has a fixed number of processes; give one number of --nodes or fsdp2")
     for other in ("DEEPSPEED", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{other}", "false").lower() == "true":
             raise BadInput(f"{other} is not supported; use one of the config files in accelerate_configs/ (DDP, FSDP2)")

@@ -40,9 +40,7 @@ def hold_frozen(model: nn.Module, dtype: str | None, *, sharded: bool, stored: s
 def _convert_matrices(frozen: Iterable[nn.Parameter], dtype: str, precision: str) -> None:
     frozen = list(frozen)
     if not frozen:
-        raise ValueError(
-            f"machine.base_dtype {dtype} requires frozen parameters, and none is frozen; see optimizer.groups"
-        )
+        raise ValueError(f"machine.base_dtype {dtype} requires frozen parameters, but none is; see optimizer.groups")
     if precision == "no" and dtype != "float32":
         why = "without mixed precision, and matrix products take one dtype"
         raise ValueError(f"machine.base_dtype {dtype} is set {why}; set --mixed_precision bf16, or remove it")

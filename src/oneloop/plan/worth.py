@@ -26,9 +26,7 @@ def worth(words: Sequence[str], folder: Path | None, **how: Any) -> int:
     """Measure the recipe in ``words``, print a table, and write worth.json and worth.html to ``folder`` (default:
     runs/worth-RECIPE). Return the exit code. Raise BadInput. ``how``: see :func:`measured`."""
     if read(words).batch.grain is not None:
-        raise BadInput(
-            "oneloop worth changes how a recipe is computed, which batch.grain does not allow; remove batch.grain"
-        )
+        raise BadInput("oneloop worth changes how a recipe is computed, which batch.grain forbids; remove it")
     results = measured(words, **how)
     folder = folder or Path(f"runs/worth-{results['recipe']}")
     try:

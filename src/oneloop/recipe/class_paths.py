@@ -120,9 +120,7 @@ def _read(file: Path) -> ast.Module:
     try:
         return ast.parse(file.expanduser().read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError) as error:
-        raise BadInput(
-            f"task.name {f'{file}'!r} cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from error
+        raise BadInput(f"task.name {f'{file}'!r} cannot be read: {getattr(error, 'strerror', 0) or error}") from error
 
 
 def arguments(task: str) -> set[str] | None:

@@ -73,9 +73,7 @@ def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any
     if isinstance(source, Recipe):
         again = _made(source.name, flat(source.resolved), {}, set())
         if again != source:
-            raise BadInput(
-                "this recipe was changed after it was read; use recipe(old, batch={…}) to get a changed copy"
-            )
+            raise BadInput("this recipe was changed after it was read; use recipe(old, batch={…}) for a changed copy")
         return _made(source.name, flat(source.resolved), given, set())
     if isinstance(source, Mapping):
         given = from_python(source) | given

@@ -131,9 +131,7 @@ def reject_other_origin(folder: Path, origin: BaseModel | None) -> None:
     """Raise ValueError if a checkpoint, or ``final/``, was trained on another base model than ``origin``."""
     there = read_manifest(folder)["about"].get("base") if folder.name == FINAL else base_model_of(folder)
     if (origin is None) != (there is None):
-        raise ValueError(
-            f"{folder} is of another model: one of the two models has a separate base model and the other does not"
-        )
+        raise ValueError(f"{folder} is of another model: only one of the two has a separate base model")
     if origin is not None and (other := origin.difference(there or {})):
         raise ValueError(f"{folder} needs the base model {other}; restore it at the path in task.model")
 

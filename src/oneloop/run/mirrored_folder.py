@@ -37,13 +37,8 @@ class MirroredFolder(Folder):
             bucket = Bucket(self._address)
             names = bucket.sizes("")
             saved = [name.rpartition("/")[0] for name in names if OURS.fullmatch(name) and name.endswith(MANIFEST)]
-            if not saved and (
-                other := [
-                    name
-                    for name in names
-                    if not (name in FILES or OURS.match(name) or name.startswith(("owner/", ".")))
-                ]
-            ):
+            known = {name for name in names if name in FILES or OURS.match(name) or name.startswith(("owner/", "."))}
+            if not saved and (other := sorted(names.keys() - known)):
                 raise BadInput(f"{self._address} holds {other[0]}, which is not of a run; choose another address")
             if not saved:
                 return None
@@ -54,9 +49,7 @@ class MirroredFolder(Folder):
                     (there.path / folder).mkdir(parents=True)
                 found = there.inspect(resolved, resume=resume, accept_changes=accept_changes)
         except OSError as error:
-            raise BadInput(
-                f"the mirror cannot be read: {error}; check the address, the credentials and the network"
-            ) from error
+            raise BadInput(f"the mirror cannot be read: {error}; check address, credentials and network") from error
         self.finished = there.finished
         return found and f"{found}; oneloop export {self._address} --to DIR writes its weights"
 

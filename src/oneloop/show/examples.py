@@ -114,9 +114,7 @@ class Examples:
 
     def plain(self) -> dict[str, Any]:
         """Return everything in JSON-serializable form, images as PNG in data URLs."""
-        samples = [
-            {**sample, "image": data_url(sample["image"])} if "image" in sample else sample for sample in self.samples
-        ]
+        samples = [{**one, "image": data_url(one["image"])} if "image" in one else one for one in self.samples]
         return {"samples": samples, "confusion": self.confusion}
 
 

@@ -72,9 +72,7 @@ def _sentence(record: Record, about: Mapping[str, Any], base: str | None) -> str
     weights = {"raw": "", None: ""}.get(about.get("weights"), f" Weights: {about.get('weights')}.")
     length = f"{summary['step']:,} steps, {summary['samples']:,} samples" if "step" in summary else "a run in progress"
     versions = record.environment.get("versions", {})
-    known = ", ".join(
-        f"{name} {versions[name]}" for name in ("oneloop", "torch", "transformers", "peft") if name in versions
-    )
+    known = ", ".join(f"{k} {versions[k]}" for k in ("oneloop", "torch", "transformers", "peft") if k in versions)
     return f"{what}{stands}, trained with oneloop: {length}.{weights} Versions: {known}."
 
 

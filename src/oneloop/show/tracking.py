@@ -136,9 +136,7 @@ class Tracking:
         with self._report_errors("metrics.jsonl"):
             self._lines.append(metrics)
         head = f"{metrics['weights']}/" if metrics.get("weights", "raw") != "raw" else ""  # one curve per EMA
-        numbers = {
-            f"{head}{name}": value for name, value in metrics.items() if "/" in name and isinstance(value, int | float)
-        }
+        numbers = {f"{head}{k}": value for k, value in metrics.items() if "/" in k and isinstance(value, int | float)}
         for tracker in self._accelerator.trackers if numbers else ():
             with self._report_errors(f"tracker {tracker.name}"):
                 if tracker.name == "tensorboard":

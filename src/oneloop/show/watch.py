@@ -52,9 +52,7 @@ def plotted(curves: Sequence[PlotCurve], *, width: int, height: int) -> list[str
 def _round(least: float) -> float:
     """Return the smallest round number (one digit, 1.5 or 2.5, times a power of ten) that is not below ``least``."""
     power = 10.0 ** math.floor(math.log10(least))
-    return next(
-        factor * power for factor in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if factor * power >= least * (1 - 1e-9)
-    )
+    return next(f * power for f in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if f * power >= least * (1 - 1e-9))
 
 
 _LABEL = 10  # columns between two labels of plotille's x axis
@@ -143,9 +141,7 @@ def _head(run: Follower, most: int) -> Table:
     shares = {name.partition("/")[2]: number(last[name]) for name in last if name.startswith("share/")}
     if shares:
         parts = sorted(shares.items(), key=lambda part: -part[1])[:3]
-        table.add_row(
-            "time, latest", Text(printable(", ".join(f"{100 * share:.0f} % {name}" for name, share in parts)))
-        )
+        table.add_row("time, latest", Text(printable(", ".join(f"{100 * part:.0f} % {name}" for name, part in parts))))
     if "train/samples_per_second" in last:
         table.add_row("speed, latest", f"{number(last['train/samples_per_second']):,.0f} samples/s")
     counts = {kind: events.count(kind) for kind in dict.fromkeys(events)}

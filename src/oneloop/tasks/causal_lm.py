@@ -78,9 +78,7 @@ class CausalLM(LanguageModel):
                 "texts are concatenated and cut: each text attends to the earlier ones in its sample; see task.pack"
             )
         elif pack == "padded" and len(sources) > 1:
-            self._data_notes.append(
-                "a mixture defines its own order, so samples are not sorted by length and need more padding"
-            )
+            self._data_notes.append("a mixture defines its own order: samples are not sorted by length (more padding)")
         self.notes = self._data_notes
 
     def _samples(self, part: Texts, name: str) -> Any:

@@ -31,9 +31,7 @@ def columns_of(sources: Sequence[Source], key: str) -> Iterator[tuple[Source, st
 def wrong_type(source: Source, key: str, kind: Any, wanted: str) -> ValueError:
     """Return the error for a column of the wrong type."""
     column = source.columns[key]
-    return ValueError(
-        f"{source.where}: {column!r} holds {type_name(kind)}; expected {wanted}; set task.{key} to another"
-    )
+    return ValueError(f"{source.where}: {column!r} holds {type_name(kind)}; expected {wanted}; set another task.{key}")
 
 
 def check_texts(sources: Sequence[Source], key: str) -> None:

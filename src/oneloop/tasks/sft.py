@@ -96,9 +96,7 @@ class SFT(LanguageModel):
         self._sets = combined(sources, samples)
         self._max_documents = max(getattr(sets["train"], "most", 1) for sets in samples)
         if len(sources) > 1 and not self.packed:
-            self._data_notes.append(
-                "a mixture defines its own order, so samples are not sorted by length and need more padding"
-            )
+            self._data_notes.append("a mixture defines its own order: samples are not sorted by length (more padding)")
         special = {self.tokenizer.eos_token_id} if self._chat is None else self._chat.special
         self._ends = sorted({end for splits in texts for end in ends_in(splits["train"][0], special, self.tokenizer)})
         self._data_notes += [*end_token_notes(self._ends, self.tokenizer), self._preview(samples[0]["train"].spans[0])]

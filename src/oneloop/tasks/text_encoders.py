@@ -104,9 +104,7 @@ def reader(name: str, shape: dict[str, Any], **options: Any) -> Reader:
     if name == "bytes":
         return ByteReader(shape)
     if not is_transformers(name):
-        raise ValueError(
-            f"task.model {name!r} is not a folder saved by transformers; give such a folder, bytes, or hf:ID"
-        )
+        raise ValueError(f"task.model {name!r} is not a folder saved by transformers; give one, bytes, or hf:ID")
     return TokenReader(name, length=shape["length"], **options)
 
 

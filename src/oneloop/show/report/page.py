@@ -131,9 +131,7 @@ def _headline(run: Record, *, several: bool) -> str:
         of = f"{final.get('weights')}{' raw' * (len(run.weights()) > 1)} weights, of step {final.get('step')}"
         device = f", on {run.environment['device']}" if "device" in run.environment else ""
         reason = f"{reason}{device}; eval (validation) and test metrics: {of}"
-    sentences = [
-        text for key in ("time", "noise_scale") if (text := str(summary.get(key) or "")) and " n/a" not in text
-    ]
+    sentences = [text for key in ("time", "noise_scale") if (text := str(summary.get(key, ""))) and " n/a" not in text]
     goodput = summary.get("goodput")
     sentences += [str(goodput.get("about"))] if isinstance(goodput, dict) else []
     sentences += [

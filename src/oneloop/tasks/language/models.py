@@ -190,9 +190,7 @@ def reject_quantized(name: str, lora: LoRA | None) -> None:
     if lora is None:
         raise ValueError(f"task.model {name!r} is in 4 bits ({kind}), which cannot be trained; give task.lora.rank 16")
     if lora.quantize is not None:
-        raise ValueError(
-            f"task.lora.quantize {lora.quantize}: {name!r} is in 4 bits ({kind}) already; remove task.lora.quantize"
-        )
+        raise ValueError(f"task.lora.quantize {lora.quantize}: {name!r} is in 4 bits ({kind}) already; remove it")
 
 
 def prepare_attention(model: nn.Module, *, packed: bool, router_loss: str) -> bool:
