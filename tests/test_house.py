@@ -139,11 +139,11 @@ def test_nothing_grows_without_bounds():
 
 
 CEILINGS = {  # lines of a package; a ceiling only falls, or rises by the budget of an issue that names it
-    **{"after": 361, "plan": 1620, "launch": 1759, "supervise": 1048, "basics": 1009, "job": 1192, "measure": 1231},
-    **{"optim": 1175, "machine": 1240, "recipe": 1483, "": 1536, "checkpoint": 1747, "run": 1974, "show": 2226},
-    **{"data": 2652, "tasks": 5524},
+    **{"after": 361, "plan": 1615, "launch": 1756, "supervise": 1040, "basics": 1149, "job": 1187, "measure": 1212},
+    **{"optim": 1159, "machine": 1229, "recipe": 1421, "": 1530, "checkpoint": 2479, "run": 2107, "show": 2199},
+    **{"data": 2611, "tasks": 5321},
 }
-CODE, FILES = 19_836, 197  # lines of code in all packages (no blank, comment or docstring), and files
+CODE, FILES = 20_435, 201  # lines of code in all packages (no blank, comment or docstring), and files
 
 
 def code(source: str) -> int:
@@ -260,7 +260,7 @@ PATHS = {  # name: (most files, [(file, words that lead to the next file)])
             ("run/steps.py", "stopping.requested", "group.stop ="),
             ("train.py", "group.stop", "state.save("),
             ("checkpoint/resume.py", "checkpoints.save("),
-            ("checkpoint/checkpoints.py", "writer.SaveRequest(", "self._saving."),
+            ("checkpoint/checkpoints.py", "writer.SaveRequest(", "self.saving."),
             ("checkpoint/background_save.py", "SaveRequest"),
             ("checkpoint/writer.py", "class SaveRequest"),
         ],

@@ -56,9 +56,7 @@ class Duration:
 
     def samples(self, scale: "Scale", *, total: int | None = None, key: str = "duration") -> float:
         """Return the length in samples, not rounded. Raise ValueError as :meth:`steps` does."""
-        if self.unit == "samples":
-            return float(self.amount)
-        return float(self._steps(scale, total, key) * scale.batch)
+        return float(self.amount) if self.unit == "samples" else float(self._steps(scale, total, key) * scale.batch)
 
     def __repr__(self) -> str:
         return self.text

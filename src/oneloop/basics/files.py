@@ -72,9 +72,7 @@ def _finite(content: Any) -> Any:
         return str(content)
     if isinstance(content, Mapping):
         return {name: _finite(value) for name, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return content
+    return [_finite(value) for value in content] if isinstance(content, list | tuple) else content
 
 
 def printable(text: object) -> str:

@@ -75,9 +75,7 @@ class Beats:
     def limit(self, patience: float) -> float:
         """Return the hang limit in seconds: longest interval + patience * max(3 * median interval, 9)."""
         usual = None if self._opening else self.usual()
-        if usual is None:
-            return patience * _FIRST[self.now_in]
-        return usual[1] + patience * max(3 * usual[0], _AT_LEAST)
+        return patience * _FIRST[self.now_in] if usual is None else usual[1] + patience * max(3 * usual[0], _AT_LEAST)
 
 
 BEATS = Beats()  # of this process

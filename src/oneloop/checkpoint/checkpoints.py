@@ -145,9 +145,7 @@ class Checkpoints:
 
     def mirror(self, address: str, *, lease: tuple[int, Mapping[str, Any]], counts: bool, limit: float = 0.0) -> None:
         """Copy the checkpoints to a mirror from now on, and read from it what the folder lacks. Call on every rank.
-
-        ``lease``: number and description of the run's :class:`oneloop.checkpoint.lease.Lease`. ``counts``:
-        write only there; the folder may differ between hosts. ``limit``: bytes per second of one process (0: none)."""
+        ``lease``: number and description of a Lease. ``counts``: write only there. ``limit``: bytes per second."""
         how: dict[str, Any] = {"rank": self.rank, "leader": self._leader, "gather": self._gather, "say": self._say}
         self.fetcher, self._counts = Fetcher(Bucket(address), self.store, **how), counts
         about: dict[str, Any] = {"address": address, "run": str(self.store.root.parent.absolute()), "limit": limit}

@@ -26,9 +26,7 @@ NAMED = "origin.json"  # instead of FILE: the base model of the parameters, and 
 def base_of(checkpoint: Path) -> tuple[Path, dict[str, Any]] | None:
     """Return the folder with a checkpoint's frozen parameters and its manifest entry; None if none are frozen."""
     entry = read_manifest(checkpoint)["about"].get("base")
-    if not entry:
-        return None
-    return checkpoint.parent.parent / Path(entry["folder"]).name, entry
+    return (checkpoint.parent.parent / Path(entry["folder"]).name, entry) if entry else None
 
 
 def base_problems(checkpoint: Path) -> list[str]:

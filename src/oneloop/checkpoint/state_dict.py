@@ -154,7 +154,11 @@ def load_tensors(
     only names, and missing extra ones, stay unchanged. Raises ValueError if the model does not match. With ``needed``,
     load nothing, but list the files and the bytes (first, last) that this rank reads; only the headers must exist."""
     folders, elsewhere = _folders(folder)
-    readers = [HuggingFaceStorageReader(str(path)) if needed is None else _Needs(path, needed) for path in folders]
+    readers: list[Any] = [
+        HuggingFaceStorageReader(str(path)) if needed is None else _Needs(str(path)) for path in folders
+    ]
+    for reader in readers if needed is not None else ():
+        reader.needed = needed
     held = [reader.read_metadata().state_dict_metadata for reader in readers]
     saved = {name: about for several in held for name, about in several.items()}
     targets = {name: tensor for name, tensor in model_tensors(model).items() if name not in elsewhere}
@@ -194,9 +198,7 @@ def load_tensors(
 class _Needs(HuggingFaceStorageReader):  # type: ignore[misc]
     """Lists the bytes that a plan reads, instead of reading them."""
 
-    def __init__(self, path: Path, needed: list[tuple[Path, int, int]]) -> None:
-        super().__init__(str(path))
-        self._needed = needed
+    needed: list[tuple[Path, int, int]]  # where to list them
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         headers: dict[Path, dict[str, Any]] = {}
@@ -210,7 +212,7 @@ class _Needs(HuggingFaceStorageReader):  # type: ignore[misc]
                 row = (end - start) // entry["shape"][0]
                 start += row * item.storage_offsets[0]
                 end = start + row * item.lengths[0]
-            self._needed.append((file, start, end))
+            self.needed.append((file, start, end))
         return super().read_data(replace(plan, items=[]), planner)
 
 

@@ -23,14 +23,9 @@ _BACKOFF = (10.0, 600.0)  # least and most seconds until a failed upload is trie
 
 
 class Uploads:
-    """The uploads of one process. Methods raise OSError.
-
-    Args:
-        to: ``address`` of the mirror; ``run``: the run folder; ``limit``: bytes per second (0: none); ``counts``: is a
-            checkpoint written only to the mirror, or a copy; ``lease``: its number and description; ``owns``: whether
-            this process renews the lease, and makes copies.
-        news: reports the newest ``step`` in the mirror, or an ``error``, and whether the mirror was ``taken`` over.
-    """
+    """The uploads of one process. All raise OSError. ``to``: ``address`` of the mirror, ``run`` folder, ``limit`` in
+    bytes per second (0: none); ``counts``: are checkpoints written only there, or copied; ``lease``: number and
+    description; ``owns``: whether to renew it, and to copy. ``news`` reports the newest ``step``, or an ``error``."""
 
     def __init__(self, to: Mapping[str, Any], news: Callable[..., None]) -> None:
         self.bucket, self.run, self._news = Bucket(to["address"], limit=to["limit"]), Path(to["run"]), news

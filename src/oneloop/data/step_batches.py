@@ -100,9 +100,7 @@ def workers_here(requested: int | str, *, device: torch.device, local_ranks: int
     """Return the number of worker processes per training process; ``auto`` is 0 on a CPU, whose cores train."""
     if requested != "auto":
         return int(requested)
-    if device.type == "cpu":
-        return 0
-    return max(1, min(8, len(os.sched_getaffinity(0)) // local_ranks - 1))
+    return 0 if device.type == "cpu" else max(1, min(8, len(os.sched_getaffinity(0)) // local_ranks - 1))
 
 
 def in_memory(dataset: Any) -> bool:

@@ -50,7 +50,8 @@ def main(words: Sequence[str]) -> int:
         rest = ["--config_file", "ddp" if known.most > 1 or torch.accelerator.device_count() > 1 else "single", *rest]
     variables, training, processes = accelerate_variables(rest, known)
     os.environ |= variables
-    folder = read_once(tuple(training[:-1])).folder if training[:-1] else None
+    recipe = read_once(tuple(training[:-1])) if training[:-1] else None
+    folder = recipe.folder if recipe is not None and recipe.mirror is None else None  # a mirror needs no shared one
     mine: dict[str, Any] = {"name": socket.gethostname(), "about": about()}
     mine["problems"] = [*local_problems(folder or Path("runs"))]
     every, shared, links = [mine], list[str](), ""

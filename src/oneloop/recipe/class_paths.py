@@ -177,9 +177,7 @@ def path_of(chosen: Any) -> str:
 
 def same_object(old: str, new: str) -> bool:
     """Return whether two names may mean the same object: ``my_task.py:T``, in any folder, and ``my_task.T``."""
-    if ":" not in f"{old}{new}":
-        return old == new
-    return _last_two(old) == _last_two(new)
+    return old == new if ":" not in f"{old}{new}" else _last_two(old) == _last_two(new)
 
 
 def _last_two(name: str) -> list[str]:

@@ -43,9 +43,7 @@ def wanted(kind: Any) -> str:
         return ", ".join(each[:-1]) + f" or {each[-1]}"
     if origin is list or (origin is tuple and Ellipsis in inside):
         return f"a list ([a,b]), each {each[0]}"
-    if origin is tuple:
-        return f"{len(each)} values ([{','.join('abcdefgh'[: len(each)])}]), each {each[0]}"
-    return ""
+    return f"{len(each)} values ([{','.join('abcdefgh'[: len(each)])}]), each {each[0]}" if origin is tuple else ""
 
 
 def shown(kind: Any) -> str:

@@ -190,9 +190,7 @@ def _argument(key: str, value: Any, made: ArgumentParser) -> str:
         value = True
     if key == "track" and isinstance(value, str) and not value.startswith("["):
         value = [] if value in ("none", "") else value.split(",")
-    if isinstance(value, str):
-        return f"--{key}={value}"
-    return f"--{key}={json.dumps(value)}"
+    return f"--{key}={value}" if isinstance(value, str) else f"--{key}={json.dumps(value)}"
 
 
 @cache

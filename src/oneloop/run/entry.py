@@ -217,13 +217,12 @@ def _prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | N
         run.display.say(f"{finished}; {other}" if other else finished)
         return None
     float32_products(recipe.machine.matmul, benchmark=recipe.machine.cudnn_benchmark)
+    how: dict[str, Any] = {"ranks": run.ranks, "sharded": run.sharded, "device": run.device.type}
     if isinstance(recipe.batch.micro, str):  # find other errors before the search
         with run.setting_up():
-            build_job(recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=1)
+            build_job(recipe, micro=1, **how)
     with run.setting_up():
-        job = build_job(
-            recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=find_micro(recipe, run)
-        )
+        job = build_job(recipe, micro=find_micro(recipe, run), **how)
     reject_other_jobs(job, run)
     run.stopping.also(file=folder.path / "STOP", after=recipe.stop.seconds)
     return job

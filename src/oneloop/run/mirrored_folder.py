@@ -15,8 +15,6 @@ from oneloop.checkpoint.mirror import FILES, OURS, fetch_files, steps_in
 from oneloop.checkpoint.store import MANIFEST, step_of
 from oneloop.run.folder import Folder
 
-_BOOT = [Path("/proc/sys/kernel/random/boot_id")]  # identifies this machine since its start
-
 
 class MirroredFolder(Folder):
     """A run folder whose mirror has this ``address``. The mirror must be reachable at the start: only its lease proves
@@ -57,8 +55,8 @@ class MirroredFolder(Folder):
         """:meth:`Folder.hold`; also become the owner of the mirror. A later start in this folder can do so at once."""
         super().hold(need=need)
         try:
-            boot = next((file.read_text().strip() for file in _BOOT if file.exists()), uuid4().hex)
-            token = f"{boot} {self.path.resolve()} {self.path.stat().st_ino}"
+            boot = Path("/proc/sys/kernel/random/boot_id")  # of this machine, since its start
+            token = f"{boot.read_text() if boot.exists() else uuid4()} {self.path.resolve()} {self.path.stat().st_ino}"
             bucket = Bucket(self._address)
             self.lease = take(bucket, {**self.owner, "token": token}, self.say)
             self._newer_there = steps_in(bucket)[-1:] > [step_of(path) for path in self._store.sealed()[-1:]]

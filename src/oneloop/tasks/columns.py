@@ -127,9 +127,7 @@ def is_text(kind: Any) -> bool:
 
 def element_type(kind: Any) -> Any:
     """Return the element type of a column of lists; None for other columns."""
-    if isinstance(kind, list) and len(kind) == 1:
-        return kind[0]
-    return getattr(kind, "feature", None)
+    return kind[0] if isinstance(kind, list) and len(kind) == 1 else getattr(kind, "feature", None)
 
 
 def type_name(kind: Any) -> str:

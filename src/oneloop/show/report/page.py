@@ -82,9 +82,7 @@ def _escaped(value: Any, key: str = "") -> Any:
         return html.escape(value) if key in ("name", "text", "x", "y") else value
     if isinstance(value, Mapping):
         return {name: _escaped(inside, name) for name, inside in value.items()}
-    if isinstance(value, list | tuple):
-        return [_escaped(inside, key) for inside in value]
-    return value
+    return [_escaped(inside, key) for inside in value] if isinstance(value, list | tuple) else value
 
 
 def _plotly() -> str:

@@ -157,9 +157,7 @@ def _without_nulls(value: Any) -> Any:
     """Remove null values, recursively: a table gives every row the keys of all rows."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list | tuple):
-        return [_without_nulls(inner) for inner in value]
-    return value
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _brief(value: Any) -> str:
