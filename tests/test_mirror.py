@@ -14,13 +14,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import stores
 from oneloop.basics.bucket import Bucket
 from oneloop.checkpoint.lease import Lease, Taken, take
-from oneloop.checkpoint.mirror import Copy, folder_of, steps_in
-from oneloop.checkpoint.store import Store, problems
+from oneloop.checkpoint.mirror import Copy, Damaged, folder_of, steps_in
+from oneloop.checkpoint.store import Store, problems, write_file
+from oneloop.checkpoint.uploads import Uploads
 from oneloop.cli import main
+from worlds import run
 
 LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
 SLOWLY = {"SLOW": "0.04"}  # seconds for each micro-batch
@@ -59,8 +62,8 @@ def whole(tmp_path_factory):
     return weights
 
 
-def final(run: Path) -> dict[str, bytes]:
-    files = {file.name: file.read_bytes() for file in (run / "final").glob("*.safetensors")}
+def final(folder: Path) -> dict[str, bytes]:
+    files = {file.name: file.read_bytes() for file in (folder / "final").glob("*.safetensors")}
     assert len(files) == 2, files.keys()  # the weights and the EMA weights
     return files
 
@@ -145,8 +148,8 @@ def test_the_uploading_process_is_killed(tmp_path, s3, whole, times, scratch):
             intact(address, tmp_path)
             if world.codes == [0]:
                 break
-        run = folder / "host-0" / (f"runs/{address.partition('://')[2]}" if scratch else "run")
-        assert final(run) == whole("single", 1) and intact(address, tmp_path)[-1] == 60
+        ended = folder / "host-0" / (f"runs/{address.partition('://')[2]}" if scratch else "run")
+        assert final(ended) == whole("single", 1) and intact(address, tmp_path)[-1] == 60
         number += 1
 
 
@@ -455,3 +458,77 @@ def test_a_paused_owner_writes_nothing_afterwards(tmp_path):
         paused.kill()
     assert paused.returncode == 1 and "was taken over by process" in output, output
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")} == before
+
+
+def small_blocks(monkeypatch, tmp_path: Path, contents: dict[str, bytes]) -> tuple[Bucket, Path]:
+    """Return a mirror of a checkpoint of step 7 with these files, in blocks of 100 bytes."""
+    from oneloop.basics import bucket
+    from oneloop.checkpoint import mirror, uploads
+
+    for module in (bucket, mirror, uploads):
+        monkeypatch.setattr(module, "BLOCK", 100)
+    store = Store(tmp_path / "run/checkpoints")
+    draft = store.draft(7)
+    entries = {name: write_file(draft / name, content) for name, content in contents.items()}
+    store.seal(draft, 7, entries, {})
+    address = f"file://{tmp_path}/store"
+    to = {"address": address, "run": str(tmp_path / "run"), "limit": 0, "counts": False, "owns": False}
+    done = Uploads(to | {"lease": (1, {"seconds": 60.0, "beat": 0, "token": "t"})}, lambda **news: None).end(
+        final=False
+    )
+    assert done == {"mirrored": 7, "error": None}
+    return Bucket(address), tmp_path / "copy"
+
+
+def test_only_the_needed_blocks_are_fetched_and_each_is_verified(tmp_path, monkeypatch):
+    content = random.Random(0).randbytes(1050)
+    bucket, path = small_blocks(monkeypatch, tmp_path, {"a.bin": content, "b.bin": content[::-1]})
+    copy, read = Copy(bucket, folder_of(7), path), []
+    fetch = bucket.read
+    monkeypatch.setattr(bucket, "read", lambda name, spans: read.extend(spans) or fetch(name, spans))
+    path.mkdir()
+    (path / "a.bin").write_bytes(bytes(1050))
+    copy.fill(copy.blocks([(path / "a.bin", 250, 401), (tmp_path / "elsewhere", 0, 900)]))
+    assert read == [(200, 300), (300, 400), (400, 500)]
+    assert (path / "a.bin").read_bytes() == bytes(200) + content[200:500] + bytes(550)
+    name = next((tmp_path / "store" / folder_of(7)).glob("*-a.bin"))
+    name.write_bytes(content[:720] + b"?" + content[721:])
+    copy.fill([("a.bin", 10)])  # the last block has 50 bytes
+    with pytest.raises(Damaged, match="block at 700"):
+        copy.fill([("a.bin", 6), ("a.bin", 7)])
+    Copy(bucket, folder_of(7), path).bucket.remove(f"{folder_of(7)}/{name.name}")
+    with pytest.raises(Damaged, match=r"a.bin: expected 1050 bytes, found none"):
+        Copy(bucket, folder_of(7), path)
+
+
+def needed_bytes(root: str) -> tuple[int, int]:
+    from oneloop.checkpoint.checkpoints import Checkpoints
+    from oneloop.checkpoint.state_dict import load_tensors
+    from oneloop.launch.processes import start
+
+    world = start()
+    model = world.prepare(torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 64)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    checkpoints = Checkpoints(Path(root), world.accelerator)
+    checkpoints.save(1, model, optimizer, {})
+    checkpoints.finish()
+    checkpoints.close()
+    newest, needed = checkpoints.newest(), []
+    load_tensors(newest, model, optimizer, needed=needed)
+    return sum(end - start for _, start, end in needed), sum(
+        file.stat().st_size for file in newest.glob("*.safetensors")
+    )
+
+
+def test_a_rank_needs_only_its_shards(tmp_path):
+    for needed, whole in run(needed_bytes, str(tmp_path), ranks=2, config="fsdp2").ok():
+        assert 0.4 * whole < needed < 0.55 * whole
+
+
+def test_a_bandwidth_limit(tmp_path):
+    limited = Bucket(f"file://{tmp_path}/store", limit=40e6)
+    began = time.monotonic()
+    limited.write("x", [bytes(8 << 20)] * 3, 24 << 20)
+    assert time.monotonic() - began > 2 * (8 << 20) / 40e6 - 0.01  # never faster

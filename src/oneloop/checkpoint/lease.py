@@ -30,10 +30,10 @@ class Lease:
     def __init__(self, bucket: Bucket, number: int, about: Mapping[str, Any]) -> None:
         self.bucket, self.number, self.about, self._renewed = bucket, number, dict(about), 0.0
 
-    def check(self) -> None:
-        """Raise Taken if another process is the owner now. Look only if the lease was not renewed lately: after a
-        renewal, no other process can take it for its seconds."""
-        if time.clock_gettime(_CLOCK) - self._renewed < self.about["seconds"] / 2:
+    def check(self, *, now: bool = False) -> None:
+        """Raise Taken if another process is the owner. Without ``now``, look only if the lease was not renewed lately:
+        after a renewal, no other process can take it for its seconds."""
+        if not now and time.clock_gettime(_CLOCK) - self._renewed < self.about["seconds"] / 2:
             return
         newest, owner = _newest(self.bucket)
         if newest > self.number or owner.get("token", self.about["token"]) != self.about["token"]:
@@ -41,7 +41,7 @@ class Lease:
 
     def renew(self, *, released: bool = False) -> None:
         """Renew the lease, or release it. Raises Taken."""
-        self.check()
+        self.check(now=True)
         began, self.about = time.clock_gettime(_CLOCK), {**self.about, "beat": self.about["beat"] + 1}
         self.bucket.put(_name(self.number), json.dumps({**self.about, "released": released}).encode())
         self._renewed = began
