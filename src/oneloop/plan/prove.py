@@ -25,9 +25,9 @@ from oneloop.recipe.parse import read
 Start = Callable[[Sequence[str], int], int]
 """runs ``oneloop launch`` with these arguments; output goes to the file descriptor; returns the exit code"""
 _SECONDS = 1800.0  # time limit of one run
-_KEYS = {"eval.every": 0, "save.every": 0, "save.best": False, "save.final": "last", "log.every": 1, "track": "none"}
-_KEYS |= {"log.noise_scale": False, "watch.quiet": False, "watch.profile": None, "watch.memory": None}
-_KEYS |= {"run.resume": "auto", "stop.after": None, "debug.dry_run": False, "machine.check_every": 1}
+_KEYS = {"eval.every": 0, "save.every": 0, "save.best": False, "save.final": "last", "save.mirror": None}
+_KEYS |= {"log.every": 1, "log.noise_scale": False, "watch.quiet": False, "watch.profile": None, "watch.memory": None}
+_KEYS |= {"track": "none", "run.resume": "auto", "stop.after": None, "debug.dry_run": False, "machine.check_every": 1}
 """keys of every run; check_every ends a run whose replicas differ, because only rank 0's weights are compared"""
 _FACTOR = 10.0  # the layout may differ from the reference by at most this multiple of the control's difference
 _GRADIENTS = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-4)}  # relative limit: minimum, and maximum

@@ -46,7 +46,7 @@ class Runner:
         """Train ``steps`` steps with these recipe keys; time the steps after the first ``warm``."""
         with tempfile.TemporaryDirectory(prefix="oneloop-") as scratch:
             common = {"duration": steps, "eval.every": 0, "save.every": 0, "save.best": False, "track": "none"}
-            common |= {"run.dir": f"{scratch}/run", "log.noise_scale": False, "watch.quiet": True}
+            common |= {"run.dir": f"{scratch}/run", "log.noise_scale": False, "watch.quiet": True, "save.mirror": None}
             arguments = [*self._recipe, *as_arguments({**common, **keys})]
             pipe, sender = self._context.Pipe()
             precision = str(keys.get(PRECISION, "no"))
