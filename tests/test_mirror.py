@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import lab
 import stores
 from oneloop.basics.bucket import Bucket
 from oneloop.checkpoint.lease import Lease, Taken, take
@@ -23,7 +24,7 @@ from oneloop.checkpoint.mirror import Copy, Damaged, folder_of, steps_in
 from oneloop.checkpoint.store import Store, problems, write_file
 from oneloop.checkpoint.uploads import Uploads
 from oneloop.cli import main
-from worlds import run
+from worlds import _free_port, run
 
 LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
 SLOWLY = {"SLOW": "0.04"}  # seconds for each micro-batch
@@ -532,3 +533,36 @@ def test_a_bandwidth_limit(tmp_path):
     began = time.monotonic()
     limited.write("x", [bytes(8 << 20)] * 3, 24 << 20)
     assert time.monotonic() - began > 2 * (8 << 20) / 40e6 - 0.01  # never faster
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_two_launchers_without_a_shared_disk(tmp_path, s3, whole, config):
+    """Two nodes in two folders: twice, all processes are killed and both folders are deleted."""
+    address, rng = f"s3://bucket/launchers-{config}", random.Random(config)
+    for kill in (rng.uniform(0.1, 1.0), rng.uniform(0.1, 1.0), 0.0):  # seconds after the first new checkpoint
+        keys = f"--processes_per_node 1 --config_file {config} {stores.WORDS} --run.dir {address}"
+        words = f"--nodes 2 --rendezvous 127.0.0.1:{_free_port()} {keys}".split()
+        hosts = [stores.lay(tmp_path / f"host-{number}") for number in range(2)]
+        variables = s3 | stores.LEASE | (SLOWLY if kill else {})
+        nodes = [lab.Node(words, folder, variables=variables) for folder in hosts]
+        try:
+            if kill:
+                before, until = max(steps_in(Bucket(address)), default=0), time.monotonic() + 120
+                while max(steps_in(Bucket(address)), default=0) <= before and time.monotonic() < until:
+                    time.sleep(0.1)
+                time.sleep(kill)
+                assert all(node.process.poll() is None for node in nodes), [node.output for node in nodes]
+            else:
+                assert [node.ended(200) for node in nodes] == [0, 0], [node.output for node in nodes]
+        finally:
+            for node in nodes:
+                node.kill()
+        if kill:
+            for folder in hosts:
+                shutil.rmtree(folder)
+    runs = [folder / "runs" / address.partition("://")[2] for folder in hosts]
+    (ended,) = [folder for folder in runs if (folder / "final").exists()]
+    assert final(ended) == whole(config, 2) and intact(address, tmp_path)[-1] == 60
+    assert any("resuming from s3://" in node.output for node in nodes)
