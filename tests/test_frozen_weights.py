@@ -146,7 +146,7 @@ def test_another_type_needs_mixed_precision(tmp_path):
     world = trained(tmp_path, "--machine.base_dtype", "bfloat16")
     assert world.codes == [2] and "set --mixed_precision bf16" in world.output
     world = trained(tmp_path, "--machine.base_dtype", "bfloat16", rules={"head": {"lr_factor": 2}})
-    assert world.codes == [2] and "and none is frozen" in world.output
+    assert world.codes == [2] and "but none is; see" in world.output
 
 
 def test_parts_of_other_weights_are_left_out(tmp_path):

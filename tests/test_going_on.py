@@ -220,7 +220,7 @@ def test_corruptions_of_a_run_folder(tmp_path, whole, times):
     print(detected)
     share = times / 2000
     assert detected["final/model.safetensors"] > 280 * share and detected["summary.json"] > 250 * share
-    assert detected["metrics.jsonl"] > 150 * share and detected["recipe.yaml"] > 50 * share
+    assert detected["metrics.jsonl"] > 130 * share and detected["recipe.yaml"] > 50 * share
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

@@ -106,9 +106,9 @@ def test_a_model_that_is_changed_underfoot(base, tmp_path):
     task = the_task(own, rank=4)
     task.model()
     (own / "model.safetensors").write_bytes((own / "model.safetensors").read_bytes())
-    with pytest.raises(ValueError, match="changed since this run started; restore the original files"):
+    with pytest.raises(ValueError, match="changed since the start; restore the original files"):
         task.origin.unchanged()
-    with pytest.raises(ValueError, match="changed since this run started"):
+    with pytest.raises(ValueError, match="changed since the start"):
         _ = task.origin.content
     task = the_task(own, rank=4)
     task.model()
@@ -123,7 +123,7 @@ def test_a_model_that_is_changed_underfoot(base, tmp_path):
     (tmp_path / "config.json").rename(own / "config.json")
     task.origin.unchanged()
     (own / "model.safetensors").write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-    with pytest.raises(ValueError, match="changed since this run started"):
+    with pytest.raises(ValueError, match="changed since the start"):
         task.origin.unchanged()
 
 
@@ -170,9 +170,7 @@ def test_a_model_saved_in_four_bits(base, tmp_path):
     model = the_task(four, rank=4).model()
     layers = [module for module in model.modules() if hasattr(module, "quant_state")]
     assert layers and not any(layer.support_avx512bf16_for_cpu for layer in layers)
-    with pytest.raises(
-        ValueError, match=r"task.lora.quantize fp4: .* is in 4 bits \(nf4\) already; remove task.lora.quantize"
-    ):
+    with pytest.raises(ValueError, match=r"task.lora.quantize fp4: .* is in 4 bits \(nf4\) already; remove it"):
         the_task(four, rank=4, quantize="fp4").model()
     with pytest.raises(ValueError, match=r"is in 4 bits \(nf4\), which cannot be trained; give task.lora.rank 16"):
         the_task(four).model()

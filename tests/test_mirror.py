@@ -528,7 +528,7 @@ def test_a_rank_needs_only_its_shards(tmp_path):
         assert 0.4 * whole < needed < 0.55 * whole
 
 
-def test_a_bandwidth_limit(tmp_path):
+def test_a_bandwidth_limit(tmp_path):  # the key save.upload_limit
     limited = Bucket(f"file://{tmp_path}/store", limit=40e6)
     began = time.monotonic()
     limited.write("x", [bytes(8 << 20)] * 3, 24 << 20)

@@ -331,7 +331,7 @@ def test_a_loss_that_draws_and_metrics_that_are_no_sums(tmp_path):
         (["verify", "--same", "one", "two"], "one holds no run"),
         (["verify", "--same", "plain", "plain"], "no hashes in metrics.jsonl"),
         (["verify", "--same", "odd", "plain"], "no hashes in metrics.jsonl"),
-        (["worth", "digits", "--batch.grain", "8"], "remove batch.grain"),
+        (["worth", "digits", "--batch.grain", "8"], "batch.grain forbids; remove it"),
     ],
 )
 def test_what_cannot_be_compared_is_reported(tmp_path, monkeypatch, capsys, words, expected_text):
