@@ -10,7 +10,7 @@ from uuid import uuid4
 from oneloop.basics.bucket import Bucket
 from oneloop.basics.exit_codes import DONE, ERROR, BadInput
 from oneloop.checkpoint.background_save import SaveInProgress
-from oneloop.checkpoint.lease import Lease, take
+from oneloop.checkpoint.lease import Lease, Taken, take
 from oneloop.checkpoint.mirror import FILES, OURS, fetch_files, steps_in
 from oneloop.checkpoint.store import MANIFEST, step_of
 from oneloop.run.folder import Folder
@@ -62,7 +62,8 @@ class MirroredFolder(Folder):
             self._newer_there = steps_in(bucket)[-1:] > [step_of(path) for path in self._store.sealed()[-1:]]
         except OSError as error:
             self.abandon()
-            raise BadInput(str(error)) from error
+            advice = "" if isinstance(error, Taken) else "; check address, credentials and network"
+            raise BadInput(f"{error}{advice}") from error
 
     def starts(self, began: float, seconds: float) -> dict[str, float]:
         """:meth:`Folder.starts`, after fetching the files of a mirror with newer checkpoints."""
