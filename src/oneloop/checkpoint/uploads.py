@@ -30,7 +30,7 @@ class Uploads:
     def __init__(self, to: Mapping[str, Any], news: Callable[..., None]) -> None:
         self.bucket, self.run, self._news = Bucket(to["address"], limit=to["limit"]), Path(to["run"]), news
         self.lease, self._request = Lease(self.bucket, *to["lease"]), SaveRequest("", 0, 0, 0, 0, "", 0)
-        self._check = self.lease.check if to["owns"] else lambda: None
+        self._check: Callable[[], None] = self.lease.check if to["owns"] else lambda: None
         self.counts, self._delay, self._not_before = bool(to["counts"]), _BACKOFF[0], 0.0
         self._used = dict[str, tuple[str, ...]]()  # beginnings of the names of the objects of each folder
         self._sent = dict[str, bytes | None]()  # checksums of the files there
