@@ -95,7 +95,7 @@ def lose_disks(folder: Path, address: str, s3, times: int, config: str, ranks: i
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize(("config", "ranks"), [LAYOUTS[0], LAYOUTS[2]])
+@pytest.mark.parametrize(("config", "ranks"), [pytest.param("single", 1, marks=pytest.mark.slow), ("fsdp2", 2)])
 def test_the_disk_is_lost_and_the_result_is_bit_identical(tmp_path, s3, whole, config, ranks):
     done = lose_disks(tmp_path / "lost", f"s3://bucket/{config}", s3, 1, config, ranks, seed=ranks)
     assert final(done) == whole(config, ranks)
@@ -343,7 +343,8 @@ def test_of_many_starters_at_once_one_becomes_the_owner(tmp_path, s3):
     assert len(taken) == 1 and taken[0].number == 1
 
 
-@pytest.mark.parametrize("repeat", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 50))])
+@pytest.mark.slow
+@pytest.mark.parametrize("repeat", range(50))
 def test_of_two_runs_one_trains_and_the_other_is_rejected(tmp_path, s3, repeat):
     worlds, address = {}, f"s3://bucket/two-{repeat}"
 
@@ -388,13 +389,14 @@ def test_only_own_objects_are_deleted_and_foreign_folders_are_rejected(tmp_path)
     assert used.codes == [2] and "which is not of a run; choose another address" in used.output, used.output
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_for_a_while_damages_nothing(tmp_path, s3):
     """An unreadable checkpoint is not a damaged one: the start fails, and the next one resumes from it."""
     proxy, address = stores.Proxy(s3["AWS_ENDPOINT_URL"]), "s3://bucket/for-a-while"
     variables = s3 | {"AWS_ENDPOINT_URL": proxy.address}
     stores.trained(tmp_path / "a", "--run.dir", address, "--duration", "10", variables=variables).ok()
     before = Bucket(address).get("checkpoints/step-00000010/MANIFEST.json")
-    proxy.broken = "rank-00000.safetensors"
+    proxy.broken, variables["AWS_MAX_ATTEMPTS"] = "rank-00000.safetensors", "1"
     words = ["--run.dir", address, "--duration", "15", "--run.accept_changes", "true"]
     failed = stores.trained(tmp_path / "b", *words, variables=variables)
     assert failed.codes == [2] and "skipped" not in failed.output and "Traceback" not in failed.output, failed.output
@@ -406,6 +408,7 @@ def test_a_store_that_fails_for_a_while_damages_nothing(tmp_path, s3):
     assert Bucket(address).get("checkpoints/step-00000010/MANIFEST.json") == before
 
 
+@pytest.mark.slow
 def test_an_older_folder_and_a_path_into_a_used_mirror(tmp_path):
     address, words = f"file://{tmp_path}/store", ["--run.dir", "run", "--duration", "40"]
     mirrored = [*words, "--save.mirror", address, "--save.keep", "9"]

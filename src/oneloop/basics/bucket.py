@@ -17,7 +17,7 @@ from oneloop.basics.files import one_line
 BLOCK = 1 << 23  # bytes that one request writes or reads, and that one checksum covers
 _PARTS = 9000  # of one upload; S3 allows 10,000
 _AT_ONCE = 8  # blocks that are read at the same time
-_PATIENCE = {"connect_timeout": 5, "read_timeout": 15, "retries": {"max_attempts": 5, "mode": "standard"}}  # botocore's
+_PATIENCE = {"connect_timeout": 5, "read_timeout": 15}  # seconds; botocore tries five times (AWS_MAX_ATTEMPTS)
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "file": "fsspec"}
 
 
