@@ -139,8 +139,8 @@ def test_nothing_grows_without_bounds():
 
 
 CEILINGS = {  # lines of a package; a ceiling only falls, or rises by the budget of an issue that names it
-    **{"after": 361, "plan": 1615, "launch": 1756, "supervise": 1040, "basics": 1149, "job": 1187, "measure": 1212},
-    **{"optim": 1159, "machine": 1229, "recipe": 1421, "": 1530, "checkpoint": 2479, "run": 2108, "show": 2199},
+    **{"after": 361, "plan": 1615, "launch": 1756, "supervise": 1040, "basics": 1147, "job": 1187, "measure": 1212},
+    **{"optim": 1159, "machine": 1229, "recipe": 1423, "": 1530, "checkpoint": 2478, "run": 2108, "show": 2199},
     **{"data": 2611, "tasks": 5321},
 }
 CODE, FILES = 20_436, 201  # lines of code in all packages (no blank, comment or docstring), and files

@@ -54,7 +54,8 @@ class Bucket:
         how |= {"config_kwargs": _PATIENCE} if scheme == "s3" else {}
         with self._errors():
             self._fs: Any = fsspec.filesystem(scheme, skip_instance_cache=True, **how)
-            self._fs.retries = 2  # of s3fs, for each of botocore's
+            if scheme == "s3":
+                self._fs.retries = 2  # of s3fs, each with all of botocore's
             self._root = self._fs._strip_protocol(self.address)
 
     @contextmanager
@@ -86,11 +87,8 @@ class Bucket:
 
     def write(self, name: str, pieces: Iterable[Any], size: int) -> dict[str, Any]:
         """Write an object of about ``size`` bytes, with one block in memory; return its size and checksums."""
-        whole, blocks, how = (
-            xxh3_128(),
-            list[str](),
-            {} if self._is_local else {"block_size": max(BLOCK, size // _PARTS)},
-        )
+        whole, blocks = xxh3_128(), list[str]()
+        how = {} if self._is_local else {"block_size": max(BLOCK, size // _PARTS)}
         with self._errors():
             stream = self._fs.open(f"{self._root}/{name}", "wb", **how)
             try:

@@ -43,7 +43,6 @@ Block = tuple[str, int]  # name of a file, and number of the block
 Needs = Callable[[Path], Iterable[Span]]
 no_needs: Needs = lambda folder: ()  # noqa: E731
 
-
 _STEP = re.compile(rf"(?:{CHECKPOINTS}/)?step-(\d{{8,}})/{MANIFEST}")
 OURS = re.compile(rf"(?:{CHECKPOINTS}/step-\d{{8,}}|{BASE}/[0-9a-f]{{32}}|{FINAL})/(?:\d+-.+|{MANIFEST})")
 """names of the objects in its folders"""
@@ -67,12 +66,13 @@ def manifest_at(bucket: Bucket, folder: str) -> dict[str, Any]:
     """Return the manifest of a folder of a mirror, whose objects are all there. Raises Damaged and OSError."""
     try:
         manifest, sizes = parsed_manifest(bucket.get(f"{folder}/{MANIFEST}")), bucket.sizes(folder)
-        for name, entry in manifest["files"].items():
-            if (size := sizes.get(f"{manifest['attempt']}-{name}")) != entry["size"]:
-                raise Damaged(f"{name}: expected {entry['size']} bytes, found {size or 'none'}")
-        return manifest
+        expected = {f"{manifest['attempt']}-{name}": entry["size"] for name, entry in manifest["files"].items()}
     except (FileNotFoundError, ValueError, KeyError) as error:
         raise Damaged(f"{MANIFEST} is missing, or not of a mirror ({error})") from error
+    for name, size in expected.items():
+        if sizes.get(name) != size:
+            raise Damaged(f"{name}: expected {size} bytes, found {sizes.get(name, 'none')}")
+    return manifest
 
 
 class Copy:

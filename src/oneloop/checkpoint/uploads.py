@@ -23,9 +23,9 @@ _BACKOFF = (10.0, 600.0)  # least and most seconds until a failed upload is trie
 
 
 class Uploads:
-    """The uploads of one process. All raise OSError. ``to``: ``address`` of the mirror, ``run`` folder, ``limit`` in
-    bytes per second (0: none); ``counts``: are checkpoints written only there, or copied; ``lease``: number and
-    description; ``owns``: whether to renew it, and to copy. ``news`` reports the newest ``step``, or an ``error``."""
+    """The uploads of one process; methods raise OSError. ``to``: the mirror's ``address``, the ``run`` folder, the
+    ``limit`` in bytes per second (0: none), ``counts`` (checkpoints are written only there), the run's ``lease``,
+    and ``owns`` (this process renews it, and copies). ``news`` reports the newest ``step`` there, or an ``error``."""
 
     def __init__(self, to: Mapping[str, Any], news: Callable[..., None]) -> None:
         self.bucket, self.run, self._news = Bucket(to["address"], limit=to["limit"]), Path(to["run"]), news
@@ -186,5 +186,4 @@ class Uploads:
 
     def end(self, *, final: bool) -> dict[str, Any]:
         """Write what the mirror lacks, also the ``final`` weights. Return the newest step there, and the error."""
-        error = self._copied(final=final)
-        return {"mirrored": self._newest, "error": error}
+        return {"error": self._copied(final=final), "mirrored": self._newest}

@@ -66,7 +66,7 @@ def load(source: str) -> tuple[str, dict[str, Any]]:
                 known = ", ".join(packaged())
                 raise BadInput(f"{source!r} is a task, not a recipe ({known}); write RECIPE --task {source}")
             known = ", ".join(packaged())
-            raise BadInput(f"recipe {source!r} is unknown: {known} or a YAML file{suggestion(source, packaged())}")
+            raise BadInput(f"recipe {source!r} is unknown; use {known} or a YAML file{suggestion(source, packaged())}")
         try:
             name, text = path.stem, path.read_text(encoding="utf-8")
         except OSError as error:

@@ -37,7 +37,7 @@ class MirroredFolder(Folder):
             saved = [name.rpartition("/")[0] for name in names if OURS.fullmatch(name) and name.endswith(MANIFEST)]
             known = {name for name in names if name in FILES or OURS.match(name) or name.startswith(("owner/", "."))}
             if not saved and (other := sorted(names.keys() - known)):
-                raise BadInput(f"{self._address} holds {other[0]}, which is not of a run; choose another address")
+                raise BadInput(f"{self._address} holds {other[0]}, which is not of oneloop; choose another address")
             if not saved:
                 return None
             with TemporaryDirectory(prefix="oneloop-") as scratch:

@@ -197,7 +197,7 @@ class Blended(Mapped):
 
 
 def _paste(image: Tensor, other: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """Paste a rectangle of ``other`` with area 1 - share, clipped at the border. Return image and its own share."""
+    """Paste a rectangle of ``other`` with area 1 - share, clipped at the border. Return the image and its share."""
     height, width = image.shape[-2:]
     side = (1 - share).sqrt()
     rows, columns = int(height * side), int(width * side)
