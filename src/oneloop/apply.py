@@ -85,6 +85,7 @@ def perform(command: str, given: Namespace) -> tuple[Run, Any]:
     options = {**of.options, **({"micro": given.micro} if given.micro else {})}
     with run.setting_up():
         if command == "evaluate":
+            options["window"] = recipe.batch.size
             found = evaluate_all(of.task, model, sets, accelerator=run.accelerator, **options)
             assert found is not None
             return run, {"weights": of.about, **found["raw"]}

@@ -21,8 +21,9 @@ from oneloop.data.step_batches import Batch, CollateWithWeight, loader, transfer
 from oneloop.ema import EMA
 from oneloop.show.examples import Examples, Shows
 from oneloop.tasks.evaluation_metrics import Metrics, adapted, confusion, prefix, scalars
-from oneloop.tasks.evaluation_sums import Apart, Together
+from oneloop.tasks.evaluation_sums import Apart, Together, Windows
 from oneloop.tasks.protocol import Objective
+from oneloop.tasks.whole_batch import is_whole_batch
 
 
 @contextmanager
@@ -53,11 +54,12 @@ def evaluate(
     examples: Examples | None = None,
     name: str = "",
     exact: bool = False,
+    window: int | None = None,
 ) -> dict[str, float] | None:
     """Return loss (weighted as in training) and the task's metrics over ``dataset``. Collective: call on every rank.
 
     Args:
-        task: has ``collate``, ``weight``, ``loss`` and, optionally, ``metrics`` with ``update``.
+        task: has ``collate``, ``weight``, ``loss`` (or ``embed`` with ``batch_loss``) and, optionally, ``metrics``.
         model: as prepared for training.
         dataset: map-style.
         accelerator: its ranks share the samples.
@@ -69,6 +71,7 @@ def evaluate(
         examples: collects samples to show, if the task can show them, and the confusion matrix.
         name: name of the set, for messages.
         exact: make sums bit-identical on any number of ranks; ValueError for a metric that does not allow it.
+        window: samples of each loss over a whole batch; the last window may be smaller (default: ``micro``).
 
     Returns:
         ``{"loss": …, "accuracy": …}``, equal on all ranks; for a mixture also ``loss/NAME``; None if interrupted.
@@ -78,7 +81,9 @@ def evaluate(
     keyed, device = SeededSamples(dataset, seed=seed, name=name), accelerator.device
     collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)  # samples may differ in weight
     measured = task.metrics().to(device) if hasattr(task, "metrics") else None
-    sums = (Apart if exact else Together)(len(sources), device, measured)
+    sums: Together | Apart | Windows = (Apart if exact else Together)(task, len(sources), device, measured)
+    if is_whole_batch(task):
+        sums = Windows(task, measured, share.cut, micro=micro, window=window or micro, seed=(device, seed))
     loaded = loader(keyed, collate, share.places, workers=workers, device=device)
     share_buffers(model)
     with evaluating(model), closing(_weighed(loaded, device, (seed, share.first) if exact else None)) as weighed:
@@ -86,10 +91,7 @@ def evaluate(
         for source, (batch, weight) in zip(share.sources, batches, strict=True):
             if interrupted():
                 return None
-            loss, outputs = task.loss(model, batch)
-            if measured is not None and (share.idle or source is not None):
-                task.update(measured, batch, outputs)  # type: ignore[attr-defined]
-            sums.batch(source, loss, weight, idle=share.idle)
+            outputs = sums.batch(model, batch, source, weight, idle=share.idle)
             if examples is not None and source is not None:
                 examples.take(batch, outputs)
         if examples is not None and hasattr(task, "show"):
@@ -150,6 +152,7 @@ class Share:
     places: list[list[Place]]
     sources: list[int | None]  # source of each micro-batch; None: it repeats samples, and does not count
     first: int  # index of the first micro-batch among those of all ranks
+    cut: list[tuple[int, range]]  # source and samples of each micro-batch, of all ranks in order
 
     @property
     def idle(self) -> bool:
@@ -171,7 +174,7 @@ def share_of(sources: Sequence[range], micro: int, ranks: int, rank: int) -> Sha
     each = math.ceil(len(cut) / ranks)
     mine = range(rank * each, (rank + 1) * each)
     places = [[(0, index) for index in cut[at if at < len(cut) else 0][1]] for at in mine]
-    return Share(places, [cut[at][0] if at < len(cut) else None for at in mine], mine.start)
+    return Share(places, [cut[at][0] if at < len(cut) else None for at in mine], mine.start, cut)
 
 
 def evaluate_all(

@@ -38,9 +38,12 @@ def accumulate(
     accelerator, model, clock, sums = run.accelerator, gradients.model, meter.clock, gradients.sums()
     scale = gradients.factor / group.total  # the factor undoes accelerate's mean over the micro-batches
     with gradients.step(position, measured=measured):
-        for batch, weight in zip(clock.over("transfer", group.batches), group.weights, strict=False):
+        loss_of, batches = gradients.passes(
+            clock.over("transfer", group.batches)
+        )  # two, if the loss is of the whole batch
+        for batch, weight in zip(batches, group.weights, strict=False):
             with accelerator.accumulate(model), gradients.micro_batch(weight):  # .grad: sum over all ranks
-                loss, outputs = job.task.loss(model, batch)
+                loss, outputs = loss_of(model, batch)
                 accelerator.backward(contagious(loss, scale))  # a NaN loss makes the norm NaN on all ranks
             sums.add(loss, outputs, weight)
             clock.mark("compute")

@@ -27,6 +27,7 @@ from oneloop.recipe.training_keys import OptimizerConfig
 from oneloop.tasks.evaluation_metrics import directions, prefix
 from oneloop.tasks.protocol import Progress, Task, check, check_sets
 from oneloop.tasks.protocol_checks import theirs
+from oneloop.tasks.whole_batch import is_whole_batch, loss_alone
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,9 @@ def build_job(
         intervals=_intervals(recipe, scale, total),
         rate=_learning_rate(recipe, scale, total),
         upward=upward,
-        no_noise_scale=Sensor.why_not(ranks, layout.accumulate, sharded=sharded and not layout.grain),
+        no_noise_scale="its formula needs a loss that is a sum over samples"
+        if is_whole_batch(task)
+        else Sensor.why_not(ranks, layout.accumulate, sharded=sharded and not layout.grain),
     )
 
 
@@ -189,6 +192,8 @@ def make_task(recipe: Recipe) -> Task:
         why = f"{type(error).__name__}: {error}{where(error)}"
         raise ValueError(f"task.name {recipe.task.name}: __init__ failed: {why}") from error
     check(task)
+    if is_whole_batch(task):
+        task.loss = partial(loss_alone, task)  # type: ignore[method-assign]
     if hasattr(task, "progress"):
         try:
             task.progress = Progress(lambda: 0, 1, 1)  # until the run sets it

@@ -28,6 +28,7 @@ from oneloop.machine.layout_checks import Checks, changed, content, other_units
 from oneloop.measure.meter import OWN_METRICS
 from oneloop.show.graph import Drawing
 from oneloop.tasks.protocol_checks import Contract, theirs
+from oneloop.tasks.whole_batch import check_not_mean, check_rows, columns_of, parts_of
 
 SAMPLED = 4  # maximum number of samples; each is loaded twice
 
@@ -55,7 +56,7 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
     model, contract = bare(model), Contract(job.task)
     if run.ranks > 1 and not run.sharded:
         model = Wrapped(model)
-    number = min(SAMPLED, job.layout.each, len(job.train_set))
+    number = min(SAMPLED, max(job.layout.each, 2 if contract.whole else 1), len(job.train_set))
     epochs, indices = job.order.at(np.arange(number))
     dataset = SeededSamples(job.train_set, seed=job.recipe.seed)
 
@@ -79,11 +80,13 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
 def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, samples: Samples) -> Any:
     """Check in eval mode: one sample, the same sample twice, and evaluation samples with metrics. Return the graph."""
     first = samples[0]
-    tolerance = _tolerance(job, run, model)
+    tolerance = tolerance_of(job, run, model)
     with evaluating(model):
+        if contract.whole:
+            _check_parts(contract, job, run, model, samples)
         one, weight = make_batch(contract, job, run, [first])
         two, twice = make_batch(contract, job, run, [first, first])
-        if contract.additive and not contract.draws:
+        if (contract.additive or contract.whole) and not contract.draws:
             contract.check_doubling("weight", weight, twice, 1e-6)
         before = random_states(run.device)
         draw_graph = run.main and "tensorboard" in job.recipe.track
@@ -108,11 +111,23 @@ def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, sample
     return graph_drawing.graph if graph_drawing is not None else None
 
 
+def _check_parts(contract: Contract, job: Job, run: Run, model: nn.Module, samples: Samples) -> None:
+    """Check ``embed`` and ``batch_loss`` in eval mode: each sample alone, and all of them in both orders."""
+    before = random_states(run.device)
+    alone = [parts_of(contract, model, make_batch(contract, job, run, [one])[0], 1) for one in samples]
+    for step in (1, -1):
+        batch, _ = make_batch(contract, job, run, samples[::step])
+        together = parts_of(contract, model, batch, len(samples))
+        if not contract.draws and not has_drawn(before, run.device):
+            check_rows(contract, together, alone[::step], tolerance_of(job, run, model))
+    check_not_mean(contract, together, columns_of(job.task, batch))
+
+
 def _check_training(
     contract: Contract, job: Job, run: Run, model: nn.Module, samples: Samples, reloaded: Samples, graph: Any
 ) -> Preflight:
     """Check in training mode: forward and backward of a batch, its halves and the batch again, with the same seeds."""
-    half, tolerance = len(samples) // 2, _tolerance(job, run, model)
+    half, tolerance = len(samples) // 2, tolerance_of(job, run, model)
     no_halves = not contract.additive or not half or has_batch_statistics(model) or has_dropout(model)
     checks = Checks(model, parameters=run.ranks > 1 or job.exact, report=(moved := list[str]()).append, state=content)
     run_pass = partial(one_pass, contract, job, run, model, checks)
@@ -138,7 +153,12 @@ def _check_training(
             _near(total, sum(one.gradients.get(name, (0.0, 0.0))[0] for one in halves), 10 * tolerance, size + noise)
             for name, (total, size) in last.gradients.items()
         )
-    result: dict[str, Any] = {"additive": contract.additive, "draws": draws, "stateful": stateful, "linear": linear}
+    result: dict[str, Any] = {
+        "additive": contract.additive or contract.whole,
+        "draws": draws,
+        "stateful": stateful,
+        "linear": linear,
+    }
     result |= {"metrics": _metrics(contract, last.outputs), "unused": last.unused, "moved": moved[0] if moved else ""}
     return Preflight(flops=last.flops / len(samples), graph=graph, **result)
 
@@ -183,7 +203,7 @@ def _metrics(contract: Contract, outputs: dict[str, Any]) -> tuple[str, ...]:
     return names
 
 
-def _tolerance(job: Job, run: Run, model: nn.Module) -> float:
+def tolerance_of(job: Job, run: Run, model: nn.Module) -> float:
     """Return the relative tolerance for rounding of sums."""
     narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
     if narrow or run.accelerator.mixed_precision != "no" or job.recipe.machine.matmul != "highest":

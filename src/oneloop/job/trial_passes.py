@@ -125,23 +125,32 @@ def has_drawn(before: list[Any], device: torch.device) -> bool:
 @contextmanager
 def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore gradients (None), buffers and random states on exit."""
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
     states, numpy_state = random_states(device), np.random.get_state()
     try:
-        yield
+        with restored_buffers(model):
+            yield
     finally:
         reshard(model)
         for parameter in model.parameters():
             parameter.grad = None
-        with torch.no_grad():
-            for module, name, buffer, before in buffers:
-                module._buffers[name] = buffer.copy_(before)  # a forward may have replaced the tensor
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         np.random.set_state(numpy_state)
         if device.type == "cuda":
             torch.cuda.set_rng_state(states[3], device)
+
+
+@contextmanager
+def restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore buffers on exit."""
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                module._buffers[name] = buffer.copy_(before)  # a forward may have replaced the tensor

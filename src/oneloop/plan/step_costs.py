@@ -37,6 +37,7 @@ from oneloop.measure.meter import Meter
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.plan.ledger import Collective, Ledger, module_names
 from oneloop.run.gradients import Gradients
+from oneloop.tasks.whole_batch import is_whole_batch
 from oneloop.train import accept, accumulate, update
 
 _WARM = 2  # steps before the measured ones: then the optimizer has its state, and DDP its buckets
@@ -64,7 +65,7 @@ class StepCosts:
 
     def __init__(self, job: Job, run: Run, mode: FakeTensorMode | None = None) -> None:
         layout, self._repeats = job.layout, 1
-        if layout.accumulate > 2 and not job.exact:
+        if layout.accumulate > 2 and not job.exact and not is_whole_batch(job.task):
             self._repeats = layout.accumulate - 1
             job = replace(job, layout=BatchLayout(2 * run.ranks * layout.each, run.ranks, layout.each))
         self.job, self.run, self._mode, self.ledger = job, run, mode, Ledger()

@@ -8,7 +8,7 @@
 >>> norm = gradients.norm()                     # .grad is the sum over micro-batches and ranks
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,6 +21,7 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.seeds import reseed
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint.state_dict import model_tensors
+from oneloop.data.step_batches import Batch
 from oneloop.ema import EMA
 from oneloop.job.build import Job
 from oneloop.job.preflight import Preflight
@@ -34,6 +35,8 @@ from oneloop.measure.noise_scale import Sensor
 from oneloop.measure.stragglers import DeviceTime
 from oneloop.optim.clip import global_norm
 from oneloop.run.start_lines import DEPENDS
+from oneloop.run.two_passes import TwoPasses
+from oneloop.tasks.whole_batch import is_whole_batch
 
 
 class Gradients:
@@ -50,6 +53,7 @@ class Gradients:
         self._sensor = Sensor(run.accelerator, model, exact=job.exact, summed=True)
         self.checks = _checks(job, run, model, seen)
         how: dict[str, Any] = {"accumulate": layout.accumulate, "checks": self.checks}
+        self._two_passes = TwoPasses(job, run, model, self._seed) if is_whole_batch(job.task) else None
         self._reduction = (
             Tree(model, parameters, ranks=run.ranks, see=self._sensor.see, **how)
             if job.exact
@@ -57,7 +61,7 @@ class Gradients:
         )
         leaves = [layout.leaf(run.rank, micro) for micro in range(layout.accumulate)]
         self._leaves = torch.tensor(leaves, device=run.device)  # indices of this rank's leaves in the step
-        self._at, self._weight = (0, -1), 0.0  # position of the step, and number of the micro-batch in it
+        self._at = 0, -1, 0.0  # position of the step; number of the micro-batch in it, and its weight on this rank
         self.device_time = DeviceTime(model, run.device, alone=not run.sharded)
 
     @property
@@ -74,30 +78,36 @@ class Gradients:
 
         ``position`` is that of its first sample; ``measured``: measure the device time and, if the run does, the noise
         scale."""
-        self._at = position, -1
+        self._at = position, -1, 0.0
         noise = self._sensor.measuring(measured and self._job.noise_scale)
         return self.device_time.measuring(noise) if measured and self._run.ranks > 1 else noise
 
     def micro_batch(self, weight: float) -> "Gradients":
         """Return a context around forward and backward of the next micro-batch, of this ``weight`` on this rank."""
-        self._at, self._weight = (self._at[0], self._at[1] + 1), weight
+        self._at = self._at[0], self._at[1] + 1, weight
         return self
 
+    def passes(self, batches: Iterable[Batch]) -> tuple[Callable[[nn.Module, Batch], Any], Iterable[Batch]]:
+        """Return the loss of a micro-batch, and the micro-batches of a step: those of the task. For a loss over the
+        whole batch, first make its first pass. Collective: call on every rank."""
+        if self._two_passes is None:
+            return self._job.task.loss, batches
+        return self._two_passes.loss, self._two_passes.first(batches)
+
     def __enter__(self) -> None:
-        self._reseed()
+        self._seed(self._at[1])
         self._reduction.__enter__()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._reduction.__exit__(kind, error, trace)
         if error is None:
-            self._sensor.micro_batch(self._weight)
+            self._sensor.micro_batch(self._at[2])
 
-    def _reseed(self) -> None:
-        """Seed random numbers by step, rank and micro-batch; with ``batch.grain``, by step and leaf."""
-        job, run = self._job, self._run
-        position, micro = self._at
-        own = [job.layout.leaf(run.rank, micro)] if job.exact else [run.rank, micro]
-        reseed(run.device, job.recipe.seed, position, *own, others=job.exact)
+    def _seed(self, micro: int | None) -> None:
+        """Seed random numbers by step, rank and micro-batch; with ``batch.grain``, by step and leaf. None: by step."""
+        job, run, position = self._job, self._run, self._at[0]
+        own = [] if micro is None else [job.layout.leaf(run.rank, micro)] if job.exact else [run.rank, micro]
+        reseed(run.device, job.recipe.seed, position, *own, others=job.exact or self._two_passes is not None)
 
     def norm(self) -> Tensor:
         """Return the global L2 norm of the gradients, 0-dim, equal on all ranks. Collective: call on every rank."""

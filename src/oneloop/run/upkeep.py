@@ -107,6 +107,7 @@ class Upkeep:
         with BEATS.phase(EVALUATION):
             how: dict[str, Any] = {"micro": recipe.eval.micro or job.layout.each, "workers": self._workers}
             how |= {"dtype": job.dtype, "seed": recipe.seed, "exact": job.exact, "interrupted": run.stop_wanted}
+            how["window"] = job.layout.size
             what = {"emas": self._emas, "examples": examples, "accelerator": run.accelerator}
             metrics = evaluate_all(job.task, state.model, sets, **what, **how)
         if metrics is None:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from oneloop.basics.exact_sums import rounded_sum, tree_sum
+from oneloop.basics.seeds import reseed
+from oneloop.tasks.whole_batch import columns_of
 
 _EXACT = {"dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat"}
 """torchmetrics reductions that do not depend on the number of ranks, except for floating-point sums"""
@@ -15,18 +17,25 @@ _EXACT = {"dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat"}
 class Together:
     """Sums per source, added in arrival order."""
 
-    def __init__(self, sources: int, device: torch.device, metrics: Any = None) -> None:
-        self._metrics = metrics
+    def __init__(self, task: Any, sources: int, device: torch.device, metrics: Any = None) -> None:
+        self._task, self._metrics = task, metrics
         wide = torch.float32 if device.type == "mps" else torch.float64
         self._totals = torch.zeros(sources, dtype=wide, device=device)
         self._weights = [0.0] * sources
 
-    def batch(self, source: int | None, loss: Tensor, weight: float, *, idle: bool = False) -> None:
-        """Add a micro-batch; without a ``source`` it is not counted.
+    def batch(self, model: Any, batch: Any, source: int | None, weight: float, *, idle: bool = False) -> Any:
+        """Compute and add a micro-batch; without a ``source`` it is not counted. Return the outputs.
 
-        An ``idle`` rank has only such a micro-batch. Its metrics saw it, so that their lists have the dtypes that the
-        reduction over ranks needs; here they are reset.
+        An ``idle`` rank has only such a micro-batch. Its metrics see it, so that their lists have the dtypes that the
+        reduction over ranks needs; then they are reset.
         """
+        loss, outputs = self._task.loss(model, batch)
+        if self._metrics is not None and (idle or source is not None):
+            self._task.update(self._metrics, batch, outputs)
+        self._add(source, loss, weight, idle=idle)
+        return outputs
+
+    def _add(self, source: int | None, loss: Tensor, weight: float, *, idle: bool) -> None:
         if source is None:
             if idle:
                 reset_metrics(self._metrics)
@@ -41,15 +50,15 @@ class Together:
         return totals, total_weights
 
 
-class Apart:
+class Apart(Together):
     """Losses, weights and floating-point metric sums of each micro-batch, so that results do not depend on the ranks.
 
     Floating-point metric sums are stored and reset after each micro-batch; integer sums are exact. Some torchmetrics
     states are not sums, extremes or lists: the inputs of these metrics are stored and replayed at the end in one order.
     """
 
-    def __init__(self, sources: int, device: torch.device, metrics: Any = None) -> None:
-        self._number, self._device, self._metrics = sources, device, metrics
+    def __init__(self, task: Any, sources: int, device: torch.device, metrics: Any = None) -> None:
+        self._task, self._number, self._device, self._metrics = task, sources, device, metrics
         if hasattr(metrics, "_enable_compute_groups"):
             metrics._enable_compute_groups = False  # with shared states, each metric would reset the others
         self._recorded = [_RecordedUpdates(metric) for metric in _metrics(metrics) if not _is_exact(metric)]
@@ -59,8 +68,7 @@ class Apart:
         self._weights: list[float] = []
         self._states: list[list[Tensor]] = [[] for _ in self._floating]
 
-    def batch(self, source: int | None, loss: Tensor, weight: float, *, idle: bool = False) -> None:
-        """Add a micro-batch; see :meth:`Together.batch`."""
+    def _add(self, source: int | None, loss: Tensor, weight: float, *, idle: bool) -> None:
         if source is None:
             if idle:
                 reset_metrics(self._metrics)
@@ -95,6 +103,78 @@ class Apart:
             recorded.replay(self._device)
         totals, weights = ([rounded_sum(row[column] for row in rows) for rows in by_source] for column in (1, 2))
         return totals, weights
+
+
+class Windows:
+    """Losses over whole batches: windows of neighbouring samples of a source. Metrics see the whole set at once.
+
+    ``cut``: source and samples of each micro-batch (of up to ``micro`` samples) of all ranks; ``seed``: device and seed
+    of the random numbers of a loss.
+    """
+
+    def __init__(
+        self,
+        task: Any,
+        metrics: Any,
+        cut: list[tuple[int, range]],
+        *,
+        micro: int,
+        window: int,
+        seed: tuple[torch.device, int],
+    ) -> None:
+        self._task, self._metrics, self._cut = task, metrics, cut
+        self._micro, self._window, self._seed = micro, window, seed
+        self._parts: list[dict[str, Tensor]] = []
+        self._columns: list[dict[str, Tensor]] = []
+        self._weights: list[float] = []
+
+    def batch(self, model: Any, batch: Any, source: int | None, weight: float, *, idle: bool = False) -> Any:
+        """Embed a micro-batch; without a ``source`` it is not counted. Return the parts."""
+        self._parts.append(self._task.embed(model, batch))
+        self._columns.append(columns_of(self._task, batch))
+        self._weights.append(0.0 if source is None else weight)
+        return self._parts[-1]
+
+    @torch.no_grad()
+    def summed(self, accelerator: Any, *, each: int) -> tuple[list[float], list[float]]:
+        """Return loss and weight of each source. Every rank computes them, and all metrics; those of other ranks than 0
+        are then reset. Collective: call on every rank."""
+        parts, columns = (self._whole(accelerator, own) for own in (self._parts, self._columns))
+        if self._metrics is not None:
+            self._task.update(self._metrics, columns, parts)
+            if not accelerator.is_main_process:
+                reset_metrics(self._metrics)
+        wide = torch.float32 if accelerator.device.type == "mps" else torch.float64
+        known = torch.tensor(self._weights, dtype=wide, device=accelerator.device)
+        known = (accelerator.gather(known) if accelerator.num_processes > 1 else known).tolist()
+        sources = 1 + max(source for source, _ in self._cut)
+        totals, weights = [0.0] * sources, [0.0] * sources
+        for (source, _), weight in zip(self._cut, known, strict=False):
+            weights[source] += weight
+        end = 0
+        for source in range(sources):
+            begin, end = end, end + sum(len(samples) for other, samples in self._cut if other == source)
+            for start in range(begin, end, self._window):
+                rows = slice(start, min(start + self._window, end))
+                window = [{k: v[rows] if v.ndim else v for k, v in whole.items()} for whole in (parts, columns)]
+                reseed(self._seed[0], self._seed[1], start, others=True)
+                totals[source] += float(self._task.batch_loss(*window)[0])
+        return totals, weights
+
+    def _whole(self, accelerator: Any, micro_batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the tensors of the whole set, in the order of its samples."""
+        used = [range(n * self._micro, n * self._micro + len(samples)) for n, (_, samples) in enumerate(self._cut)]
+        rows, whole = torch.tensor([row for some in used for row in some], device=accelerator.device), {}
+        for name, first in micro_batches[0].items():
+            if not first.ndim:
+                whole[name] = first
+                continue
+            own = first.new_zeros(len(micro_batches), self._micro, *first.shape[1:])
+            for number, one in enumerate(micro_batches):
+                own[number, : len(one[name])] = one[name]
+            own = own.flatten(0, 1)
+            whole[name] = (accelerator.gather(own) if accelerator.num_processes > 1 else own)[rows]
+        return whole
 
 
 def reset_metrics(metrics: Any) -> None:

@@ -33,9 +33,14 @@ class Task(Objective, Protocol):
         ``needs: dict[str, str]``: class attribute; arguments that require a value of another argument, such as
         ``{"width": "model=cnn", "held_out": "data!=digits|mnist"}``; otherwise they are rejected.
         ``notes: list[str]``: lines for the start-up log.
-        ``additive: bool``: False if the loss of a batch is not the sum of the losses of its samples (contrastive
-        losses, mixup drawn in ``loss``, auxiliary losses over the batch). A run is then bit-identical only on the same
-        parallel layout, and the start-up log says so.
+        ``embed(model, batch) -> dict[str, Tensor]`` with ``batch_loss(parts, columns) -> (sum, outputs)``, instead of
+        ``loss``: a loss over the whole global batch (contrastive losses; see :mod:`oneloop.tasks.whole_batch`). Each
+        part is (samples, …), a row per sample that depends on this sample only, or 0-dim (a logit scale). ``parts`` are
+        those of the global batch in sample order, and ``columns`` the tensors of the batch that ``batch_columns``
+        names (labels, ids). ``update`` gets columns and parts of the whole evaluation set.
+        ``additive: bool``: False if the loss of a batch is not the sum of the losses of its samples (mixup drawn in
+        ``loss``, auxiliary losses over the batch). A run is then bit-identical only on the same parallel layout, and
+        the start-up log says so.
         ``metrics()`` with ``update(metrics, batch, outputs) -> None``: evaluation metrics besides the loss, a new
         :class:`oneloop.tasks.evaluation_metrics.Metrics` (sums over samples, and the metrics computed from them) or a
         ``torchmetrics.MetricCollection``.
@@ -98,14 +103,21 @@ class Progress:
         return min(1.0, self.step / self.total)
 
 
-_NEEDED = ("model", "train_set", "eval_sets", "collate", "weight", "loss")
+_NEEDED = ("model", "train_set", "eval_sets", "collate", "weight")
 
 
 def check(task: Any) -> None:
     """Raise ValueError if a method of a task is missing, or cannot be called with its arguments."""
-    methods = {name: getattr(task, name, None) for name in _NEEDED}  # a stub of the protocol is inherited
-    stubs = {name for name, method in methods.items() if getattr(method, "__func__", None) is getattr(Task, name)}
+    loss = ("embed", "batch_loss") if hasattr(task, "batch_loss") else ("loss",)
+    methods = {name: getattr(task, name, None) for name in (*_NEEDED, *loss)}  # a stub of the protocol is inherited
+    stubs = {name for name, method in methods.items() if getattr(method, "__func__", None) is getattr(Task, name, ())}
     missing = [name for name, method in methods.items() if not callable(method) or name in stubs]
+    if (
+        len(loss) == 2
+        and callable(own := getattr(task, "loss", None))
+        and getattr(own, "__func__", None) is not Task.loss
+    ):
+        raise ValueError(f"task.name {type(task).__name__} has both loss and batch_loss; remove one of them")
     if hasattr(task, "metrics") and not callable(getattr(task, "update", None)):
         missing.append("update (since it has metrics)")
     if hasattr(task, "state_dict") != hasattr(task, "load_state_dict"):

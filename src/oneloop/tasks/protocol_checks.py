@@ -19,10 +19,11 @@ from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput, Inexact
 
+# Arguments of each method.
 _ARGUMENTS: dict[str, tuple[str, ...]] = dict.fromkeys(("model", "train_set", "eval_sets", "metrics", "state_dict"), ())
 _ARGUMENTS |= {"collate": ("samples",), "weight": ("batch",), "loss": ("model", "batch"), "save": ("model", "folder")}
 _ARGUMENTS |= {"update": ("metrics", "batch", "outputs"), "show": ("sample", "outputs"), "generate": ("model", "batch")}
-_ARGUMENTS |= {"load_state_dict": ("state",)}  # arguments of each method
+_ARGUMENTS |= {"load_state_dict": ("state",), "embed": ("model", "batch"), "batch_loss": ("parts", "columns")}
 
 
 def named(task: Any, member: str) -> str:
@@ -101,7 +102,8 @@ class Contract:
 
     def __init__(self, task: Any) -> None:
         self.task = task
-        self.additive = bool(getattr(task, "additive", True))
+        self.whole = hasattr(task, "batch_loss")  # whether the loss is over the whole global batch
+        self.additive = bool(getattr(task, "additive", True)) and not self.whole
         """whether the task declares that the loss of a batch is the sum of its samples' losses"""
         self.draws = False  # whether a call drew random numbers
         self._keys: list[str] | None = None
@@ -152,19 +154,26 @@ class Contract:
         return weight
 
     def loss(self, model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """Return the summed loss and the outputs."""
+        """Return the summed loss and the outputs; of a whole-batch loss, those of this batch on its own."""
+        return self._loss("batch_loss" if self.whole else "loss", lambda: self.task.loss(model, batch))
+
+    def batch_loss(self, parts: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> Tensor:
+        """Return the summed loss of a whole batch."""
+        return self._loss("batch_loss", lambda: self.task.batch_loss(parts, columns))[0]
+
+    def _loss(self, member: str, call: Callable[[], Any]) -> tuple[Tensor, dict[str, Any]]:
         fix = "return (loss, outputs): the SUM of the losses as a 0-dim tensor, and a dict of detached tensors"
-        result = theirs(self.task, "loss", lambda: self.task.loss(model, batch))
+        result = theirs(self.task, member, call)
         if not isinstance(result, tuple) or len(result) != 2:
-            raise self.wrong("loss", f"returned {_describe(result)}", fix)
+            raise self.wrong(member, f"returned {_describe(result)}", fix)
         loss, outputs = result
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
-            raise self.wrong("loss", f"returned {_describe(loss)} as the loss", fix)
+            raise self.wrong(member, f"returned {_describe(loss)} as the loss", fix)
         if outputs is not None and not isinstance(outputs, Mapping):
-            raise self.wrong("loss", f"returned {_describe(outputs)} as the outputs", fix)
+            raise self.wrong(member, f"returned {_describe(outputs)} as the outputs", fix)
         if torch.is_grad_enabled() and not loss.requires_grad:
             advice = "compute it from the model's outputs, without detach(), .item() or torch.no_grad()"
-            raise self.wrong("loss", "returned a loss without a gradient in training", advice)
+            raise self.wrong(member, "returned a loss without a gradient in training", advice)
         return loss, dict(outputs or {})
 
     def check_metrics(self, batch: Mapping[str, Any], outputs: Mapping[str, Any], device: torch.device) -> None:

@@ -1,0 +1,140 @@
+"""The exact gradient of a loss over the whole global batch, with the memory of one micro-batch.
+
+The first pass embeds all micro-batches without gradients. Every rank gathers the embeddings, and computes the loss and
+its gradient with respect to them. The second pass repeats each forward with the same random numbers, and continues this
+gradient into the model (gradient caching: Gao et al. 2021, but also exact with dropout, and over all ranks).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oneloop.basics.exit_codes import Inexact
+from oneloop.data.step_batches import Batch
+from oneloop.job.build import Job
+from oneloop.job.preflight import tolerance_of
+from oneloop.job.trial_passes import restored_buffers
+from oneloop.launch.processes import Run
+from oneloop.tasks.whole_batch import apart, columns_of
+
+
+class TwoPasses:
+    """The two passes of each step. ``seed`` seeds a micro-batch (None: the loss)."""
+
+    def __init__(self, job: Job, run: Run, model: nn.Module, seed: Callable[[int | None], None]) -> None:
+        self._job, self._run, self._model, self._seed = job, run, model, seed
+        self._tolerance = tolerance_of(job, run, model)
+        self._shapes: dict[str, Any] = {}  # shape of a row and dtype of each part and column
+        self._micro = 0  # number of the next micro-batch of the second pass
+        self._expected: list[dict[str, Tensor]] = []  # of each micro-batch: the parts of the first pass
+        self._gradients: list[dict[str, Tensor]] = []  # of each micro-batch: the loss's gradients of its parts
+        self._result: tuple[Tensor, dict[str, Tensor]] = torch.zeros(()), {}
+
+    @torch.no_grad()
+    def first(self, batches: Iterable[Batch]) -> list[Batch]:
+        """Make the first pass; return the micro-batches. Collective: call on every rank.
+
+        Raises:
+            Inexact: a tensor does not have the same shape in each micro-batch.
+        """
+        task, batches = self._job.task, list(batches)
+        self._first_step = not self._shapes
+        self._micro, self._expected, columns = 0, [], list[dict[str, Tensor]]()
+        with restored_buffers(self._model):  # BatchNorm: only the second pass changes them
+            for micro, batch in enumerate(batches):
+                self._seed(micro)
+                parts = task.embed(self._model, {**batch})  # type: ignore[attr-defined]
+                self._expected.append({name: part.clone() for name, part in parts.items()})  # CUDA graphs reuse it
+                columns.append(columns_of(task, batch))
+                self._check_shapes(self._expected[-1] | columns[-1])
+        self._differentiate(self._whole(self._expected), self._whole(columns))
+        return batches
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the micro-batch's share of the loss, whose gradient is exact, and outputs.
+
+        Raises:
+            Inexact: the forward gave other parts than in the first pass.
+        """
+        expected, gradients = self._expected[self._micro], self._gradients[self._micro]
+        self._micro += 1
+        parts = self._job.task.embed(model, {**batch})  # type: ignore[attr-defined]
+        names = [name for name, part in parts.items() if part.requires_grad and name in gradients]
+        differ = torch.stack([apart(parts[name].detach(), expected[name]) for name in parts]) > self._tolerance
+        readable = type(differ) is Tensor and (self._first_step or not differ.is_cuda)  # a plan has no values
+        if readable and differ.any():  # on a GPU a host sync; later, the loss is NaN
+            raise Inexact(_differ([name for name, one in zip(parts, differ.tolist(), strict=True) if one]))
+        value, outputs = self._result
+        value = torch.where(differ.any(), torch.nan, value)
+        return _Continued.apply(value, [gradients[name] for name in names], *(parts[name] for name in names)), outputs
+
+    def _differentiate(self, parts: dict[str, Tensor], columns: dict[str, Tensor]) -> None:
+        """Compute the loss of the whole batch and its gradients of the parts, and divide them among micro-batches."""
+        layout, number = self._job.layout, self._run.ranks * self._job.layout.accumulate
+        self._seed(None)
+        with torch.enable_grad():
+            leaves = {name: part.requires_grad_(part.is_floating_point()) for name, part in parts.items()}
+            loss, outputs = self._job.task.batch_loss(leaves, columns)  # type: ignore[attr-defined]
+            wanted = [name for name, part in leaves.items() if part.requires_grad]
+            found = torch.autograd.grad(loss, [leaves[name] for name in wanted], allow_unused=True)
+        known = {name: gradient for name, gradient in zip(wanted, found, strict=True) if gradient is not None}
+        scalars = {name: part.detach() for name, part in parts.items() if not part.ndim}
+        self._expected = [one | scalars for one in self._expected]
+        self._result = loss.detach() / number, {**scalars, **(outputs or {})}
+        rows = [layout.leaf(self._run.rank, micro) * layout.each for micro in range(layout.accumulate)]
+        self._gradients = [
+            {name: own[row : row + layout.each] if own.ndim else own / number for name, own in known.items()}
+            for row in rows
+        ]
+
+    def _whole(self, micro_batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the tensors of the global batch, in the order of its samples."""
+        layout, whole = self._job.layout, {}
+        for name, first in micro_batches[0].items():
+            if not first.ndim:
+                whole[name] = first.clone()
+                continue
+            own = torch.cat([one[name] for one in micro_batches])
+            rows = self._run.accelerator.gather(own) if self._run.ranks > 1 else own
+            if layout.leaf(0, layout.accumulate - 1) != layout.accumulate - 1:  # neighbouring leaves are on other ranks
+                by_rank = rows.unflatten(0, (self._run.ranks, layout.accumulate, layout.each))
+                rows = by_rank.transpose(0, 1).flatten(0, 2)
+            whole[name] = rows
+        return whole
+
+    def _check_shapes(self, tensors: dict[str, Tensor]) -> None:
+        each = self._job.layout.each
+        shapes = {name: (part.shape[1:] if part.ndim else None, part.dtype) for name, part in tensors.items()}
+        if not self._shapes:
+            self._shapes = self._run.from_main(shapes)
+        for name, part in tensors.items():
+            if shapes[name] != self._shapes.get(name) or (part.ndim and len(part) != each):
+                was = self._shapes.get(name, (None, None))
+                found = f"{name!r} is {tuple(part.shape)} ({part.dtype}) for {each} samples"
+                raise Inexact(
+                    f"{found}, but rows of shape {was[0]} ({was[1]}) before; they must not depend on the batch"
+                )
+        if missing := [*self._shapes.keys() - shapes.keys()]:
+            raise Inexact(
+                f"embed did not return {missing[0]!r}, which it returned before; return the same parts each time"
+            )
+
+
+def _differ(names: Sequence[str]) -> str:
+    found = f"embed returned {', '.join(names)} with other values for the same micro-batch and the same random numbers"
+    return f"{found}; the model or embed keeps its own generator or counter: use torch's global generator"
+
+
+class _Continued(torch.autograd.Function):
+    """A value whose gradients with respect to some tensors are already known."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *parts: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> Any:  # type: ignore[override]
+        return None, None, *((outer * gradient).to(gradient.dtype) for gradient in ctx.gradients)

@@ -1,0 +1,112 @@
+"""Losses over the whole global batch: the task methods ``embed`` and ``batch_loss``, and checks of what they return."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oneloop.tasks.protocol_checks import Contract, theirs
+
+Parts = Mapping[str, Tensor]
+
+_PARTS = "return a dict of tensors: each has one row per sample, (samples, …), or is 0-dim, such as a logit scale"
+_COPIES = 4  # samples of the smaller batch in the check for a mean
+
+
+def is_whole_batch(task: Any) -> bool:
+    """Return whether the task's loss is over the whole global batch."""
+    return hasattr(task, "batch_loss")
+
+
+def columns_of(task: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the entries of a batch that ``batch_loss`` needs."""
+    return {name: batch[name] for name in getattr(task, "batch_columns", ())}
+
+
+def loss_alone(task: Any, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return loss and outputs of a batch that is the whole global batch. The outputs contain the detached parts."""
+    parts = task.embed(model, batch)
+    loss, outputs = task.batch_loss(parts, columns_of(task, batch))
+    return loss, {**{name: part.detach() for name, part in parts.items()}, **(outputs or {})}
+
+
+def parts_of(contract: Contract, model: nn.Module, batch: Mapping[str, Any], samples: int) -> dict[str, Tensor]:
+    """Return the checked result of ``embed``. Raise BadInput if parts or columns are not rows per sample."""
+    task = contract.task
+    parts = theirs(task, "embed", lambda: task.embed(model, batch))
+    if not isinstance(parts, Mapping) or not parts or not all(isinstance(part, Tensor) for part in parts.values()):
+        raise contract.wrong("embed", f"returned a {type(parts).__name__}", _PARTS)
+    for name, part in parts.items():
+        if part.ndim and len(part) != samples:
+            found = f"returned {name!r} of shape {tuple(part.shape)} for {samples} samples"
+            raise contract.wrong("embed", found, f"{_PARTS} (a parameter of shape (1,): use reshape(()))")
+    for name in getattr(task, "batch_columns", ()):
+        value = batch.get(name)
+        if not isinstance(value, Tensor) or not value.ndim or len(value) != samples:
+            found = "nothing" if value is None else f"a {type(value).__name__} {tuple(getattr(value, 'shape', ()))}"
+            problem = f"names {name!r}, for which collate returned {found} for {samples} samples"
+            raise contract.wrong("batch_columns", problem, "it must be a tensor with one row per sample")
+    return dict(parts)
+
+
+def check_rows(contract: Contract, together: Parts, alone: Sequence[Parts], tolerance: float) -> None:
+    """Check that each row of ``together`` (the parts of several samples) is the part of its sample ``alone``."""
+    for name, part in together.items():
+        rows = [one[name] if not part.ndim else one[name][0] for one in alone]
+        found = [part] * len(rows) if not part.ndim else [*part]
+        if _same(found, rows, tolerance):
+            continue
+        if not part.ndim:
+            problem, fix = f"is 0-dim, but depends on the batch: {_listed(rows)}", "give it one row per sample"
+        elif _same(rows, rows[1:] + rows[:1], 0.0):
+            problem, fix = "does not depend on the batch", "return a row for each sample, computed from this sample"
+        elif all(any(_same([row], [other], tolerance) for other in rows) for row in found):
+            problem, fix = "has its rows in another order than the batch", "keep the order of the samples"
+        else:
+            problem = "depends on the other samples of the batch"
+            fix = "another parallel layout would train a different model: compute each row from its sample only"
+        raise contract.wrong("embed", f"returned {name!r}, which {problem}", fix)
+
+
+def check_not_mean(contract: Contract, parts: Parts, columns: Parts) -> None:
+    """Check that ``batch_loss`` is no mean. If all samples have the same embeddings, then a sum over twice as many
+    samples is at least twice as large: the terms of a sample do not get smaller if there are more others."""
+
+    def loss(copies: int) -> float:
+        constant = {
+            name: part[:1].expand(copies, *part.shape[1:]) if part.ndim else part for name, part in parts.items()
+        }
+        number = {name: len(column) for name, column in columns.items()}
+        at = {name: torch.arange(_COPIES).repeat(copies // _COPIES) % size for name, size in number.items()}
+        tiled = {name: column[at[name].to(column.device)] for name, column in columns.items()}
+        return float(contract.batch_loss(constant, tiled))
+
+    with torch.no_grad():
+        once, twice = loss(_COPIES), loss(2 * _COPIES)
+    if math.isfinite(once + twice) and once > 0 and twice < 2 * once * (1 - 1e-3):
+        found = f"returned {once:.6g} for {_COPIES} equal embeddings and {twice:.6g} for {2 * _COPIES} of them"
+        fix = "that is a mean: return the SUM over samples (reduction='sum'); the loop divides once, by the weight"
+        raise contract.wrong("batch_loss", found, fix)
+
+
+def _same(some: Sequence[Tensor], others: Sequence[Tensor], tolerance: float) -> bool:
+    pairs = [(a.detach().double().cpu(), b.detach().double().cpu()) for a, b in zip(some, others, strict=True)]
+    return all(apart(a, b) <= tolerance for a, b in pairs)
+
+
+def apart(some: Tensor, others: Tensor) -> Tensor:
+    """Return the largest difference of two tensors, relative to their largest value, 0-dim; 0 if one is not finite."""
+    if not some.numel():
+        return torch.zeros((), device=some.device)
+    some, others = (
+        some.float() if not some.is_floating_point() else some,
+        others.float() if not others.is_floating_point() else others,
+    )
+    difference = (some - others).abs().max() / torch.maximum(some.abs().max(), others.abs().max())
+    return difference.float().nan_to_num(0.0)
+
+
+def _listed(values: Sequence[Tensor]) -> str:
+    return ", ".join(f"{float(value):.6g}" for value in values[:3])
