@@ -1,6 +1,8 @@
 """Shards of tensors and their names under DDP and FSDP2, and buffers that all ranks share."""
 
 import math
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from oneloop.basics.parameter_names import bare_name
+
+_SCALARS = "_oneloop_scalars"  # class attribute: names of parameters that are stored with the shape (1,)
 
 
 class Planned:
@@ -86,3 +90,34 @@ def share_buffers(model: nn.Module) -> None:
     dist.broadcast(joined, src=0)
     for buffer, got in zip(buffers, joined.split([len(own) for own in flat]), strict=True):
         buffer.copy_(got.clone().view(buffer.dtype).view(buffer.shape))  # the clone is aligned for every dtype
+
+
+def one_element(model: nn.Module) -> None:
+    """Store each 0-dim parameter with the shape (1,), in place, since FSDP2 cannot shard a scalar. The module's
+    attribute remains 0-dim (under FSDP2, in the forward): it is a view, defined by a subclass of the same name."""
+    for module in model.modules():
+        if names := [name for name, value in module._parameters.items() if value is not None and not value.ndim]:
+            for name in names:
+                module._parameters[name].data = module._parameters[name].data.reshape(1)  # type: ignore[union-attr]
+            views = {name: property(partial(_as_scalar, name)) for name in names}
+            kind = type(module)
+            module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, _SCALARS: names, **views})
+
+
+def _as_scalar(name: str, module: nn.Module) -> Tensor:
+    held: Any = module._parameters[name]
+    return held if isinstance(held, DTensor) else held.reshape(())  # FSDP2 itself looks for its shard
+
+
+def scalar_names(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that :func:`one_element` changed."""
+    return {
+        bare_name(f"{prefix}.{name}".lstrip("."))
+        for prefix, module in model.named_modules()
+        for name in getattr(module, _SCALARS, ())
+    }
+
+
+def of_shape(target: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a view of a whole one-element tensor in the shape of a 0-dim one; any other tensor unchanged."""
+    return target.reshape(()) if not len(shape) and target.shape == (1,) and type(target) is Tensor else target

@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from oneloop.basics.parameter_names import bare_name
-from oneloop.basics.tensors import as_real, optimized
+from oneloop.basics.tensors import as_real, of_shape, optimized
 from oneloop.checkpoint.named_checkpoint import base_model_of, base_of
 from oneloop.checkpoint.store import header
 
@@ -165,6 +165,7 @@ def load_tensors(
     _same_names({name for name in saved if name.startswith("model.")}, set(targets), folder)
     for name, target in targets.items():
         about: Any = saved[name]
+        targets[name] = target = of_shape(target, about.size)
         if tuple(about.size) != tuple(target.shape):
             apart = f"{name} has shape {tuple(about.size)} in the checkpoint and {tuple(target.shape)} in the model"
             raise ValueError(f"{folder}: {apart}")
@@ -176,7 +177,7 @@ def load_tensors(
         if not any(name in saved for name in averaged.values()):
             raise ValueError(f"{folder} has no EMA {weights!r}; it has {', '.join(averages_in(saved)) or 'none'}")
         targets = {averaged[name] if averaged[name] in saved else name: target for name, target in targets.items()}
-    targets |= {name: tensor for name, tensor in (extra or {}).items() if name in saved}
+    targets |= {name: of_shape(tensor, saved[name].size) for name, tensor in (extra or {}).items() if name in saved}
     if optimizer is not None:
         for name, parameter, group in optimized(model, optimizer):
             prefix = f"optimizer.{name}."
@@ -188,7 +189,7 @@ def load_tensors(
                 key = entry.removeprefix(prefix)
                 if key not in known:
                     known[key] = _empty_entry(saved[entry], parameter, key, group)
-                targets[entry] = as_real(known[key])
+                targets[entry] = of_shape(as_real(known[key]), saved[entry].size)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads its own shards
         for reader, names in zip(readers, held, strict=True):
@@ -250,7 +251,7 @@ def _empty_entry(saved: Any, parameter: Tensor, key: str, group: Mapping[str, An
     kind = saved.properties.dtype
     if parameter.is_complex() and tuple(saved.size) == (*parameter.shape, 2):
         return torch.zeros_like(parameter)
-    if tuple(saved.size) == tuple(parameter.shape) and key != "step":
+    if tuple(saved.size) == tuple(of_shape(parameter.detach(), saved.size).shape) and key != "step":
         return torch.zeros_like(parameter, dtype=kind)
     on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
     return torch.zeros(tuple(saved.size), dtype=kind, device="cpu" if on_host else parameter.device)

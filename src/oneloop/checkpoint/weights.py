@@ -17,6 +17,7 @@ from oneloop.basics.base_models import HUB, BaseModel, fetched
 from oneloop.basics.bucket import is_address
 from oneloop.basics.files import replacing
 from oneloop.basics.parameter_names import matches
+from oneloop.basics.tensors import scalar_names
 from oneloop.checkpoint.mirror import FINAL, complete, local_run
 from oneloop.checkpoint.state_dict import Tensors, model_tensors
 from oneloop.checkpoint.store import MANIFEST, read_manifest
@@ -41,12 +42,12 @@ def gathered_weights(model: nn.Module, origin: BaseModel | None = None) -> dict[
     if origin is not None:
         return _trained_weights(model, origin)
     state: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    tied, seen = tied_names(bare(model)), set[int]()
+    tied, seen, scalars = tied_names(bare(model)), set[int](), scalar_names(bare(model))
     weights = {}
     for name, tensor in state.items():
         if name in tied:
             continue
-        whole = tensor.contiguous()
+        whole = tensor.reshape(()) if name in scalars else tensor.contiguous()
         if (data := whole.untyped_storage().data_ptr()) in seen:  # shared memory, which safetensors rejects
             whole = whole.clone()
         seen.add(data)
@@ -55,10 +56,11 @@ def gathered_weights(model: nn.Module, origin: BaseModel | None = None) -> dict[
 
 
 def _trained_weights(model: nn.Module, origin: BaseModel) -> dict[str, Tensor]:
-    weights = {}
+    weights, scalars = {}, scalar_names(bare(model))
     for name, tensor in model_tensors(model).items():
         if (name := name.removeprefix("model.")) not in origin.names:
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            whole = whole.reshape(()) if name in scalars else whole
             weights[origin.outside(name)] = whole.cpu().clone()
     return weights if not dist.is_initialized() or dist.get_rank() == 0 else {}
 
@@ -104,6 +106,7 @@ def load_weights(
         _reject_other_origin(file.parent, source, origin, about)
         inside = {origin.outside(name): name for name in model.state_dict() if name not in origin.names}
         loaded = {inside.get(name, name): tensor for name, tensor in loaded.items()}
+    loaded |= {name: loaded[name].reshape(1) for name in scalar_names(model) if name in loaded}
     own = {name: tensor for name, tensor in model.state_dict().items() if origin is None or name not in origin.names}
     for pattern in leave_out:
         if not any(matches(pattern, name) for name in own):

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.memory import anonymous_memory
 from oneloop.basics.seeds import key
-from oneloop.basics.tensors import dense
+from oneloop.basics.tensors import dense, one_element
 from oneloop.checkpoint.state_dict import unsavable
 from oneloop.checkpoint.weights import load_weights
 from oneloop.data.batch_layout import BatchLayout
@@ -62,6 +62,7 @@ def build_model(
         init = recipe.init
         left_out = load_weights(model, recipe.init.source, init.weights, leave_out=init.leave_out, origin=origin)
         notes += [f"init.leave_out: {len(left_out)} tensors keep the task's initial values"] if left_out else []
+    one_element(model)
     modules = blocks(model, recipe.machine.blocks)
     settings, setting_notes = _parameters(model, recipe, modules, origin, sharded=sharded)
     names = class_names(modules)
@@ -163,8 +164,6 @@ def _unshardable(parameter: nn.Parameter) -> str:
     """Return why FSDP2 cannot shard a parameter, or would train it differently; empty if it can."""
     if not parameter.numel():
         return "has no elements, which FSDP2 cannot reduce; leave it out"
-    if not parameter.ndim:
-        return "is a scalar, which FSDP2 cannot shard; give it the shape (1,)"
     if not parameter.is_contiguous():
         return f"is not contiguous (strides {parameter.stride()}), which FSDP2 cannot shard; call .contiguous() on it"
     if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):

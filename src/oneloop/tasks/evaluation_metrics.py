@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from oneloop.tasks.contrastive import row_blocks
+
 
 class Metrics(Protocol):
     """The metrics of one evaluation."""
@@ -139,6 +141,47 @@ class TextSums:
         if "exact" in self.higher_is_better:
             metrics["exact"] = whole / texts if texts else math.nan
         return metrics
+
+
+class Retrieval:
+    """Recall@1, 5 and 10 and mean reciprocal rank of the right document among those of the whole set, and the same in
+    the other direction (``reverse_…``). A document that is as similar as the right one counts as more similar."""
+
+    def __init__(self) -> None:
+        names = ("recall@1", "recall@5", "recall@10", "mrr")
+        self.higher_is_better = {f"{way}{name}": True for way in ("", "reverse_") for name in names}
+        self._sums = torch.zeros(2, 5, dtype=torch.float64)  # by direction: the four sums, and the number of queries
+
+    def to(self, device: torch.device) -> "Retrieval":
+        self._sums = self._sums.to(device, torch.float32 if device.type == "mps" else torch.float64)
+        return self
+
+    def update(self, queries: Tensor, documents: Tensor, *, ids: Sequence[Tensor] = ()) -> None:
+        """Add a set of pairs: query and right document have the same index. Call it with the whole set.
+
+        Args:
+            queries: (samples, width).
+            documents: (samples, width); the similarity is the scalar product.
+            ids: integers (samples,). Documents of samples with the same number are not counted as wrong.
+        """
+        for sums, (own, others) in zip(self._sums, ((queries, documents), (documents, queries)), strict=True):
+            for rows in row_blocks(len(own), len(others)):
+                similarity = own[rows] @ others.T
+                right = similarity.diagonal(rows.start)[:, None]
+                before = ~(similarity < right)  # also if it is NaN
+                for id_ in ids:
+                    before &= id_[rows, None] != id_
+                before.diagonal(rows.start).fill_(False)
+                rank = 1 + before.sum(1).to(sums.dtype)
+                sums += torch.stack(
+                    [*((rank <= k).sum() for k in (1, 5, 10)), (1 / rank).sum(), rank.new_tensor(len(rank))]
+                )
+
+    def sums(self) -> Sequence[Tensor]:
+        return [self._sums]
+
+    def compute(self) -> dict[str, float]:
+        return dict(zip(self.higher_is_better, (self._sums[:, :4] / self._sums[:, 4:]).flatten().tolist(), strict=True))
 
 
 class _Collection:

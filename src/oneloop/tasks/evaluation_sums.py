@@ -146,10 +146,10 @@ class Windows:
                 reset_metrics(self._metrics)
         wide = torch.float32 if accelerator.device.type == "mps" else torch.float64
         known = torch.tensor(self._weights, dtype=wide, device=accelerator.device)
-        known = (accelerator.gather(known) if accelerator.num_processes > 1 else known).tolist()
+        known = accelerator.gather(known) if accelerator.num_processes > 1 else known
         sources = 1 + max(source for source, _ in self._cut)
         totals, weights = [0.0] * sources, [0.0] * sources
-        for (source, _), weight in zip(self._cut, known, strict=False):
+        for (source, _), weight in zip(self._cut, known.tolist(), strict=False):
             weights[source] += weight
         end = 0
         for source in range(sources):

@@ -1,0 +1,92 @@
+"""Contrastive losses over all samples of a batch, for ``batch_loss``: sums, not means. They are computed in blocks of
+rows with a fixed number of similarities, again in the backward, so that memory does not grow with the batch.
+
+>>> loss = info_nce(anchors, positives, 20.0)     # (samples, width) each; normalize them for cosine similarities
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_SIMILARITIES = 1 << 20  # of one block
+
+
+def row_blocks(rows: int, columns: int) -> list[slice]:
+    """Return the blocks of rows of a matrix of similarities."""
+    each = max(1, _SIMILARITIES // columns)
+    return [slice(start, min(start + each, rows)) for start in range(0, rows, each)]
+
+
+def _summed(loss: Callable[[slice], Tensor], rows: int, columns: int) -> Tensor:
+    """Return the sum of ``loss`` over the blocks of rows."""
+    from torch.utils.checkpoint import checkpoint
+
+    blocks = row_blocks(rows, columns)
+    if len(blocks) == 1:
+        return loss(blocks[0])
+    return torch.stack([checkpoint(loss, block, use_reentrant=False) for block in blocks]).sum()  # type: ignore[misc]
+
+
+def _diagonal(rows: slice, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return row and column indices of the pairs of a block."""
+    number = torch.arange(rows.stop - rows.start, device=like.device)
+    return number, number + rows.start
+
+
+def info_nce(
+    queries: Tensor, keys: Tensor, scale: Tensor | float, *, ids: Sequence[tuple[Tensor, Tensor]] = ()
+) -> Tensor:
+    """Return the sum over queries of -log softmax(scale x similarity) at their own key, which has the same index (van
+    den Oord et al. 2018; the loss of multiple-negatives ranking). CLIP's loss (Radford et al. 2021) is the mean of both
+    directions: ``(info_nce(a, b, s) + info_nce(b, a, s)) / 2``.
+
+    Args:
+        queries: (samples, width).
+        keys: (samples or more, width); the rest are further negatives.
+        scale: 1 / temperature.
+        ids: pairs of integers (samples,) and (keys,). A key with the same number as the query is a duplicate of the
+            right key, and does not count.
+    """
+
+    def loss(rows: slice) -> Tensor:
+        logits = scale * queries[rows] @ keys.T
+        row, column = _diagonal(rows, logits)
+        same = torch.zeros_like(logits, dtype=torch.bool)
+        for own, others in ids:
+            same |= own[rows, None] == others
+        same[row, column] = False
+        return F.cross_entropy(logits.masked_fill(same, -torch.inf), column, reduction="sum")
+
+    return _summed(loss, len(queries), len(keys))
+
+
+def sigmoid_loss(queries: Tensor, keys: Tensor, scale: Tensor | float, bias: Tensor | float) -> Tensor:
+    """Return SigLIP's loss: the sum over all pairs of -log sigmoid(z (scale x similarity + bias)), where z is 1 for a
+    query and its own key, and -1 otherwise (Zhai et al. 2023). Both tensors are (samples, width)."""
+
+    def loss(rows: slice) -> Tensor:
+        logits = scale * queries[rows] @ keys.T + bias
+        sign = -torch.ones_like(logits)
+        sign[_diagonal(rows, logits)] = 1.0
+        return -F.logsigmoid(sign * logits).sum()
+
+    return _summed(loss, len(queries), len(keys))
+
+
+def supervised(embeddings: Tensor, labels: Tensor, scale: Tensor | float) -> Tensor:
+    """Return the sum over samples of the supervised contrastive loss: the mean over the other samples with the same
+    label of -log softmax(scale x similarity) among all others (Khosla et al. 2020, equation 2). A sample without such
+    others adds 0. ``embeddings`` is (samples, width), ``labels`` (samples,)."""
+
+    def loss(rows: slice) -> Tensor:
+        logits = scale * embeddings[rows] @ embeddings.T
+        right = labels[rows, None] == labels
+        right[_diagonal(rows, logits)] = False
+        own = torch.zeros_like(right)
+        own[_diagonal(rows, logits)] = True
+        log_shares = logits - logits.masked_fill(own, -torch.inf).logsumexp(1, keepdim=True)
+        return -(log_shares.masked_fill(~right, 0.0).sum(1) / right.sum(1).clamp(min=1)).sum()
+
+    return _summed(loss, len(embeddings), len(embeddings))
