@@ -235,8 +235,8 @@ def vouch(folder: Path, about: Mapping[str, Any], files: Mapping[str, Any] | Non
     """Write a manifest for a folder that is not a checkpoint; :func:`problems_of_files` verifies it. ``files`` are
     known manifest entries (None: of all files in the folder)."""
     files = files or {
-        path.name: {"size": path.stat().st_size, "xxh3": checksum(path)}
-        for path in sorted(folder.iterdir())
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "xxh3": checksum(path)}
+        for path in sorted([*folder.iterdir(), *folder.glob("[0-9]_*/*")])  # parts of a model of sentence-transformers
         if path.is_file() and path.name != MANIFEST
     }
     write_file(folder / MANIFEST, signed({"format": FORMAT, "files": files, "about": dict(about)}))

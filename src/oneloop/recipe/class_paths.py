@@ -17,7 +17,7 @@ from oneloop.recipe.synonyms import suggestion
 
 _TASKS = {"image_classification": "ImageClassification", "causal_lm": "CausalLM", "sft": "SFT"}
 _TASKS |= {"text_classification": "TextClassification", "text_regression": "TextRegression"}
-_TASKS |= {"token_classification": "TokenClassification"}
+_TASKS |= {"token_classification": "TokenClassification", "text_pairs": "TextPairs"}
 CHOICES: dict[str, dict[str, str]] = {
     "task": {name: f"oneloop.tasks.{name}.{kind}" for name, kind in _TASKS.items()},
     "optimizer": {name: f"oneloop.optim.optimizers.{name}" for name in ("adamw", "sgd", "muon", "adafactor")},

@@ -3,11 +3,12 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from oneloop.basics.files import replacing
 from oneloop.data.rows.cache import alone, key_of
@@ -197,3 +198,23 @@ def _non_numbers(values: Any) -> Iterator[int]:
             finite = False
         if not finite:
             yield at
+
+
+def number_of_text(text: str) -> int:
+    """Return a 64-bit number of a text: the same on every machine, and equal only for equal texts."""
+    return xxh3_64_intdigest(text.encode()) - (1 << 63)
+
+
+def repeated(texts: Iterable[str]) -> int:
+    """Return how many texts are equal to an earlier one."""
+    numbers = np.fromiter(map(number_of_text, texts), dtype=np.int64)
+    return len(numbers) - len(np.unique(numbers))
+
+
+def duplicates(rows: Any, column: str) -> int:
+    """Return how many texts of a column are equal to an earlier one, cached by the rows' content."""
+    with alone(f"duplicates/{key_of(_CACHE_VERSION, rows.fingerprint(), column)}.json") as file:
+        if not file.exists():
+            with replacing(file) as draft:
+                draft.write_text(str(repeated(text for array in rows.values(column) for text in array.to_pylist())))
+        return int(file.read_text())

@@ -1,12 +1,13 @@
 """Text inputs: bytes with an encoder from scratch, or tokens with a transformers model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from oneloop.tasks.language.tokens import BPE
 from oneloop.tasks.transformers_models import auto_model, is_transformers, tokenizer_of
 
 PAD = 256  # padding value, after the 256 bytes
@@ -85,8 +86,9 @@ class Reader(Protocol):
     def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         """Return one batch, padded to its longest sample."""
 
-    def model(self, classes: Sequence[str], *, words: bool = False) -> nn.Module:
-        """Return a new model with an output per class, for each text, or for each position if ``words``."""
+    def model(self, classes: Sequence[str] | None, *, words: bool = False) -> nn.Module:
+        """Return a new model with an output per class, for each text, or for each position if ``words``. None: a
+        transformers model whose outputs are hidden states."""
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """Return logits of shape (texts, outputs) or (texts, positions, outputs)."""
@@ -131,8 +133,8 @@ class ByteReader:
     def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         return {"text": padded(list(samples))}
 
-    def model(self, classes: Sequence[str], *, words: bool = False) -> nn.Module:
-        return (ByteEncoder if words else Encoder)(len(classes), **self.shape)
+    def model(self, classes: Sequence[str] | None, *, words: bool = False) -> nn.Module:
+        return (ByteEncoder if words else Encoder)(len(classes or ()), **self.shape)
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return model(batch["text"])  # type: ignore[no-any-return]
@@ -150,11 +152,13 @@ class TokenReader:
     def __init__(self, name: str, *, length: int, pretrained: bool = True, trust_remote_code: bool = False) -> None:
         self.name, self.length, self.notes = name, length, list[str]()
         self._options = {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
-        tokenizer = tokenizer_of(name, trust_remote_code=trust_remote_code)
+        self._use(tokenizer_of(name, trust_remote_code=trust_remote_code))
+
+    def _use(self, tokenizer: Any) -> None:
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         if tokenizer.pad_token_id is None:
-            raise ValueError(f"task.model {name!r}: its tokenizer has no padding token and no end token")
+            raise ValueError(f"task.model {self.name!r}: its tokenizer has no padding token and no end token")
         self.tokenizer = tokenizer
 
     def encode(self, text: str, second: str | None = None) -> dict[str, list[int]]:
@@ -190,8 +194,8 @@ class TokenReader:
         lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
         return {**batch, "attention_mask": (torch.arange(longest) < lengths[:, None]).long()}
 
-    def model(self, classes: Sequence[str], *, words: bool = False) -> nn.Module:
-        kind = f"AutoModelFor{'Token' if words else 'Sequence'}Classification"
+    def model(self, classes: Sequence[str] | None, *, words: bool = False) -> nn.Module:
+        kind = f"AutoModelFor{'Token' if words else 'Sequence'}Classification" if classes is not None else "AutoModel"
         model, self.notes = auto_model(kind, self.name, classes, **self._options)
         config: Any = model.config
         longest = getattr(config.get_text_config(), "max_position_embeddings", None) or self.length
@@ -212,3 +216,49 @@ class TokenReader:
     def save(self, model: nn.Module, folder: Path) -> None:
         model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
         self.tokenizer.save_pretrained(folder)
+
+
+class NewReader(TokenReader):
+    """Reads tokens of a byte-level BPE, which it learns or which was ``written``, with a DistilBERT from scratch."""
+
+    def __init__(self, shape: dict[str, Any], *, vocab: int, written: str | None = None) -> None:
+        self.name, self.length, self.notes = "bytes", int(shape["length"]), list[str]()
+        self._shape, self._vocab, self.tokenizer = shape, vocab, None
+        if shape["width"] % shape["heads"]:
+            raise ValueError(f"task.width {shape['width']} cannot be divided by task.heads {shape['heads']}")
+        if written is not None:
+            from tokenizers import Tokenizer
+
+            self._wrap(Tokenizer.from_str(written))
+
+    def learn(self, texts: Iterable[str]) -> None:
+        """Learn the tokens, unless they are known."""
+        if self.tokenizer is None:
+            self._wrap(BPE(texts, self._vocab).model)
+
+    def written(self) -> str:
+        """Return the tokenizer as JSON."""
+        return str(self.tokenizer.backend_tokenizer.to_str())
+
+    def _wrap(self, model: Any) -> None:
+        from transformers import PreTrainedTokenizerFast
+
+        how = {"pad_token": "<|endoftext|>", "model_max_length": self.length}
+        self._use(PreTrainedTokenizerFast(tokenizer_object=getattr(model, "_tokenizer", model), **how))
+
+    def model(self, classes: Sequence[str] | None, *, words: bool = False) -> nn.Module:
+        from transformers import DistilBertConfig, DistilBertModel
+
+        shape = self._shape
+        config = DistilBertConfig(
+            vocab_size=len(self.tokenizer),
+            dim=shape["width"],
+            n_layers=shape["layers"],
+            n_heads=shape["heads"],
+            hidden_dim=4 * shape["width"],
+            max_position_embeddings=shape["length"],
+            dropout=shape["dropout"],
+            attention_dropout=shape["dropout"],
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        return DistilBertModel(config)  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ from oneloop.tasks.columns import check_texts
 from oneloop.tasks.evaluation_metrics import ClassCounts
 from oneloop.tasks.labels import RECORDED, classes_of, numbers_of
 from oneloop.tasks.protocol import Task
-from oneloop.tasks.text_encoders import reader
+from oneloop.tasks.text_encoders import Reader, reader
 
 
 class TextRows(Task):
@@ -59,7 +59,7 @@ class TextRows(Task):
     ) -> None:
         shape = {"layers": layers, "heads": heads, "width": width, "length": length, "dropout": dropout}
         weights = {} if model == "bytes" else {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
-        self.reader = reader(model, shape, **weights)
+        self.reader = self._reader(model, shape, **weights)
         self.columns, self.window = columns, window
         if recorded := RECORDED.get():
             self.classes = recorded["classes"]
@@ -68,6 +68,9 @@ class TextRows(Task):
         self._sets = self._samples(sources) if sources else {}
         self.recorded = {"classes": self.classes}
         self.notes = self._data_notes = notes_of(sources)
+
+    def _reader(self, name: str, shape: dict[str, Any], **options: Any) -> Reader:
+        return reader(name, shape, **options)
 
     def _samples(self, sources: Sequence[Source], *, labelled: bool = True) -> dict[str, Any]:
         self._check(sources)
