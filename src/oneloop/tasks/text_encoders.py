@@ -1,15 +1,19 @@
 """Text inputs: bytes with an encoder from scratch, or tokens with a transformers model."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_64
 
-from oneloop.tasks.language.tokens import BPE
+from oneloop.basics.files import replacing
+from oneloop.basics.progress import Working
+from oneloop.data.rows.cache import alone, key_of
 from oneloop.tasks.transformers_models import auto_model, is_transformers, tokenizer_of
 
+WORDPIECE = "wordpiece"  # model name of :class:`NewReader`
 PAD = 256  # padding value, after the 256 bytes
 
 
@@ -219,32 +223,48 @@ class TokenReader:
 
 
 class NewReader(TokenReader):
-    """Reads tokens of a byte-level BPE, which it learns or which was ``written``, with a DistilBERT from scratch."""
+    """Reads word pieces in lower case, which it learns or which were ``written``, with a DistilBERT from scratch."""
 
     def __init__(self, shape: dict[str, Any], *, vocab: int, written: str | None = None) -> None:
-        self.name, self.length, self.notes = "bytes", int(shape["length"]), list[str]()
+        self.name, self.length, self.notes = WORDPIECE, int(shape["length"]), list[str]()
         self._shape, self._vocab, self.tokenizer = shape, vocab, None
         if shape["width"] % shape["heads"]:
             raise ValueError(f"task.width {shape['width']} cannot be divided by task.heads {shape['heads']}")
         if written is not None:
-            from tokenizers import Tokenizer
+            self._wrap(written)
 
-            self._wrap(Tokenizer.from_str(written))
+    def learn(self, texts: Callable[[], Iterable[str]]) -> None:
+        """Learn the word pieces of these texts, unless they are known; cached by the texts."""
+        from tokenizers import BertWordPieceTokenizer
 
-    def learn(self, texts: Iterable[str]) -> None:
-        """Learn the tokens, unless they are known."""
-        if self.tokenizer is None:
-            self._wrap(BPE(texts, self._vocab).model)
+        if self.tokenizer is not None:
+            return
+        content = xxh3_64()
+        for text in texts():
+            content.update(text.encode() + b"\0")
+        with alone(f"wordpiece/{key_of(content.hexdigest(), self._vocab)}.json") as path:
+            if not path.exists():
+                model = BertWordPieceTokenizer(lowercase=True)
+                with Working("learning the word pieces"), replacing(path) as draft:
+                    model.train_from_iterator(texts(), vocab_size=self._vocab, show_progress=False)
+                    model.save(str(draft))
+            self._wrap(path.read_text())
 
     def written(self) -> str:
         """Return the tokenizer as JSON."""
         return str(self.tokenizer.backend_tokenizer.to_str())
 
-    def _wrap(self, model: Any) -> None:
+    def _wrap(self, written: str) -> None:
+        from tokenizers import Tokenizer
+        from tokenizers.processors import BertProcessing
         from transformers import PreTrainedTokenizerFast
 
-        how = {"pad_token": "<|endoftext|>", "model_max_length": self.length}
-        self._use(PreTrainedTokenizerFast(tokenizer_object=getattr(model, "_tokenizer", model), **how))
+        model: Any = Tokenizer.from_str(written)
+        end, start = ((token, model.token_to_id(token)) for token in ("[SEP]", "[CLS]"))
+        model.post_processor = BertProcessing(end, start)
+        special = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "pad", "cls", "sep", "mask")}
+        how = {"model_max_length": self.length, "model_input_names": ["input_ids", "attention_mask"]}
+        self._use(PreTrainedTokenizerFast(tokenizer_object=model, **special, **how))
 
     def model(self, classes: Sequence[str] | None, *, words: bool = False) -> nn.Module:
         from transformers import DistilBertConfig, DistilBertModel

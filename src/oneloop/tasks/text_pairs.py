@@ -18,10 +18,12 @@ from oneloop.tasks.contrastive import info_nce
 from oneloop.tasks.evaluation_metrics import Retrieval
 from oneloop.tasks.labels import RECORDED
 from oneloop.tasks.language.texts import held_out, stdlib
-from oneloop.tasks.text_encoders import NewReader, Reader
+from oneloop.tasks.text_encoders import WORDPIECE, NewReader, Reader
 from oneloop.tasks.text_rows import TextRows
 
 _POOLINGS = {"mean": "mean", "cls": "cls", "last": "lasttoken"}  # names of sentence-transformers
+_NEEDS = {key: needed.replace("bytes", WORDPIECE) for key, needed in TextRows.needs.items()}
+_NEEDS |= {"held_out": "data!=stdlib", "vocab": f"model={WORDPIECE}"}
 _NONE = -(1 << 63)  # a number that no text has
 
 
@@ -35,8 +37,9 @@ class TextPairs(TextRows):
         anchor: column of the first text, such as a question.
         positive: column of the text that belongs to it, such as its answer.
         negatives: columns of texts that do not belong to it (hard negatives), separated by commas.
-        model: bytes (a new encoder; see vocab), a folder saved by transformers, or hf:ID[@REVISION].
-        vocab: tokens of the new encoder's byte-pair encoding, trained on the training texts (257: only bytes).
+        model: wordpiece (a new encoder of lower-case word pieces, which are learned from the training texts), a folder
+            saved by transformers, or hf:ID[@REVISION].
+        vocab: number of word pieces.
         pooling: mean, cls (first token) or last: which hidden states make the embedding.
         temperature: divides the similarities.
         symmetric: average the loss of both directions (without the hard negatives in the other one).
@@ -47,7 +50,7 @@ class TextPairs(TextRows):
 
     sample_weight = 1.0
     batch_columns = ("anchor_id", "candidate_id")
-    needs = TextRows.needs | {"held_out": "data!=stdlib", "vocab": "model=bytes"}
+    needs = _NEEDS
 
     def __init__(
         self,
@@ -55,7 +58,8 @@ class TextPairs(TextRows):
         anchor: str = "anchor",
         positive: str = "positive",
         negatives: str = "",
-        vocab: int = 4096,
+        model: str = WORDPIECE,
+        vocab: int = 4000,
         pooling: str = "mean",
         temperature: float = 0.05,
         symmetric: bool = False,
@@ -72,10 +76,10 @@ class TextPairs(TextRows):
         self._negatives = [name.strip() for name in negatives.split(",") if name.strip()]
         columns = {"anchor": anchor, "positive": positive}
         columns |= {f"negative_{number}": name for number, name in enumerate(self._negatives, 1)}
-        super().__init__(None if data == "stdlib" else data, columns, **reading)
+        super().__init__(None if data == "stdlib" else data, columns, model=model, **reading)
         if data == "stdlib" and not RECORDED.get():
             pairs = _docstrings()
-            self._learn_tokens(text for pair in pairs["train"] for text in pair)
+            self._learn(lambda: (text for pair in pairs["train"] for text in pair))
             make = self._maker([0, 1])
             self._sets = {split: [make(pair) for pair in pairs[split]] for split in pairs}
             self._data_notes = self._duplicates([repeated(texts) for texts in zip(*pairs["train"], strict=True)])
@@ -83,11 +87,11 @@ class TextPairs(TextRows):
             self.recorded |= {"tokenizer": self.reader.written()}
 
     def _reader(self, name: str, shape: dict[str, Any], **options: Any) -> Reader:
-        if name != "bytes":
+        if name != WORDPIECE:
             return super()._reader(name, shape, **options)
         return NewReader(shape, vocab=self._vocab, written=(RECORDED.get() or {}).get("tokenizer"))
 
-    def _learn_tokens(self, texts: Iterable[str]) -> None:
+    def _learn(self, texts: Callable[[], Iterable[str]]) -> None:
         if isinstance(self.reader, NewReader):
             self.reader.learn(texts)
 
@@ -96,8 +100,8 @@ class TextPairs(TextRows):
             check_texts(sources, key)
         texts = [part for key in ("anchor", "positive") for part in columns_of(sources, key) if part[1] == "train"]
         if texts:
-            self._learn_tokens(
-                text for _, _, rows, column in texts for a in rows.values(column) for text in a.to_pylist()
+            self._learn(
+                lambda: (text for *_, rows, name in texts for some in rows.values(name) for text in some.to_pylist())
             )
             counts = [duplicates(rows, column) for _, _, rows, column in texts]
             sources[0].notes += self._duplicates([sum(counts[: len(sources)]), sum(counts[len(sources) :])])
