@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import whole_batches
 from worlds import run
@@ -27,5 +28,115 @@ def test_the_gradient_is_that_of_one_loss_over_the_batch(layout):
     world = run(whole_batches.gradients, cases, ranks=ranks, config=config)
     assert len(world.ok()[0]) == len(cases)
     for case, (loss, reference, one_forward) in world.results[0].items():
-        assert 0 < loss and reference < 1e-12, case
+        assert loss > 0 and reference < 1e-12, case
         assert (one_forward < 1e-12) == ("--task.dropout" not in case or layout == "1 x 32"), case
+
+
+def test_dropout_recompute_and_sharding_leave_no_trace_with_a_grain():
+    """With batch.grain, the gradient is the reference's, whose leaves are numbered over all ranks."""
+    words = [*DOUBLE, "--batch.grain", "4", "--task.dropout", "0.2", "--machine.recompute", "full"]
+    cases = [(kind, [*words, "--machine.blocks", "[Layer]"]) for kind in ("clip", "supcon")]
+    world = run(whole_batches.gradients, cases, ranks=2, config="fsdp2")
+    assert all(reference < 1e-12 for _, reference, _ in world.ok()[0].values())
+
+
+@pytest.mark.parametrize("block", [1, 40, 1 << 20])
+def test_the_losses_are_those_of_the_papers_in_blocks_of_any_size(block, monkeypatch):
+    from oneloop.tasks import contrastive
+
+    monkeypatch.setattr(contrastive, "_SIMILARITIES", block)
+    torch.manual_seed(0)
+    inputs = [torch.randn(13, 5, dtype=torch.float64) for _ in range(2)]
+    numbers = [torch.tensor(1.7, dtype=torch.float64), torch.tensor(-0.4, dtype=torch.float64)]
+    label = torch.arange(13) % 4
+    for kind in LOSSES:
+        results = []
+        for plain in (True, False):
+            a, b, scale, bias = (value.clone().requires_grad_() for value in (*inputs, *numbers))
+            if plain:
+                loss = whole_batches.plain_loss(kind, a, b, scale, bias, label)
+            else:
+                parts = {"a": a, "b": b, "scale": scale, "bias": bias}
+                loss = whole_batches.Contrast(kind).batch_loss(parts, {"label": label})[0]
+            found = torch.autograd.grad(loss, [a, b, scale, bias], allow_unused=True)
+            results.append([loss.detach(), *(value for value in found if value is not None)])
+        assert len(results[0]) == len(results[1])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_equal_texts_are_no_negatives_of_each_other():
+    from oneloop.tasks.contrastive import info_nce
+
+    torch.manual_seed(0)
+    queries, keys = torch.randn(4, 3, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+    own, others = torch.tensor([1, 2, 1, 3]), torch.tensor([1, 2, 1, 3, 2, 9])
+    loss = info_nce(queries, keys, 2.0, ids=[(own, others)])
+    expected = 0.0
+    for i, left_out in enumerate(([2], [4], [0], [])):
+        kept = [j for j in range(6) if j not in left_out]
+        expected -= (2.0 * queries[i] @ keys[kept].T).log_softmax(0)[kept.index(i)]
+    torch.testing.assert_close(loss, torch.as_tensor(expected), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("block", [1, 50, 1 << 20])
+def test_retrieval_counts_ranks_and_no_ties(block, monkeypatch):
+    from oneloop.tasks import contrastive
+    from oneloop.tasks.evaluation_metrics import Retrieval
+
+    monkeypatch.setattr(contrastive, "_SIMILARITIES", block)
+    torch.manual_seed(1)
+    queries, documents, ids = torch.randn(37, 4), torch.randn(37, 4), torch.arange(37) // 2
+    metrics = Retrieval()
+    metrics.update(queries, documents, ids=[ids])
+    ranks = {"": [], "reverse_": []}
+    for i in range(37):
+        for way, (one, other) in {"": (queries, documents), "reverse_": (documents, queries)}.items():
+            wrong = [j for j in range(37) if ids[j] != ids[i]]
+            ranks[way].append(1 + sum(bool(one[i] @ other[j] >= one[i] @ other[i]) for j in wrong))
+    found = metrics.compute()
+    for way, known in ranks.items():
+        for k in (1, 5, 10):
+            assert found[f"{way}recall@{k}"] == sum(rank <= k for rank in known) / 37
+        assert found[f"{way}mrr"] == pytest.approx(sum(1 / rank for rank in known) / 37, rel=1e-12)
+    for equal in (torch.ones(37, 4), torch.full((37, 4), torch.nan)):  # a collapsed model, and a broken one
+        metrics = Retrieval()
+        metrics.update(equal, equal)
+        assert metrics.compute()["recall@10"] == 0.0
+
+
+WRONG = {
+    "mean": ["batch_loss", "that is a mean", "return the SUM"],
+    "order": ["embed returned 'a'", "in another order than the batch"],
+    "others": ["embed returned 'a'", "depends on the other samples"],
+    "constant": ["embed returned 'a'", "depends on the other samples"],
+    "table": ["embed returned 'a'", "does not depend on the batch"],
+    "scalar of batch": ["embed returned 'scale'", "is 0-dim, but depends on the batch"],
+    "one row": ["embed returned 'scale' of shape (1,) for 1 samples"],
+}
+
+
+def faults(names: list[str]) -> dict[str, str]:
+    from oneloop.basics.exit_codes import BadInput
+    from oneloop.job.build import build_job
+    from oneloop.job.preflight import preflight
+    from oneloop.launch.processes import start
+    from oneloop.recipe.parse import read
+
+    there, found = start(), {}
+    for name in names:
+        recipe = read([f"{whole_batches.__file__}:Contrast", "--duration", "2", "--task.fault", name])
+        try:
+            job = build_job(recipe, ranks=1)
+            preflight(job, there, there.prepare(job.model))
+            found[name] = "accepted"
+        except BadInput as error:
+            found[name] = str(error)
+    return found
+
+
+def test_wrong_parts_and_losses_are_rejected_before_the_run():
+    (found,) = run(faults, ["", *WRONG]).ok()
+    assert found.pop("") == "accepted"
+    for fault, words in WRONG.items():
+        assert all(word in found[fault] for word in words), found[fault]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,6 +64,7 @@ class Contrast:
     batch_columns = ("label",)
 
     def __init__(self, loss: str = "clip", dropout: float = 0.0, lora: bool = False, fault: str = "") -> None:
+        self.table = F.normalize(torch.randn(BATCH, 6), dim=1)
         self.kind, self.dropout, self.lora, self.fault = loss, dropout, lora, fault
 
     def model(self) -> nn.Module:
@@ -106,6 +106,8 @@ class Contrast:
             a = a - a.mean(0)
         elif self.fault == "constant":
             a = a + torch.arange(len(a))[:, None]
+        elif self.fault == "table":
+            a = self.table[: len(a)] + 0 * a.sum()
         elif self.fault == "scalar of batch":
             scale = a.mean()
         elif self.fault == "one row":

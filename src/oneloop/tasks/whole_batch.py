@@ -51,19 +51,20 @@ def parts_of(contract: Contract, model: nn.Module, batch: Mapping[str, Any], sam
     return dict(parts)
 
 
-def check_rows(contract: Contract, together: Parts, alone: Sequence[Parts], tolerance: float) -> None:
-    """Check that each row of ``together`` (the parts of several samples) is the part of its sample ``alone``."""
-    for name, part in together.items():
+def check_rows(contract: Contract, together: tuple[Parts, Parts], alone: Sequence[Parts], tolerance: float) -> None:
+    """Check that each row of ``together`` (the parts of several samples, in this order and in the reverse order) is the
+    part of its sample ``alone``."""
+    for name, part in together[0].items():
         rows = [one[name] if not part.ndim else one[name][0] for one in alone]
-        found = [part] * len(rows) if not part.ndim else [*part]
-        if _same(found, rows, tolerance):
+        found, back = ([one[name]] * len(rows) if not part.ndim else [*one[name]] for one in together)
+        if _same(found, rows, tolerance) and _same(back, rows[::-1], tolerance):
             continue
         if not part.ndim:
             problem, fix = f"is 0-dim, but depends on the batch: {_listed(rows)}", "give it one row per sample"
-        elif _same(rows, rows[1:] + rows[:1], 0.0):
-            problem, fix = "does not depend on the batch", "return a row for each sample, computed from this sample"
         elif all(any(_same([row], [other], tolerance) for other in rows) for row in found):
             problem, fix = "has its rows in another order than the batch", "keep the order of the samples"
+        elif _same(found, back, 0.0):
+            problem, fix = "does not depend on the batch", "return a row for each sample, computed from this sample"
         else:
             problem = "depends on the other samples of the batch"
             fix = "another parallel layout would train a different model: compute each row from its sample only"
