@@ -112,7 +112,7 @@ WRONG = {
     "constant": ["embed returned 'a'", "depends on the other samples"],
     "table": ["embed returned 'a'", "does not depend on the batch"],
     "scalar of batch": ["embed returned 'scale'", "is 0-dim, but depends on the batch"],
-    "one row": ["embed returned 'scale' of shape (1,) for 1 samples"],
+    "one row": ["embed returned 'scale' of shape (1,) for 4 samples"],
 }
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,19 @@ import torch
 
 from oneloop.basics.files import replacing
 from oneloop.basics.progress import Working
+from oneloop.basics.seeds import reseed
+from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.seeded_samples import SeededSamples
+from oneloop.data.step_batches import transferred
 from oneloop.ema import EMA
 from oneloop.job.build import Job, build_job
+from oneloop.job.two_passes import TwoPasses
 from oneloop.launch.processes import Run, start
 from oneloop.machine.micro_batch import Attempt, Child, Steps, search
 from oneloop.machine.torch_settings import float32_products
 from oneloop.optim.clip import clip_, global_norm
 from oneloop.recipe.schema import Recipe
+from oneloop.tasks.whole_batch import is_whole_batch
 
 _RANK_VARS = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"]
 _RANK_VARS += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]
@@ -55,11 +60,17 @@ class Trial:
             dataset = SeededSamples(job.train_set, seed=self.recipe.seed)
             samples = [dataset[key] for key in keys]
             run.accelerator.gradient_accumulation_steps = accumulate
-            for _ in range(accumulate):
-                batch, weight = job.collate(samples)
-                batch = {k: v.to(run.device) if torch.is_tensor(v) else v for k, v in batch.items()}
+            whole = is_whole_batch(job.task)  # it keeps the inputs of all micro-batches
+            layout, loss_of = BatchLayout(self.recipe.batch.size, run.ranks, micro), job.task.loss
+            collated = [job.collate(samples) for _ in range(layout.accumulate if whole else accumulate)]
+            batches = [*transferred((batch for batch, _ in collated), run.device, pinned=False)]
+            if whole:
+                seed = partial(reseed, run.device, self.recipe.seed, others=True)
+                passes = TwoPasses(replace(job, layout=layout), run, model, lambda _: seed())
+                loss_of, batches = passes.loss, passes.first(batches)
+            for batch, (_, weight) in zip(batches[:accumulate], collated, strict=False):
                 with run.accelerator.accumulate(model):
-                    loss, _ = job.task.loss(model, batch)
+                    loss, _ = loss_of(model, batch)
                     run.accelerator.backward(loss / max(weight, 1.0))
             norm = global_norm(parameters)
             clip_(parameters, self.recipe.optimizer.clip, norm)

@@ -25,6 +25,7 @@ from oneloop.data.step_batches import Batch
 from oneloop.ema import EMA
 from oneloop.job.build import Job
 from oneloop.job.preflight import Preflight
+from oneloop.job.two_passes import TwoPasses
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.machine.layout_checks import Checks, search_unused
@@ -35,7 +36,6 @@ from oneloop.measure.noise_scale import Sensor
 from oneloop.measure.stragglers import DeviceTime
 from oneloop.optim.clip import global_norm
 from oneloop.run.start_lines import DEPENDS
-from oneloop.run.two_passes import TwoPasses
 from oneloop.tasks.whole_batch import is_whole_batch
 
 
