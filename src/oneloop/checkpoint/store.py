@@ -221,7 +221,7 @@ def parsed_manifest(content: bytes) -> dict[str, Any]:
         manifest = json.loads(content)
         recorded = manifest.pop("self")
         files = manifest["files"]
-        plain = {n for n in files if n == Path(n).name and n not in ("", ".", "..")} == set(files)
+        plain = all(name.count("/") <= 1 and not {"", ".", ".."} & set(name.split("/")) for name in files)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
     if recorded != _of(manifest) or not plain:

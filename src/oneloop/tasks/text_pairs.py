@@ -18,8 +18,9 @@ from oneloop.tasks.contrastive import info_nce
 from oneloop.tasks.evaluation_metrics import Retrieval
 from oneloop.tasks.labels import RECORDED
 from oneloop.tasks.language.texts import held_out, stdlib
-from oneloop.tasks.text_encoders import WORDPIECE, NewReader, Reader
+from oneloop.tasks.text_encoders import WORDPIECE, NewReader, TokenReader
 from oneloop.tasks.text_rows import TextRows
+from oneloop.tasks.transformers_models import is_transformers
 
 _POOLINGS = {"mean": "mean", "cls": "cls", "last": "lasttoken"}  # names of sentence-transformers
 _NEEDS = {key: needed.replace("bytes", WORDPIECE) for key, needed in TextRows.needs.items()}
@@ -48,6 +49,7 @@ class TextPairs(TextRows):
         mask_duplicates: equal texts in a batch are not negatives of each other.
     """
 
+    reader: TokenReader
     sample_weight = 1.0
     batch_columns = ("anchor_id", "candidate_id")
     needs = _NEEDS
@@ -86,10 +88,14 @@ class TextPairs(TextRows):
         if isinstance(self.reader, NewReader):
             self.recorded |= {"tokenizer": self.reader.written()}
 
-    def _reader(self, name: str, shape: dict[str, Any], **options: Any) -> Reader:
-        if name != WORDPIECE:
-            return super()._reader(name, shape, **options)
-        return NewReader(shape, vocab=self._vocab, written=(RECORDED.get() or {}).get("tokenizer"))
+    def _reader(self, name: str, shape: dict[str, Any], **options: Any) -> TokenReader:
+        if name == WORDPIECE:
+            return NewReader(shape, vocab=self._vocab, written=(RECORDED.get() or {}).get("tokenizer"))
+        if not is_transformers(name):
+            raise ValueError(
+                f"task.model {name!r} is not a folder saved by transformers; give one, wordpiece, or hf:ID"
+            )
+        return TokenReader(name, length=shape["length"], **options)
 
     def _learn(self, texts: Callable[[], Iterable[str]]) -> None:
         if isinstance(self.reader, NewReader):
@@ -199,6 +205,7 @@ class TextPairs(TextRows):
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Save what transformers and sentence-transformers (6.2 or newer) need to load the encoder."""
+        self.reader.tokenizer.model_max_length = self.reader.length  # sentence-transformers also cuts texts there
         self.reader.save(model, folder)
         width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
         modules = [

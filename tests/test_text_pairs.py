@@ -1,0 +1,218 @@
+"""Text embeddings from pairs: the losses of sentence-transformers, data, and an export that it loads."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from oneloop.tasks.protocol import check
+from oneloop.tasks.text_pairs import TextPairs
+from oneloop.tasks.whole_batch import columns_of, loss_alone
+from worlds import after, run, train
+
+COLOURS = ["red", "green", "blue", "black", "white", "pink", "brown", "grey"]
+THINGS = ["cat", "dog", "house", "tree", "car", "bird", "fish", "boat"]
+SMALL = ["--task.layers", "1", "--task.width", "32", "--task.length", "24", "--task.vocab", "300"]
+
+
+def pairs(file: Path, number: int = 120, seed: int = 0) -> Path:
+    draw = random.Random(seed)
+    with file.open("w") as out:
+        writer = csv.writer(out)
+        writer.writerow(["anchor", "positive", "wrong", "also wrong"])
+        for _ in range(number):
+            colour, thing, count = draw.choice(COLOURS), draw.choice(THINGS), draw.randrange(50)
+            others = [f"{draw.choice(COLOURS)} {draw.choice(THINGS)}" for _ in range(2)]
+            writer.writerow([f"{colour} {thing} no {count}", f"no {count} is a {thing}, {colour}", *others])
+    return file
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("pairs")
+    pairs(made / "pairs.csv")
+    return made
+
+
+def task(folder: Path, **options) -> TextPairs:
+    made = TextPairs(str(folder / "pairs.csv"), layers=1, width=32, length=24, vocab=300, **options)
+    check(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def base(folder):
+    """A model of transformers with its tokenizer, as a user has it, with a pooler that takes no part."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    made = task(folder)
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    model = BertModel(BertConfig(vocab_size=300, max_position_embeddings=32, pad_token_id=0, **shape))
+    model.save_pretrained(folder / "base")
+    made.reader.tokenizer.save_pretrained(folder / "base")
+    return folder / "base"
+
+
+def test_a_batch_holds_tokens_and_numbers_of_equal_texts(folder):
+    made = task(folder, negatives="wrong, also wrong")
+    sets = {"train": made.train_set(), **made.eval_sets()}
+    assert sum(map(len, sets.values())) == 120 and len(sets["train"]) > 100
+    batch = made.collate([sets["train"][index] for index in range(5)])
+    assert batch["candidate_id"].shape == (5, 3) and batch["candidate.input_ids"].shape[0] == 15
+    parts = made.embed(made.model().eval(), batch)
+    assert parts["anchor"].shape == (5, 32) and parts["candidate"].shape == (5, 3, 32)
+    texts = [made.reader.decode(text) for text, _ in sets["train"][0]]
+    assert texts[0].startswith("[CLS] ") and len(texts) == 4
+
+
+def test_equal_texts_are_counted_or_masked(tmp_path):
+    rows = [("a b", "x"), ("a b", "y"), ("c d", "y"), ("e f", "z")] * 10
+    lines = "\n".join(f"{one} {n if n > 9 else 0},{other} {n}" for n, (one, other) in enumerate(rows))
+    (tmp_path / "pairs.csv").write_text("anchor,positive\n" + lines)
+    (counted,) = task(tmp_path, held_out=0.1).notes
+    assert "1 anchors" not in counted and "are negatives of each other: --task.mask_duplicates true" in counted
+    (masked,) = task(tmp_path, held_out=0.1, mask_duplicates=True).notes
+    assert masked.endswith("they are not negatives of each other")
+
+
+def test_masked_duplicates_do_not_count(folder):
+    made = task(folder, mask_duplicates=True)
+    samples = [made.train_set()[index] for index in range(6)]
+    model = made.model().eval()
+    twice = made.collate(samples + samples)
+    with torch.no_grad():
+        parts = made.embed(model, made.collate(samples))
+        masked = loss_alone(made, model, twice)[0]
+        counted = loss_alone(task(folder), model, twice)[0]
+    similarity = 20 * F.normalize(parts["anchor"], dim=1) @ F.normalize(parts["candidate"][:, 0], dim=1).T
+    right, others = similarity.diagonal(), similarity + torch.log(torch.tensor(2.0))
+    others.fill_diagonal_(-torch.inf)
+    expected = torch.logaddexp(right, others.logsumexp(1)) - right  # each other pair occurs twice
+    torch.testing.assert_close(masked, 2 * expected.sum(), rtol=1e-5, atol=1e-4)
+    assert counted > masked + 1
+
+
+def _theirs(base: Path, texts: list[list[str]], kind: str, **options):
+    """Return loss and gradients of a loss of sentence-transformers, in float64."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import losses
+
+    model = SentenceTransformer(str(base), device="cpu").double().eval()
+    loss = getattr(losses, kind)(model, **options)
+    features = [model.preprocess(column) for column in texts]
+    with torch.enable_grad():
+        value = loss(features, torch.zeros(len(texts[0])))
+        value.backward()
+    inner = model[0].model
+    return value.detach(), {name: parameter.grad for name, parameter in inner.named_parameters()}
+
+
+@pytest.mark.parametrize("negatives", ["", "wrong,also wrong"])
+@pytest.mark.parametrize("kind", ["MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"])
+def test_the_loss_is_that_of_sentence_transformers(folder, base, kind, negatives):
+    made = task(folder, model=str(base), negatives=negatives)
+    rows = list(csv.DictReader((folder / "pairs.csv").open()))[:12]
+    columns = ["anchor", "positive", *(negatives.split(",") if negatives else [])]
+    options = {"mini_batch_size": 4} if kind.startswith("Cached") else {}
+    value, gradients = _theirs(base, [[row[name] for row in rows] for name in columns], kind, scale=20.0, **options)
+    model = made.model().double().eval()
+    maker = made._maker(columns)
+    loss, _ = loss_alone(made, model, made.collate([maker(row) for row in rows]))
+    (loss / len(rows)).backward()
+    torch.testing.assert_close(loss.detach() / len(rows), value, rtol=1e-9, atol=0)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-6, atol=1e-9)
+
+
+def test_matryoshka_and_symmetric_losses_are_sums(folder, base):
+    made = task(folder, model=str(base), matryoshka=[8, 16], symmetric=True, temperature=0.1)
+    batch = made.collate([made.train_set()[index] for index in range(7)])
+    model = made.model().eval()
+    parts = made.embed(model, batch)
+    loss, _ = made.batch_loss(parts, columns_of(made, batch))
+    expected = 0.0
+    for size in (8, 16, 32):
+        a, b = (F.normalize(value[:, :size], dim=1) for value in (parts["anchor"], parts["candidate"][:, 0]))
+        for similarity in (a @ b.T, b @ a.T):
+            expected = expected + F.cross_entropy(10 * similarity, torch.arange(7), reduction="sum") / 2
+    torch.testing.assert_close(loss, expected)
+    with pytest.raises(ValueError, match="task.matryoshka 32 must be between 1 and 31"):
+        task(folder, model=str(base), matryoshka=[32]).model()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_sentence_transformers_loads_the_export_with_the_same_embeddings(folder, base, pooling, tmp_path):
+    from sentence_transformers import SentenceTransformer
+
+    made = ["--task.model", str(base), "--task.length", "20"] if pooling != "mean" else SMALL
+    words = [
+        "docstrings",
+        "--task.data",
+        str(folder / "pairs.csv"),
+        "--task.pooling",
+        pooling,
+        *made,
+        "--duration",
+        "3",
+    ]
+    words += ["--batch.size", "16", "--batch.micro", "4", "--eval.micro", "4", "--run.dir", "run", "--track", "none"]
+    config, ranks = ("fsdp2", 2) if pooling == "last" else ("single", 1)
+    assert run(train, words, ranks=ranks, config=config, folder=tmp_path).codes == [0] * ranks
+    model = SentenceTransformer(str(tmp_path / "run/final"), device="cpu")
+    texts = ["green cat no 4", "no 4 is a cat,  green ", "word " * 60]
+    theirs = model.encode(texts, convert_to_tensor=True)
+    with (tmp_path / "new.csv").open("w") as out:
+        csv.writer(out).writerows([["anchor", "positive"], *([text, text] for text in texts)])
+    world = after(tmp_path, "predict", "run", "--data", "new.csv", "--to", "found.jsonl", "--raw")
+    assert world.codes == [0], world.output
+    found = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
+    ours = np.array([row["anchor"] for row in found])
+    assert np.abs(ours - theirs.numpy()).max() < 1e-5 and found[0]["similarity"] == pytest.approx(1.0, abs=1e-5)
+    files = json.loads((tmp_path / "run/final/MANIFEST.json").read_text())["files"]
+    assert {"modules.json", "1_Pooling/config.json", "tokenizer.json"} <= files.keys()
+
+
+def test_a_run_compares_new_pairs_without_its_training_data(folder, tmp_path):
+    data = pairs(tmp_path / "pairs.csv", seed=3)
+    words = [
+        "docstrings",
+        "--task.data",
+        str(data),
+        *SMALL,
+        "--duration",
+        "4",
+        "--batch.size",
+        "16",
+        "--run.dir",
+        "run",
+    ]
+    assert run(train, [*words, "--track", "none"], folder=tmp_path).codes == [0]
+    data.rename(tmp_path / "moved.csv")
+    world = after(tmp_path, "predict", "run", "--data", "moved.csv", "--to", "found.jsonl")
+    assert world.codes == [0], world.output
+    assert len((tmp_path / "found.jsonl").read_text().splitlines()) == 120
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pooling": "max"}, "task.pooling 'max' is unknown; known: mean, cls, last"),
+        ({"temperature": 0.0}, "task.temperature 0.0 must be positive"),
+        ({"negatives": "wrongs"}, "wrongs"),
+        ({"model": "bytes"}, "is not a folder saved by transformers; give one, wordpiece, or hf:ID"),
+        ({"width": 30, "heads": 4}, "task.width 30 cannot be divided by task.heads 4"),
+    ],
+)
+def test_bad_keys_are_rejected(folder, options, message):
+    shape = {"layers": 1, "width": 32, "length": 24, "vocab": 300} | options
+    with pytest.raises(ValueError, match=message):
+        TextPairs(str(folder / "pairs.csv"), **shape)
