@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import whole_batches
-from worlds import run
+from worlds import back_to, run, timeless, train
 
 LOSSES = ("infonce", "clip", "siglip", "supcon")
 DOUBLE = ["--machine.dtype", "float64"]
@@ -110,6 +115,7 @@ WRONG = {
     "order": ["embed returned 'a'", "in another order than the batch"],
     "others": ["embed returned 'a'", "depends on the other samples"],
     "constant": ["embed returned 'a'", "depends on the other samples"],
+    "noise": ["embed returned 'a'", "has other values for the same sample"],
     "table": ["embed returned 'a'", "does not depend on the batch"],
     "scalar of batch": ["embed returned 'scale'", "is 0-dim, but depends on the batch"],
     "one row": ["embed returned 'scale' of shape (1,) for 4 samples"],
@@ -140,3 +146,138 @@ def test_wrong_parts_and_losses_are_rejected_before_the_run():
     assert found.pop("") == "accepted"
     for fault, words in WRONG.items():
         assert all(word in found[fault] for word in words), found[fault]
+
+
+COMMON = [
+    f"{whole_batches.__file__}:Contrast",
+    "--batch.size",
+    "32",
+    "--ema.half_life",
+    "64 samples",
+    "--track",
+    "none",
+]
+COMMON += ["--log.every", "1", "--eval.every", "4", "--optimizer.clip", "0.5", "--task.dropout", "0.2"]
+
+
+def lines(folder: Path) -> list[dict]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [timeless(line) for line in found if line.get("event") not in ("resume", "save")]
+
+
+def test_the_same_bits_with_a_grain_also_after_a_kill_on_another_layout(tmp_path):
+    """Weights, EMA weights, log and evaluation are equal; a 0-dim parameter keeps its shape in files."""
+    words = [*COMMON, "--batch.grain", "4", "--duration", "8", "--save.every", "2", "--save.keep", "9"]
+    for config, ranks in (("single", 1), ("ddp", 2), ("fsdp2", 2)):
+        world = run(train, [*words, "--run.dir", config], ranks=ranks, config=config, folder=tmp_path)
+        assert world.codes == [0] * ranks, world.output
+    shutil.copytree(tmp_path / "ddp", tmp_path / "killed")
+    back_to(tmp_path / "killed", 4)
+    words += ["--run.dir", "killed"]
+    assert run(train, words, ranks=2, config="fsdp2", folder=tmp_path).codes == [0, 0]
+    for name in ("model", "ema"):
+        first, *others = (load_file(tmp_path / folder / f"final/{name}.safetensors") for folder in FOLDERS)
+        assert first["scale"].shape == ()
+        assert all(torch.equal(value, other[key]) for other in others for key, value in first.items())
+    first, *others = (lines(tmp_path / folder) for folder in FOLDERS)
+    logged = {name for line in first for name in line}
+    assert {"train/loss", "train/near", "train/scale", "eval/recall@5", "eval/reverse_mrr"} <= logged
+    assert any(line.get("weights") == "ema" for line in first)
+    assert all(line in other for other in others[:2] for line in first)
+    assert not any("noise_scale" in name for name in logged)
+
+
+FOLDERS = ("single", "ddp", "fsdp2", "killed")
+
+
+def test_the_logged_loss_and_the_evaluation_are_those_of_the_whole(tmp_path):
+    """The loss of the first step is that of one batch. An evaluation has windows of batch.size, and one pool."""
+    words = [*COMMON[:-2], "--task.loss", "infonce", "--batch.micro", "4", "--duration", "1", "--eval.micro", "3"]
+    for config, ranks in (("single", 1), ("fsdp2", 2)):
+        world = run(train, [*words, "--run.dir", config], ranks=ranks, config=config, folder=tmp_path)
+        assert world.codes == [0] * ranks, world.output
+    one, two = (lines(tmp_path / config) for config in ("single", "fsdp2"))
+    task = whole_batches.Contrast("infonce")
+    model, dataset = task.model(), task.eval_sets()["validation"]
+    weights = load_file(tmp_path / "single/final/model.safetensors")
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        a, b, scale, _ = model.eval()(dataset.x, dataset.y)
+    total = sum(
+        float(whole_batches.plain_loss("infonce", a[rows], b[rows], scale, scale, torch.zeros(0)))
+        for rows in (slice(0, 32), slice(32, 41))
+    )
+    similarity = a @ b.T
+    rank = 1 + (similarity > similarity.diagonal()[:, None]).sum(1)
+    for found in (one, two):
+        evaluated = next(line for line in found if "eval/loss" in line)
+        assert evaluated["eval/loss"] == pytest.approx(total / 41, rel=1e-5)
+        assert evaluated["eval/recall@5"] == pytest.approx(float((rank <= 5).float().mean()))
+        assert evaluated["eval/mrr"] == pytest.approx(float((1 / rank).mean()), rel=1e-6)
+    assert one[0]["train/loss"] == pytest.approx(two[0]["train/loss"], rel=1e-6)
+
+
+def odd(words: list[str]) -> dict[str, object]:
+    """Return the running statistics after one step, and the error of a model with its own generator."""
+    from oneloop.basics.exit_codes import Inexact
+    from oneloop.job.build import build_job
+    from oneloop.job.preflight import preflight
+    from oneloop.launch.processes import start
+    from oneloop.measure.meter import Meter
+    from oneloop.recipe.parse import read
+    from oneloop.run.gradients import Gradients
+    from oneloop.train import accumulate
+
+    there, found = start(), {}
+    for fault in ("norm", "private generator"):
+        job = build_job(read([*words, "--task.fault", fault]), ranks=1)
+        there.accelerator.gradient_accumulation_steps = job.layout.accumulate
+        model = there.prepare(job.model)
+        seen = preflight(job, there, model)
+        made = Gradients(job, there, model, [*model.parameters()], seen)
+        samples = [job.train_set[index] for index in range(32)]
+        group = whole_batches.group_of(job, there, samples)
+        try:
+            accumulate(job, there, made, group, Meter(there.accelerator), position=0, measured=False)
+            found[fault] = model.a.norm.running_mean, model.a.norm.num_batches_tracked, samples
+        except Inexact as error:
+            found[fault] = str(error)
+    return found
+
+
+def test_batch_statistics_are_updated_once_and_a_private_generator_is_found():
+    words = [f"{whole_batches.__file__}:Contrast", "--duration", "2", "--batch.size", "32", "--batch.micro", "8"]
+    (found,) = run(odd, words).ok()
+    mean, count, samples = found["norm"]
+    expected = torch.zeros(8)
+    for start in range(0, 32, 8):
+        expected = 0.9 * expected + 0.1 * torch.stack([x for x, _ in samples[start : start + 8]]).mean(0)
+    assert count == 4
+    torch.testing.assert_close(mean, expected)
+    assert "embed returned a with other values for the same micro-batch" in found["private generator"]
+
+
+def test_a_task_has_one_kind_of_loss():
+    from oneloop.tasks.protocol import check
+
+    class Both(whole_batches.Contrast):
+        def loss(self, model, batch):
+            return torch.zeros(()), {}
+
+    class Half(whole_batches.Contrast):
+        embed = None
+
+    with pytest.raises(ValueError, match="has both loss and batch_loss; remove one of them"):
+        check(Both())
+    with pytest.raises(ValueError, match="Half is not a task: it lacks embed"):
+        check(Half())
+
+
+def test_a_scaled_loss_gives_scaled_gradients():
+    """fp16: the scaler multiplies the loss, and with it the gradients of the first pass."""
+    from oneloop.job.two_passes import _Continued
+
+    part = torch.tensor([1.0, 2.0], requires_grad=True)
+    value = _Continued.apply(torch.tensor(5.0), [torch.tensor([0.5, -1.0])], part)
+    (value * 1024).backward()
+    assert value == 5.0 and part.grad.tolist() == [512.0, -1024.0]

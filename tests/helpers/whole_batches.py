@@ -69,8 +69,13 @@ class Contrast:
 
     def model(self) -> nn.Module:
         model = Towers(self.dropout)
+        if self.fault == "norm":
+            model.a.norm = nn.BatchNorm1d(8)
+            model.a.register_forward_pre_hook(lambda tower, given: (tower.norm(*given),))
         if self.fault == "private generator":
-            model.a.register_forward_hook(lambda *given: given[2] + torch.rand((), generator=PRIVATE))
+            model.a.register_forward_hook(_noisy)
+        if self.fault == "noise":
+            model.a.register_forward_hook(lambda *given: _noisy(*given) + torch.rand((), generator=PRIVATE))
         if self.lora:
             from peft import LoraConfig, inject_adapter_in_model
 
@@ -140,6 +145,10 @@ class Contrast:
 PRIVATE = torch.Generator().manual_seed(7)
 
 
+def _noisy(module: nn.Module, given: object, output: Tensor) -> Tensor:
+    return output + torch.rand((), generator=PRIVATE) if module.training else output
+
+
 def plain_loss(kind: str, a: Tensor, b: Tensor, scale: Tensor, bias: Tensor, label: Tensor) -> Tensor:
     """Return the loss as the papers write it, without blocks."""
     target, similarity = torch.arange(len(a)), a @ b.T
@@ -184,7 +193,7 @@ def gradients(cases: Sequence[tuple[str, list[str]]]) -> dict[str, tuple[float, 
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         made = Gradients(job, run, model, parameters, preflight(job, run, model))
         samples = [job.train_set[index] for index in range(BATCH)]
-        group = _group(job, run, samples)
+        group = group_of(job, run, samples)
         sums = accumulate(job, run, made, group, Meter(run.accelerator), position=0, measured=True)
         loss = float(made.total(torch.as_tensor(sums.loss))) / BATCH
         whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in parameters]
@@ -204,7 +213,7 @@ def gradients(cases: Sequence[tuple[str, list[str]]]) -> dict[str, tuple[float, 
     return found
 
 
-def _group(job: Any, run: Any, samples: list[Any]) -> Any:
+def group_of(job: Any, run: Any, samples: list[Any]) -> Any:
     from oneloop.data.step_batches import Group
 
     each, batches, weights = job.layout.each, [], []

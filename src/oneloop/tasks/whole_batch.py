@@ -51,15 +51,19 @@ def parts_of(contract: Contract, model: nn.Module, batch: Mapping[str, Any], sam
     return dict(parts)
 
 
-def check_rows(contract: Contract, together: tuple[Parts, Parts], alone: Sequence[Parts], tolerance: float) -> None:
+def check_rows(
+    contract: Contract, together: tuple[Parts, Parts], alone: Sequence[Parts], again: Parts, tolerance: float
+) -> None:
     """Check that each row of ``together`` (the parts of several samples, in this order and in the reverse order) is the
-    part of its sample ``alone``."""
+    part of its sample ``alone``. ``again`` are those of the first sample, computed once more."""
     for name, part in together[0].items():
         rows = [one[name] if not part.ndim else one[name][0] for one in alone]
         found, back = ([one[name]] * len(rows) if not part.ndim else [*one[name]] for one in together)
         if _same(found, rows, tolerance) and _same(back, rows[::-1], tolerance):
             continue
-        if not part.ndim:
+        if not _same([alone[0][name]], [again[name]], tolerance):
+            problem, fix = "has other values for the same sample the next time", "use torch's global generator"
+        elif not part.ndim:
             problem, fix = f"is 0-dim, but depends on the batch: {_listed(rows)}", "give it one row per sample"
         elif all(any(_same([row], [other], tolerance) for other in rows) for row in found):
             problem, fix = "has its rows in another order than the batch", "keep the order of the samples"
