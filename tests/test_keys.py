@@ -105,6 +105,7 @@ LISTED = {
     "machine.cudnn_benchmark": "needs a GPU",
 }
 TASKS = ("image_classification", "causal_lm", "sft", "text_classification", "text_regression", "token_classification")
+TASKS += ("text_pairs",)
 UNREAD = {"task.download": "a flag of torchvision's constructors"}
 
 

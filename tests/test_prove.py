@@ -223,7 +223,8 @@ def test_from_the_command_line_with_the_launcher(tmp_path):
 
 
 TINY = ["--task.layers", "1", "--task.heads", "2", "--task.width", "32"]
-RECIPES = {"digits": [], "gpt": TINY, "llama": TINY, "snippets": TINY, "sft": [], "images": ["--task.data", "images"]}
+RECIPES: dict[str, list[str]] = {"docstrings": [*TINY, "--task.length", "16"]}
+RECIPES |= {"digits": [], "gpt": TINY, "llama": TINY, "snippets": TINY, "sft": [], "images": ["--task.data", "images"]}
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ SMALL = {
     "llama": ["--task.layers", "1", "--task.width", "32", "--task.vocab", "512", "--task.data", "corpus"],  # packed
     "sft": ["--task.layers", "1", "--task.width", "32", "--task.length", "64"],  # packed
     "snippets": ["--task.layers", "1", "--task.width", "32", "--eval.micro", "64"],
+    "docstrings": ["--task.width", "32", "--task.length", "16", "--task.dropout", "0"],
 }
 SGD = [
     "--duration",
@@ -69,7 +70,7 @@ def corpus(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["digits", "gpt", "llama", "sft", "snippets"])
+@pytest.mark.parametrize("recipe", ["digits", "gpt", "llama", "sft", "snippets", "docstrings"])
 def test_the_same_weights_four_ways(corpus, recipe):
     weights, losses = {}, {}
     for way, (config, ranks, words) in WAYS.items():
@@ -131,7 +132,18 @@ def test_the_schedule_is_the_same_on_two_ranks_and_with_accumulation(tmp_path):
 
 
 def test_the_packaged_recipes_read_and_print(capsys):
-    assert packaged() == ["digits", "gpt", "gpt2", "images", "llama", "llama-1b", "llama-7b", "sft", "snippets"]
+    assert packaged() == [
+        "digits",
+        "docstrings",
+        "gpt",
+        "gpt2",
+        "images",
+        "llama",
+        "llama-1b",
+        "llama-7b",
+        "sft",
+        "snippets",
+    ]
     for name in packaged():
         assert read([name]).name == name
     with pytest.raises(SystemExit) as end:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import whole_batches
 from oneloop.basics.exit_codes import BadInput
 from oneloop.cli import main
 from oneloop.recipe.parse import read
@@ -20,6 +21,9 @@ from worlds import ROOT, run, train
 
 COMMON = ["--ema.half_life", "200 samples", "--optimizer.clip", "0.5", "--log.every", "4", "--track", "none"]
 COMMON += ["--machine.workers", "0", "--save.every", "0", "--guard.sigma", "6", "--guard.window", "8"]
+
+
+CONTRAST = ["--task.dropout", "0.1", "--batch.size", "64", "--batch.grain", "8", "--eval.every", "15"]
 
 
 def digits(folder: Path) -> list[str]:
@@ -48,6 +52,7 @@ TASKS = {
     "gpt": language(),
     "llama": language("--task.architecture", "llama", "--task.tokenizer", "bpe", "--task.pack", "packed"),
     "snippets": snippets,
+    "contrast": lambda folder: [f"{whole_batches.__file__}:Contrast", *CONTRAST],
     "digits by muon": lambda folder: [*digits(folder), "--optimizer.name", "muon"],
     "digits by sgd": lambda folder: [*digits(folder), "--optimizer.name", "sgd", "--optimizer.lr", "0.05"],
     "gpt by muon": language("--optimizer.name", "muon"),

@@ -7,6 +7,7 @@ from oneloop.recipe.key_parser import parser
 
 PAGE = Path(__file__).with_name("keys.md")
 TASKS = ("image_classification", "causal_lm", "sft", "text_classification", "text_regression", "token_classification")
+TASKS += ("text_pairs",)
 OPTIMIZERS = ("adamw", "sgd", "muon", "adafactor")
 SCHEDULES = ("cosine", "linear", "wsd", "constant", "plateau")
 HEAD = """# All keys
@@ -29,20 +30,22 @@ def rows(**chosen: str) -> Iterator[ROW]:
 
 
 def merged(group: str) -> Iterator[str]:
-    """Yield table rows of a group whose keys depend on its name; keys of one meaning are one row."""
-    found: dict[tuple[str, str], dict[str, tuple[str, str]]] = {}
+    """Yield table rows of a group whose keys depend on its name; if a key has several meanings, with their choices."""
+    found: dict[str, dict[str, tuple[str, str, str]]] = {}
     for choice in CHOICES[group]:
-        for key, kind, default, meaning in rows(**{group: choice}):
+        for key, *cells in rows(**{group: choice}):
             if key.startswith(f"{group}."):
-                found.setdefault((key, meaning), {})[choice] = (kind, default)
+                found.setdefault(key, {})[choice] = (cells[0], cells[1], cells[2])
     above: list[str] = []
-    for (key, meaning), by in sorted(
-        found.items(), key=lambda row: (-len(row[1]), CHOICES[group].index(next(iter(row[1]))))
-    ):
-        columns = (" / ".join(dict.fromkeys(values)) for values in zip(*by.values(), strict=True))
+    for key, by in sorted(found.items(), key=lambda row: (-len(row[1]), CHOICES[group].index(next(iter(row[1]))))):
+        kinds, defaults, meanings = ([*dict.fromkeys(values)] for values in zip(*by.values(), strict=True))
+        meaning = meanings[0]
+        if len(meanings) > 1:
+            choices = {text: [choice for choice, cells in by.items() if cells[2] == text] for text in meanings}
+            meaning = "<br>".join(f"{', '.join(choices[text])}: {text}" for text in meanings)
         names = "" if [*by] == above else "all" if len(by) == len(CHOICES[group]) else ", ".join(by)
         above = [*by]
-        yield f"| `{key}` | {' | '.join(columns)} | {meaning} | {names} |"
+        yield f"| `{key}` | {' / '.join(kinds)} | {' / '.join(defaults)} | {meaning} | {names} |"
 
 
 def page() -> str:

@@ -118,7 +118,7 @@ class TwoPasses:
                 )
         if missing := [*self._shapes.keys() - shapes.keys()]:
             raise Inexact(
-                f"embed did not return {missing[0]!r}, which it returned before; return the same parts each time"
+                f"embed returned {missing[0]!r} before, and now it is missing; return the same parts each time"
             )
 
 

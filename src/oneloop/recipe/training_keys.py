@@ -12,7 +12,7 @@ from oneloop.basics.exit_codes import BadInput, at_least, within
 class TaskConfig:
     name: str = "image_classification"
     """task to train: image_classification, causal_lm, sft, text_classification, text_regression, token_classification,
-    or the class path of your own task"""
+    text_pairs, or the class path of your own task"""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -11,7 +11,7 @@ from oneloop.show.run_reader import Record, read_record
 from oneloop.show.watch import PlotCurve, plotted
 
 _KINDS = {"image_classification": "image-classification", "token_classification": "token-classification"}
-_KINDS |= dict.fromkeys(("causal_lm", "sft"), "text-generation")
+_KINDS |= dict.fromkeys(("causal_lm", "sft"), "text-generation") | {"text_pairs": "sentence-similarity"}
 _KINDS |= dict.fromkeys(("text_classification", "text_regression"), "text-classification")
 """the hub's task names (pipeline tags) by oneloop's"""
 _HUB = "hf:"
@@ -32,7 +32,8 @@ def model_card(run: Path, name: str, about: Mapping[str, Any], *, licence: str |
     metrics = {key: value for key, value in record.summary.items() if key.startswith(("eval/", "test/"))}
     metrics = {key: value for key, value in metrics.items() if isinstance(value, int | float) and math.isfinite(value)}
     data = _data(record)
-    library = ("peft" if "base" in about else "transformers") if language_model else None
+    library: str | None = ("peft" if "base" in about else "transformers") if language_model else None
+    library = "sentence-transformers" if kind == "sentence-similarity" else library
     results = [
         EvalResult(
             task_type=kind or "other",

@@ -11,7 +11,7 @@ from oneloop.tasks.protocol_checks import Contract, theirs
 
 Parts = Mapping[str, Tensor]
 
-_PARTS = "return a dict of tensors: each has one row per sample, (samples, …), or is 0-dim, such as a logit scale"
+_PARTS = "return a dict of tensors: each has one row per sample, or is 0-dim"
 _COPIES = 4  # samples of the smaller batch in the check for a mean
 
 
@@ -41,7 +41,7 @@ def parts_of(contract: Contract, model: nn.Module, batch: Mapping[str, Any], sam
     for name, part in parts.items():
         if part.ndim and len(part) != samples:
             found = f"returned {name!r} of shape {tuple(part.shape)} for {samples} samples"
-            raise contract.wrong("embed", found, f"{_PARTS} (a parameter of shape (1,): use reshape(()))")
+            raise contract.wrong("embed", found, f"{_PARTS} (use reshape(()))")
     for name in getattr(task, "batch_columns", ()):
         value = batch.get(name)
         if not isinstance(value, Tensor) or not value.ndim or len(value) != samples:
