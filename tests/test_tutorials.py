@@ -72,8 +72,8 @@ def test_a_contrastive_loss(tmp_path):
     text = lay_out("own-loss.md", tmp_path)
     world = run(train, [*command(text, "contrast.py"), *QUIET], folder=tmp_path)
     world.ok()
-    (line,) = (line for line in text.splitlines() if line.startswith("the task declares additive = False"))
-    assert line in world.output and summary(tmp_path / "runs" / "contrast")["eval/found"] > 0.5
+    (line,) = (line for line in text.splitlines() if line.startswith("any parallel layout gives the same gradients"))
+    assert line in world.output and summary(tmp_path / "runs" / "contrast")["eval/recall@1"] > 0.35
 
 
 @pytest.mark.slow

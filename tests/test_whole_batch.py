@@ -254,7 +254,7 @@ def test_batch_statistics_are_updated_once_and_a_private_generator_is_found():
         expected = 0.9 * expected + 0.1 * torch.stack([x for x, _ in samples[start : start + 8]]).mean(0)
     assert count == 4
     torch.testing.assert_close(mean, expected)
-    assert "embed returned a with other values for the same micro-batch" in found["private generator"]
+    assert "the method embed returned a with other values for the same micro-batch" in found["private generator"]
 
 
 def test_a_task_has_one_kind_of_loss():

@@ -38,9 +38,7 @@ def accumulate(
     accelerator, model, clock, sums = run.accelerator, gradients.model, meter.clock, gradients.sums()
     scale = gradients.factor / group.total  # the factor undoes accelerate's mean over the micro-batches
     with gradients.step(position, measured=measured):
-        loss_of, batches = gradients.passes(
-            clock.over("transfer", group.batches)
-        )  # two, if the loss is of the whole batch
+        loss_of, batches = gradients.passes(clock.over("transfer", group.batches))  # a whole-batch loss has two
         for batch, weight in zip(batches, group.weights, strict=False):
             with accelerator.accumulate(model), gradients.micro_batch(weight):  # .grad: sum over all ranks
                 loss, outputs = loss_of(model, batch)

@@ -118,12 +118,13 @@ class TwoPasses:
                 )
         if missing := [*self._shapes.keys() - shapes.keys()]:
             raise Inexact(
-                f"embed returned {missing[0]!r} before, and now it is missing; return the same parts each time"
+                f"the result of embed lacks {missing[0]!r}, which it had before; return the same names each time"
             )
 
 
 def _differ(names: Sequence[str]) -> str:
-    found = f"embed returned {', '.join(names)} with other values for the same micro-batch and the same random numbers"
+    same = "for the same micro-batch and the same random numbers"
+    found = f"the method embed returned {', '.join(names)} with other values {same}"
     return f"{found}; the model or embed keeps its own generator or counter: use torch's global generator"
 
 

@@ -72,7 +72,7 @@ class TextPairs(TextRows):
         if pooling not in _POOLINGS:
             raise ValueError(f"task.pooling {pooling!r} is unknown; known: {', '.join(_POOLINGS)}")
         if temperature <= 0:
-            raise ValueError(f"task.temperature {temperature} must be positive; usual values are 0.01 to 0.1")
+            raise ValueError(f"task.temperature {temperature} must be positive; common values are 0.01 to 0.1")
         self.pooling, self.scale, self.symmetric = pooling, 1 / temperature, symmetric
         self.matryoshka, self.mask_duplicates, self._vocab = [int(size) for size in matryoshka], mask_duplicates, vocab
         self._negatives = [name.strip() for name in negatives.split(",") if name.strip()]
