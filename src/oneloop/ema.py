@@ -29,8 +29,7 @@ from oneloop.basics.tensors import as_real, local, reshard
 def average_(averages: list[Tensor], weights: list[Tensor], keep: float, *, cast: bool = False) -> None:
     """Set average = keep * average + (1 - keep) * weight, in place; other forms would round differently.
 
-    ``cast``: the weights have another dtype than the averages.
-    """
+    ``cast``: the weights have another dtype than the averages."""
     if cast:
         weights = [weight.to(average.dtype) for weight, average in zip(weights, averages, strict=True)]
     torch._foreach_lerp_(averages, weights, 1.0 - keep)
@@ -39,21 +38,17 @@ def average_(averages: list[Tensor], weights: list[Tensor], keep: float, *, cast
 class EMA:
     """EMA of a model's parameters, in float32 or better. Give exactly one of half_life, decay and power.
 
-    Args:
-        model: as prepared; under FSDP2 each rank averages its own shards.
-        half_life: samples (or tokens, as :meth:`update` counts) after which the contribution of a weight has halved.
-        decay: share of the average that one update keeps.
-        power: width of a power-function EMA as a share of the run: its relative standard deviation sigma_rel (Karras
-            et al. 2024, section 3). Saved EMAs can be combined into other widths: see :func:`post_hoc`.
-        ramp: upper limit of the half-life as a share of the training so far (Karras et al. 2022), so that the initial
-            weights are forgotten quickly; 0: no limit. Only for ``half_life``.
-        every: calls of :meth:`update` per computation; their amounts are added, so that the half-life is the same.
-        device: ``"cpu"`` keeps the average in host memory; copies overlap with the device's work.
-        optimizer: required for ``device="cpu"`` on an accelerator: its next step waits for the copy.
-        name: name in checkpoints, logs and file names.
+    Args: ``model``: as prepared; under FSDP2 each rank averages its own shards. ``half_life``: samples (or tokens, as
+    :meth:`update` counts) after which the contribution of a weight has halved. ``decay``: share of the average that one
+    update keeps. ``power``: width of a power-function EMA as a share of the run: its relative standard deviation
+    sigma_rel (Karras et al. 2024, section 3). Saved EMAs can be combined into other widths: see :func:`post_hoc`.
+    ``ramp``: upper limit of the half-life as a share of the training so far (Karras et al. 2022), so that the initial
+    weights are forgotten quickly; 0: no limit. Only for ``half_life``. ``every``: calls of :meth:`update` per
+    computation; their amounts are added, so that the half-life is the same. ``device``: ``"cpu"`` keeps the average in
+    host memory; copies overlap with the device's work. ``optimizer``: required for ``device="cpu"`` on an accelerator:
+    its next step waits for the copy. ``name``: name in checkpoints, logs and file names.
 
-    Raises:
-        ValueError: not exactly one of the three is given, or a value is out of range.
+    Raises ValueError: not exactly one of the three is given, or a value is out of range.
     """
 
     def __init__(
@@ -125,8 +120,7 @@ class EMA:
     def swapped(self) -> Iterator[None]:
         """Swap the EMA weights into the model in this context, and swap the training weights back afterwards.
 
-        One tensor is exchanged at a time, without a second copy of the model; only 16-bit weights are copied aside.
-        """
+        One tensor is exchanged at a time, without a second copy of the model; only 16-bit weights are copied aside."""
         if self._away is not None:
             self._away.wait()
         aside = self._exchange({})
@@ -229,8 +223,7 @@ class HostCopies:
     """Copies weights to pinned host memory on a separate stream, and passes them to a thread.
 
     The device continues during a copy; only the optimizer's next step waits for it. Raises ValueError without an
-    optimizer.
-    """
+    optimizer."""
 
     def __init__(self, weights: list[Tensor], optimizer: Optimizer | None) -> None:
         if optimizer is None:

@@ -44,20 +44,13 @@ def predictions(
 ) -> Iterator[Columns]:
     """Yield columns for each micro-batch of this rank's samples, in order of rank. Collective: call on every rank.
 
-    Args:
-        task: ``loss`` returns the outputs and, if the task ``writes``, ``generate`` returns more; ``predicted`` turns
-            them into columns. Without ``predicted``, the outputs are the columns.
-        model: whole or sharded; it is not changed.
-        dataset: map-style.
-        accelerator: its ranks share the samples.
-        micro: micro-batch size per rank.
-        workers: number of data loading processes.
-        dtype: dtype of floating-point inputs.
-        seed: seed of random data sets.
-        raw: add the outputs as columns.
+    Args: ``task``: ``loss`` returns the outputs and, if the task ``writes``, ``generate`` returns more; ``predicted``
+    turns them into columns. Without ``predicted``, the outputs are the columns. ``model``: whole or sharded; it is not
+    changed. ``dataset``: map-style. ``accelerator``: its ranks share the samples. ``micro``: micro-batch size per rank.
+    ``workers``: number of data loading processes. ``dtype``: dtype of floating-point inputs. ``seed``: seed of random
+    data sets. ``raw``: add the outputs as columns.
 
-    Raises:
-        ValueError: an output or a column does not have one entry per sample.
+    Raises ValueError: an output or a column does not have one entry per sample.
     """
     share = share_of([range(len(dataset))], micro, accelerator.num_processes, accelerator.process_index)
     collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)
@@ -105,8 +98,7 @@ def write(file: Path, predicted: Iterable[Columns], *, accelerator: Accelerator)
     every rank of ``accelerator``; they share the file system.
 
     The file is .parquet, .jsonl or .csv, and is written atomically. Return the number of rows, on rank 0. Raise
-    ValueError if a column for a .csv holds lists.
-    """
+    ValueError if a column for a .csv holds lists."""
     rank, shards = accelerator.process_index, file.with_name(f".{file.name}.parts")
     if rank == 0:
         shutil.rmtree(shards, ignore_errors=True)

@@ -56,8 +56,7 @@ class Trained:
 def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:
     """Return the recipe of a run for ``command``; print the file from which its task is imported, if it is the user's.
 
-    ``task`` overrides the recorded task (None), whose file must be trusted. Raise BadInput if there is no recipe.
-    """
+    ``task`` overrides the recorded task (None), whose file must be trusted. Raise BadInput if there is no recipe."""
     file = run / "recipe.yaml"
     if not file.is_file():
         raise BadInput(f"{run} holds no run (no recipe.yaml)")
@@ -110,8 +109,7 @@ def trained(
     ``checkpoint`` is ``final``, ``newest``, ``best`` or a step (None: ``final/`` if the run has ended, else newest),
     ``weights`` ``raw`` or the name of an EMA. ``accept_changes`` accepts data other than the training data. Without
     ``own_data``, a packaged task does not open its data if the run has recorded its classes. Raise ValueError if the
-    weights are missing or damaged, the task cannot be created, or its data differs.
-    """
+    weights are missing or damaged, the task cannot be created, or its data differs."""
     if weights.startswith("power:"):
         raise ValueError(f"--weights {weights}: only oneloop export can mix EMAs; give raw, or the name of a saved EMA")
     chosen = chosen_of(run, checkpoint, weights=weights)

@@ -28,8 +28,7 @@ _ON_CPU, _ELSEWHERE = 1 << 17, 1 << 21
 def tree_sum(parts: Tensor) -> Tensor:
     """Sum a tensor of shape (n, …) over its first dimension in one fixed binary tree, neighbours first.
 
-    Zeros at the end do not change the result.
-    """
+    Zeros at the end do not change the result."""
     while len(parts) > 1:
         if len(parts) % 2:
             parts = torch.cat([parts, torch.zeros_like(parts[:1])])
@@ -50,8 +49,7 @@ def digit_rows(tensors: Iterable[Tensor]) -> Tensor:
     """Return the digits of the sum of squares, for :func:`square_sum`: shape (pieces, 4), float64. No host sync.
 
     A row holds the index of its first digit, and the sums of three digits. The digits are exact for float32 and
-    smaller dtypes; for float64, each square is rounded first.
-    """
+    smaller dtypes; for float64, each square is rounded first."""
     rows = []
     for piece in _pieces(tensors):
         first = _first_digit(piece.detach().abs().max())
@@ -97,10 +95,8 @@ def exact_norm(
 ) -> Tensor:
     """Return the L2 norm over all elements, 0-dim, float64; not finite if any element is not. No host sync.
 
-    Args:
-        whole: tensors that are equal on all ranks.
-        shards: this rank's shards of other tensors.
-        group: process group of the shards. Collective: call on all of its ranks, even without shards.
+    Args: ``whole``: tensors that are equal on all ranks. ``shards``: this rank's shards of other tensors. ``group``:
+    process group of the shards. Collective: call on all of its ranks, even without shards.
     """
     device = next(tensor.device for tensor in (*whole, *shards))
     held = [tensor for tensor in (*whole, *shards) if tensor.numel()]

@@ -61,8 +61,7 @@ def die_with_launcher() -> None:
 def launcher() -> int | None:
     """Return the process id of the torchrun or accelerate that started this process, or None.
 
-    If the launcher has already ended, init has adopted this process: then end this process.
-    """
+    If the launcher has already ended, init has adopted this process: then end this process."""
     if not {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
         return None
     parent = os.getppid()

@@ -40,15 +40,11 @@ from oneloop.checkpoint.store import Keep, Store, name_of, problems, step_in, st
 class Checkpoints:
     """The checkpoints of one run, in a folder that all ranks share.
 
-    Args:
-        root: the folder.
-        accelerator: its ranks write together.
-        origin: the base model of the frozen parameters, if a checkpoint should name it instead of storing them.
-        sync: write in the training process instead of a separate one.
-        max_failures: consecutive failed saves that do not end the run.
-        patience: factor of a save's time limit: the largest of 10 s, 3 x the slowest save, and size / (10 MB/s). After
-            it, training continues without a new checkpoint, or ends if it needs one. 0: no limit.
-        say: reports bad checkpoints, on rank 0.
+    Args: ``root``: the folder. ``accelerator``: its ranks write together. ``origin``: the base model of the frozen
+    parameters, if a checkpoint should name it instead of storing them. ``sync``: write in the training process instead
+    of a separate one. ``max_failures``: consecutive failed saves that do not end the run. ``patience``: factor of a
+    save's time limit: the largest of 10 s, 3 x the slowest save, and size / (10 MB/s). After it, training continues
+    without a new checkpoint, or ends if it needs one. 0: no limit. ``say``: reports bad checkpoints, on rank 0.
     """
 
     def __init__(
@@ -90,15 +86,12 @@ class Checkpoints:
         """Start to save the prepared model and its optimizer as the checkpoint of ``step``, after the previous save has
         finished. If that takes too long, start nothing. Collective: call on every rank.
 
-        Args:
-            state: other JSON-serializable state; rank 0's is written.
-            extra: more tensors, named ``ema.…``; sharded like the model, or equal on all ranks.
-            about: entries of the manifest, such as the metric that selects the best checkpoint.
-            keep: which older checkpoints to keep.
-            flush: files that must be on disk before the checkpoint is complete, because its state refers to them.
+        Args: ``state``: other JSON-serializable state; rank 0's is written. ``extra``: more tensors, named ``ema.…``;
+        sharded like the model, or equal on all ranks. ``about``: entries of the manifest, such as the metric that
+        selects the best checkpoint. ``keep``: which older checkpoints to keep. ``flush``: files that must be on disk
+        before the checkpoint is complete, because its state refers to them.
 
-        Returns:
-            The error of the previous save, equal on all ranks; None if it succeeded.
+        Returns the error of the previous save, equal on all ranks; None if it succeeded.
         """
         problem = self.saving.finish(or_go_on=True)
         if self.saving.stuck:
@@ -135,12 +128,8 @@ class Checkpoints:
     def finish(self) -> str | None:
         """Wait for the save in progress. Collective: call on every rank.
 
-        Returns:
-            The error, equal on all ranks; None if the checkpoint is complete, or no save was in progress.
-
-        Raises:
-            OSError: on all ranks, after more than ``max_failures`` consecutive failures, or after the time limit.
-        """
+        Returns the error, equal on all ranks; None if the checkpoint is complete, or no save was in progress. Raises
+        OSError: on all ranks, after more than ``max_failures`` consecutive failures, or after the time limit."""
         return self.saving.finish()
 
     def mirror(self, address: str, *, lease: tuple[int, Mapping[str, Any]], counts: bool, limit: float = 0.0) -> None:
@@ -186,9 +175,7 @@ class Checkpoints:
 
         ``needs`` returns the parts of a checkpoint's files that this rank reads; with a mirror, they are fetched.
 
-        Raises:
-            ValueError: there are checkpoints, and none is intact; or the mirror cannot be read.
-        """
+        Raises ValueError: there are checkpoints, and none is intact; or the mirror cannot be read."""
         own, error = self._newest_here()
         looks, self._began = own is None or not self._began, True  # later, a failing mirror must not stop a rewind
         fetched = self.fetcher.newest(own, needs) if self.fetcher is not None and looks else None
@@ -236,8 +223,7 @@ class Checkpoints:
         state, which ``check`` receives before, and may reject by ValueError. Collective: call on every rank.
 
         Raise ValueError if the checkpoint is damaged or of another model, or if its frozen parameters are damaged and
-        differ from those of the current model.
-        """
+        differ from those of the current model."""
         fetched = folder.name.endswith(".fetched")  # its blocks were verified, and the rest is empty
         wrong = self._gather(problems(folder) if self.rank == 0 and not fetched else [])[0]
         if wrong:

@@ -32,14 +32,11 @@ class Average(Protocol):
 class RunState:
     """The model, the optimizer, EMAs, and all other state that a resumed run continues.
 
-    Args:
-        model: the prepared model.
-        optimizer: the optimizer of its parameters.
-        emas: EMAs of its parameters.
-        parts: components by name. Each has a ``state_dict`` of plain values and may have ``load_state_dict``. Its
-            ``files``, if any, are flushed to disk before a checkpoint that refers to them is complete.
-        own: names of components that belong to the run folder; they restart with another folder's checkpoint.
-        check: receives a checkpoint's state other than tensors before it is loaded, and may raise ValueError.
+    Args: ``model``: the prepared model. ``optimizer``: the optimizer of its parameters. ``emas``: EMAs of its
+    parameters. ``parts``: components by name. Each has a ``state_dict`` of plain values and may have
+    ``load_state_dict``. Its ``files``, if any, are flushed to disk before a checkpoint that refers to them is complete.
+    ``own``: names of components that belong to the run folder; they restart with another folder's checkpoint.
+    ``check``: receives a checkpoint's state other than tensors before it is loaded, and may raise ValueError.
     """
 
     def __init__(
@@ -62,9 +59,8 @@ class RunState:
         """Return an estimate of the bytes that are written once (final weights, EMAs, frozen weights in ``base/``) and
         of those of one checkpoint.
 
-        Args:
-            optimizer_share: bytes of optimizer state per byte of trained parameters.
-            origin: the base model, if checkpoints only name it.
+        Args: ``optimizer_share``: bytes of optimizer state per byte of trained parameters. ``origin``: the base model,
+        if checkpoints only name it.
         """
         elsewhere = {f"model.{name}" for name in origin.names} if origin else set()
         held = {name: tensor for name, tensor in model_tensors(self.model).items() if name not in elsewhere}
@@ -98,8 +94,7 @@ class RunState:
 
         Return the components' saved state; empty if there is no checkpoint. A component without saved state restarts if
         it has ``restart``. Collective: call on every rank. Raise ValueError if the checkpoint is missing or damaged, or
-        if newer checkpoints would be overwritten.
-        """
+        if newer checkpoints would be overwritten."""
         path = checkpoints.newest(self.needs) if asked in ("auto", "never") else local_checkpoint(asked)
         if path is None:
             return {}

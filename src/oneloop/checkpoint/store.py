@@ -145,8 +145,7 @@ class Store:
         rename the folder, flush.
 
         ``files`` are the manifest entries (size and checksum) by name, ``about`` describes the content for readers.
-        ``tensors``: dtype (safetensors name) and global shape of all tensors in its files, by name.
-        """
+        ``tensors``: dtype (safetensors name) and global shape of all tensors in its files, by name."""
         write_file(draft / MANIFEST, signed(manifest_of(step, files, about, tensors)))
         flush(draft)
         sealed = self.root / name_of(step)

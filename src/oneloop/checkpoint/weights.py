@@ -37,8 +37,7 @@ def gathered_weights(model: nn.Module, origin: BaseModel | None = None) -> dict[
     """Return the full weights in host memory on rank 0, nothing on other ranks. Collective: call on every rank.
 
     Names are those of the unwrapped model: no ``module.``, no ``_orig_mod.``. Tied weights occur once. With a base
-    model (``origin``), return only the other weights, under the names in peft's files.
-    """
+    model (``origin``), return only the other weights, under the names in peft's files."""
     if origin is not None:
         return _trained_weights(model, origin)
     state: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -91,8 +90,7 @@ def load_weights(
     ``source`` is a run folder, another folder, a hub repository, or a .safetensors file. Names that a pattern in
     ``leave_out`` matches (:func:`oneloop.basics.parameter_names.matches`), and frozen parameters of the base model
     ``origin``, stay unchanged. Raise ValueError if there are no weights, if they are of another model, or if a pattern
-    matches no name.
-    """
+    matches no name."""
     if is_address(source):
         complete(local_run(source) / FINAL)
         source = str(local_run(source))

@@ -19,12 +19,10 @@ _MAX_CYCLE = 100_000  # positions; the largest cycle of set numbers
 class Mixture:
     """A map-style data set of several concatenated sets; its :meth:`order` draws from them by weight.
 
-    Args:
-        sets: the data sets by name.
-        weights: sampling weight of each set, in any unit. An epoch has as many samples as all sets together.
+    Args: ``sets``: the data sets by name. ``weights``: sampling weight of each set, in any unit. An epoch has as many
+    samples as all sets together.
 
-    Raises:
-        ValueError: a set is empty, or the weights are invalid.
+    Raises ValueError: a set is empty, or the weights are invalid.
     """
 
     def __init__(self, sets: Mapping[str, Any], weights: Sequence[float]) -> None:
@@ -85,10 +83,8 @@ class Mixture:
 class Mixed:
     """An endless order over several sets: position -> (epoch of its set, index).
 
-    Args:
-        orders: the order of each set.
-        offsets: index of the first sample of each set.
-        cycle: the set number at each position, repeated endlessly, as :func:`proportions` returns it.
+    Args: ``orders``: the order of each set. ``offsets``: index of the first sample of each set. ``cycle``: the set
+    number at each position, repeated endlessly, as :func:`proportions` returns it.
     """
 
     def __init__(self, orders: Sequence[Ordered], offsets: NDArray[np.int64], cycle: NDArray[np.int64]) -> None:
@@ -122,9 +118,7 @@ def proportions(weights: Sequence[float]) -> NDArray[np.int64]:
     is due first is chosen. Such a cycle always exists (Still 1979; Tijdeman 1980). Its length is the least common
     denominator of the shares.
 
-    Raises:
-        ValueError: a weight is negative or not a number, all are 0, or the cycle would be too long.
-    """
+    Raises ValueError: a weight is negative or not a number, all are 0, or the cycle would be too long."""
     if any(not math.isfinite(weight) or weight < 0 for weight in weights) or not sum(weights):
         described = ", ".join(map(str, weights))
         raise ValueError(f"the weights of a mixture are {described}; expected numbers above 0 (0 drops a set)")

@@ -28,10 +28,8 @@ def _mix(state: UInt64Array) -> UInt64Array:
 def permuted(positions: UInt64Array, sizes: int | UInt64Array, keys: UInt64Array) -> UInt64Array:
     """Return the image of each position under a keyed permutation of ``range(size)``; sizes may differ.
 
-    Args:
-        positions: (n,), each below its size.
-        sizes: one size for all positions, or (n,).
-        keys: (n,), each selects a permutation.
+    Args: ``positions``: (n,), each below its size. ``sizes``: one size for all positions, or (n,). ``keys``: (n,), each
+    selects a permutation.
     """
     if isinstance(sizes, int):
         bits: Any = max(_MIN_BITS, (sizes - 1).bit_length())
@@ -76,8 +74,7 @@ class Order:
 
     >>> epochs, indices = Order(1797, seed=0)[10_000:10_064]      # any slice, O(its length)
 
-    Raises:
-        ValueError: ``size`` is less than 1, or a slice lacks start or stop.
+    Raises ValueError: ``size`` is less than 1, or a slice lacks start or stop.
     """
 
     def __init__(self, size: int, *, seed: int) -> None:
@@ -117,10 +114,7 @@ def positions_of(window: slice) -> NDArray[np.int64]:
 def order_of(dataset: Any, *, seed: int, batch: int) -> Ordered:
     """Return the data set's order (``dataset.order(seed=…, batch=…)``) if it defines one, else a permutation.
 
-    Args:
-        dataset: a map-style data set.
-        seed: seed of the order.
-        batch: samples of a step.
+    Args: ``dataset``: a map-style data set. ``seed``: seed of the order. ``batch``: samples of a step.
     """
     order: Ordered = (
         dataset.order(seed=seed, batch=batch) if hasattr(dataset, "order") else Order(len(dataset), seed=seed)

@@ -35,8 +35,7 @@ class Bins:
 def packed(lengths: NDArray[np.int64], capacity: int) -> Bins:
     """Return bins by best fit decreasing; among equal lengths, the lower index comes first.
 
-    Raise ValueError if a length is outside 1..capacity, or if the capacity is below 1.
-    """
+    Raise ValueError if a length is outside 1..capacity, or if the capacity is below 1."""
     lengths = np.asarray(lengths, dtype=np.int64)
     _check(lengths, capacity)
     if not len(lengths):

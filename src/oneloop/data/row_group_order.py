@@ -27,8 +27,7 @@ class Windows:
     Samples are numbered group by group. The order is a pure function of the position, like
     :class:`oneloop.data.order.Order`, and caches the last two epochs (one number per group). All open windows together
     have about ``open_groups`` groups; if that is every group, the order is a permutation of all samples. ``batch`` is
-    in samples. Raises ValueError if there are no samples or open groups.
-    """
+    in samples. Raises ValueError if there are no samples or open groups."""
 
     def __init__(self, sizes: Sequence[int] | NDArray[np.int64], *, seed: int, open_groups: int, batch: int) -> None:
         self.sizes, self.seed = np.asarray(sizes, dtype=np.int64), seed

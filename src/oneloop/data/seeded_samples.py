@@ -28,8 +28,7 @@ class SeededSamples(Dataset[Any]):
     was used (about 6 us). If so, it loads that batch again with seeds, and seeds every later sample. torch is always
     seeded (about 1 us), because draws inside ``torch.random.fork_rng()`` cannot be detected. Messages use ``name``.
 
-    A set with ``__getitems__`` loads whole batches if it draws nothing. The first batch checks that both ways agree.
-    """
+    A set with ``__getitems__`` loads whole batches if it draws nothing. The first batch checks that both ways agree."""
 
     def __init__(self, dataset: Any, *, seed: int, name: str = "") -> None:
         self.dataset, self.seed, self.name = dataset, seed, name

@@ -45,8 +45,7 @@ class Group:
 class CollateWithWeight:
     """A collate function that also returns the weight: [(index, sample)] -> (batch, weight).
 
-    ``batch["index"]`` holds the indices of the samples. float32 tensors are converted to ``dtype``.
-    """
+    ``batch["index"]`` holds the indices of the samples. float32 tensors are converted to ``dtype``."""
 
     def __init__(
         self,
@@ -173,8 +172,7 @@ def groups(
     """Yield the micro-batches of each step of ``rank`` endlessly, from position ``start`` on.
 
     Use all batches of a group before the next group. Workers load two groups ahead. On CUDA the next micro-batch is
-    copied while the current one is used.
-    """
+    copied while the current one is used."""
     batches_of_rank = _RankBatches(order, layout, rank=rank, start=start)
     keyed, ahead = SeededSamples(dataset, seed=seed, name="train"), 2 * layout.accumulate
     batches = iter(loader(keyed, collate, batches_of_rank, workers=workers, device=device, ahead=ahead, pinned=pinned))
@@ -206,10 +204,8 @@ def groups(
 def transferred(batches: Iterator[Batch], device: torch.device, *, pinned: bool = True) -> Iterator[Batch]:
     """Yield the batches on ``device``; on CUDA a second stream copies each while the previous one is used.
 
-    Args:
-        batches: in host memory.
-        device: the target device.
-        pinned: whether they are in pinned memory; if not, the host waits for each copy.
+    Args: ``batches``: in host memory. ``device``: the target device. ``pinned``: whether they are in pinned memory; if
+    not, the host waits for each copy.
     """
     if device.type != "cuda" or not pinned:
         yield from batches if device.type == "cpu" else (_to(batch, device) for batch in batches)

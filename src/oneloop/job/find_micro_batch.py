@@ -104,8 +104,7 @@ def by_size(job: Job, most: int | None = None) -> list[int]:
 def find_micro(recipe: Recipe, run: Run) -> int | None:
     """Find the micro-batch size for ``auto`` or ``fastest``; return None for a number. Collective: call on every rank.
 
-    Raise ValueError if batch.size does not divide over the ranks, or if nothing fits.
-    """
+    Raise ValueError if batch.size does not divide over the ranks, or if nothing fits."""
     if (mode := recipe.batch.micro) not in ("auto", "fastest"):
         return None
     _reject_notebook(recipe)

@@ -34,11 +34,8 @@ class TwoPasses:
 
     @torch.no_grad()
     def first(self, batches: Iterable[Batch]) -> list[Batch]:
-        """Make the first pass; return the micro-batches. Collective: call on every rank.
-
-        Raises:
-            Inexact: a tensor does not have the same shape in each micro-batch.
-        """
+        """Make the first pass; return the micro-batches. Collective: call on every rank. Raise Inexact if a tensor does
+        not have the same shape in each micro-batch."""
         task, batches = self._job.task, list(batches)
         self._first_step = not self._shapes
         self._micro, self._expected, columns = 0, [], list[dict[str, Tensor]]()
@@ -53,11 +50,8 @@ class TwoPasses:
         return batches
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the micro-batch's share of the loss, whose gradient is exact, and outputs.
-
-        Raises:
-            Inexact: the forward gave other parts than in the first pass.
-        """
+        """Return the micro-batch's share of the loss, whose gradient is exact, and outputs. Raise Inexact if the parts
+        differ from those of the first pass."""
         expected, gradients = self._expected[self._micro], self._gradients[self._micro]
         self._micro += 1
         parts = self._job.task.embed(model, {**batch})  # type: ignore[attr-defined]
@@ -113,13 +107,9 @@ class TwoPasses:
             if shapes[name] != self._shapes.get(name) or (part.ndim and len(part) != each):
                 was = self._shapes.get(name, (None, None))
                 found = f"{name!r} is {tuple(part.shape)} ({part.dtype}) for {each} samples"
-                raise Inexact(
-                    f"{found}, but rows of shape {was[0]} ({was[1]}) before; they must not depend on the batch"
-                )
+                raise Inexact(f"{found}, but rows were {was[0]} ({was[1]}) before; they must not depend on the batch")
         if missing := [*self._shapes.keys() - shapes.keys()]:
-            raise Inexact(
-                f"the result of embed lacks {missing[0]!r}, which it had before; return the same names each time"
-            )
+            raise Inexact(f"the result of embed lacks {missing[0]!r}, which it had before; return the same names")
 
 
 def _differ(names: Sequence[str]) -> str:

@@ -56,8 +56,7 @@ def launch(
 
     The processes run ``module``, or oneloop.apply if a command in ``after`` takes the place of the recipe. They write
     to the file descriptor ``output``. After ``seconds`` they are killed, and TimeoutError is raised. Raise BadInput for
-    invalid options, for which accelerate would print a traceback, and for wrong keys that need no import of torch.
-    """
+    invalid options, for which accelerate would print a traceback, and for wrong keys that need no import of torch."""
     from oneloop.recipe.parse import check_keys  # 0.3 s, which no other command needs
 
     own, words = options(words)

@@ -37,8 +37,7 @@ def main(words: Sequence[str]) -> int:
 
     Takes the words of `oneloop launch`; the recipe may be missing. Start it on all hosts, as you would start a run.
     Checks devices, limits, disk and caches of each host; then versions, settings, clocks and run folder of all hosts,
-    and each link between their processes. The exit code is 1 if there is a problem.
-    """
+    and each link between their processes. The exit code is 1 if there is a problem."""
     as_json, words = "--json" in words, [word for word in words if word != "--json"]
     if words[:1] in (["-h"], ["--help"]):
         Options("doctor", main.__doc__, usage="oneloop doctor [--json] [OPTIONS] [RECIPE --key value …]").print_help()

@@ -28,8 +28,7 @@ def borrowed(mixed_precision: str | None = None) -> Iterator[None]:
 
     Afterwards accelerate's shared state, the environment, torch's switches and the random generators are restored. One
     process makes no process group. With several, the group remains: torch cannot create a second one at the launcher's
-    address. Raise BadInput for an unknown precision.
-    """
+    address. Raise BadInput for an unknown precision."""
     states = (PartialState, AcceleratorState, GradientState)
     before = [dict(state._shared_state) for state in states]
     environment = dict(os.environ)

@@ -90,8 +90,7 @@ def start(
     ``exact``: bit-identical on any number of processes. This means deterministic algorithms, autocast for half
     precision (also under FSDP2), and one CPU thread, as the number of threads changes the order of sums. The other
     arguments are those of accelerate and torch. Raise BadInput if the device does not support the precision, and for
-    strategies other than one process, DDP and FSDP2.
-    """
+    strategies other than one process, DDP and FSDP2."""
     if deterministic or exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -26,8 +26,7 @@ def leave_at_once(code: int) -> NoReturn:
 def leave(code: int, *, main: bool) -> NoReturn:
     """End this process, without destructors if there are several: under gloo these abort sometimes.
 
-    Under ``oneloop launch`` a file passes the code on, since torchrun turns every code into 1.
-    """
+    Under ``oneloop launch`` a file passes the code on, since torchrun turns every code into 1."""
     several = ranks() > 1
     CHANNEL.send(ended=code)
     if has_exit_file() and (code != exit_codes.ERROR or not several):

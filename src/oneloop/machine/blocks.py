@@ -10,8 +10,7 @@ def blocks(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
     """Return the model's outermost blocks, in order.
 
     Blocks are the classes in ``names``; else the ``_no_split_modules`` of transformers; else the classes of which a
-    ``ModuleList`` or ``Sequential`` holds several that have layers. Raise ValueError if a named class is missing.
-    """
+    ``ModuleList`` or ``Sequential`` holds several that have layers. Raise ValueError if a named class is missing."""
     classes = set(names)
     present = {type(module).__name__ for module in model.modules()}
     if strange := sorted(classes - present):

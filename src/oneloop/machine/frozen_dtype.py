@@ -17,8 +17,7 @@ def hold_frozen(model: nn.Module, dtype: str | None, *, sharded: bool, stored: s
 
     ``dtype`` is for matrices, not norms and biases (None: unchanged). ``stored`` is the storage dtype of 4-bit
     matrices; auto: uint8, or the compute dtype if ``sharded`` by FSDP2. Raise ValueError if nothing is frozen, compute
-    dtypes are mixed, or a dtype cannot be sharded.
-    """
+    dtypes are mixed, or a dtype cannot be sharded."""
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if dtype is not None:

@@ -33,8 +33,7 @@ class Checks:
     ``parameters``, ``buffers``: raise if a forward changes one. ``report`` gets the first changed tensor's name if that
     is no error (None: not checked). ``union`` combines flags over all ranks on the host, to find parameters that no
     rank used; these get no gradient, as on one process (None: all ranks must use the same parameters). ``state``
-    returns the value of a tensor that is compared.
-    """
+    returns the value of a tensor that is compared."""
 
     def __init__(
         self,

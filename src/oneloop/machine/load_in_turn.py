@@ -27,8 +27,7 @@ def in_turn(make: Callable[[], nn.Module]) -> nn.Module:
     """Return the model of ``make``, with its parameters in a mapped file. Call it on every process of a host.
 
     The file is stored in the temporary folder (``TMPDIR``), and is deleted once the last process has mapped it. Raise
-    OSError if the disk is full.
-    """
+    OSError if the disk is full."""
     if local_processes() == 1:
         return make()
     folder = Path(tempfile.gettempdir()) / f"oneloop-{os.getuid()}-{os.getppid()}-{os.environ.get('MASTER_PORT', 0)}"

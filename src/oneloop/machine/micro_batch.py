@@ -41,8 +41,7 @@ def search(candidates: Sequence[int], attempt: Callable[[int], Attempt], *, fast
     """Return the largest of the micro-batch sizes ``candidates`` that fits into memory, as ``attempt`` finds out.
 
     ``fastest`` tries all sizes below it, too, and returns the one with the least time per sample. Raise MemoryError if
-    not even the smallest fits.
-    """
+    not even the smallest fits."""
     ordered = sorted(candidates)
     fitting = [tried for tried in [attempt(ordered[-1])] if tried.fits]
     low, high = -1, len(ordered) - 1  # indices: the largest known to fit, the smallest known not to fit
@@ -77,8 +76,7 @@ class Child:
 
     ``make``, which the child must be able to import, builds the model and returns the steps, after the ``environment``
     is set (None removes a variable). ``wait`` is called repeatedly with two flags: whether this process has an answer,
-    and whether the attempt failed. It returns whether all processes have one, and whether any failed.
-    """
+    and whether the attempt failed. It returns whether all processes have one, and whether any failed."""
 
     def __init__(
         self,

@@ -26,18 +26,13 @@ _KEPT += [f"_scaled_dot_product_{kind}" for kind in (*_ATTENTION.split(), "fused
 def recompute(model: nn.Module, mode: str = "full", *, names: Sequence[str] = (), offload: bool = False) -> int:
     """Apply activation checkpointing to blocks of ``model``, in place.
 
-    Args:
-        model: not yet wrapped, sharded or compiled.
-        mode: ``none``; ``full``: keep only each block's input; ``every:K``: the same for each K-th block;
-            ``selective``: also keep the results of matrix products and attention.
-        names: class names of the blocks; see :func:`oneloop.machine.blocks.blocks`.
-        offload: keep the inputs in pinned host memory; not for ``selective``.
+    Args: ``model``: not yet wrapped, sharded or compiled. ``mode``: ``none``; ``full``: keep only each block's input;
+    ``every:K``: the same for each K-th block; ``selective``: also keep the results of matrix products and attention.
+    ``names``: class names of the blocks; see :func:`oneloop.machine.blocks.blocks`. ``offload``: keep the inputs in
+    pinned host memory; not for ``selective``.
 
-    Returns:
-        Number of blocks that recompute.
-
-    Raises:
-        ValueError: the mode is unknown, the model has no (or too few) blocks, or offload does not fit the mode.
+    Returns the number of blocks that recompute. Raises ValueError: the mode is unknown, the model has no (or too few)
+    blocks, or offload does not fit the mode.
     """
     kind, share = parsed(mode)
     if kind in ("none", "budget"):

@@ -34,8 +34,7 @@ class Reduction:
     layout, which matters if a backward is not linear (for example, a hook that clamps gradients).
 
     The model is as prepared: on one process, under DDP, or sharded by FSDP2. Each process has ``accumulate``
-    micro-batches per step, to which the ``checks`` apply.
-    """
+    micro-batches per step, to which the ``checks`` apply."""
 
     def __init__(self, model: nn.Module, *, accumulate: int, checks: Checks | None = None) -> None:
         self.factor = accumulate  # factor of the loss, which undoes accelerate's mean over the micro-batches
@@ -80,8 +79,7 @@ class Tree(Reduction):
 
     The model is as for :class:`Reduction`; under FSDP2, it is sharded over one dimension. The numbers of processes
     (``ranks``) and of leaves per process (``accumulate``) are powers of two. ``parameters`` are the trained ones. Under
-    FSDP2, ``see`` is called with the gradients of a leaf before they are summed.
-    """
+    FSDP2, ``see`` is called with the gradients of a leaf before they are summed."""
 
     def __init__(
         self,

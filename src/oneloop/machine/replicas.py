@@ -36,8 +36,7 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int) -> None
     """Compare hashes of parameters and optimizer state between replicas. Collective; one all-gather and one host sync.
 
     ``torch.hash_tensor`` covers the bits of every element, so one flipped bit always changes it. Pure FSDP2 and one
-    process have no replicas: nothing is compared. Raise ReplicasDiffer on all ranks, with the rank and the tensor.
-    """
+    process have no replicas: nothing is compared. Raise ReplicasDiffer on all ranks, with the rank and the tensor."""
     group = replica_group(model)
     if group is None:
         return

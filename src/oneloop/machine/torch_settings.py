@@ -16,8 +16,7 @@ def channels_last(model: nn.Module, wanted: bool | Literal["auto"], *, device: s
 
     ``wanted`` is the value of machine.channels_last (``auto``: on a CUDA ``device``, without FSDP2, which needs
     contiguous weights). Return whether the model was converted. Raise ValueError if ``wanted`` is True, and the model
-    has no 2-d convolution or will be ``sharded``.
-    """
+    has no 2-d convolution or will be ``sharded``."""
     has = any(isinstance(module, _CONVOLUTIONS) for module in model.modules())
     if wanted is True and not has:
         raise ValueError(f"machine.channels_last requires a 2-d convolution, and {type(model).__name__} has none")
@@ -33,8 +32,7 @@ def float32_products(precision: Literal["highest", "high", "medium"], *, benchma
     """Set the precision of float32 products and convolutions: IEEE (``highest``) or TF32, which rounds to 1e-3.
 
     torch's own default for convolutions is TF32. ``benchmark``: cuDNN times its algorithms for every shape, and uses
-    the fastest.
-    """
+    the fastest."""
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.benchmark = benchmark
     torch.backends.cudnn.allow_tf32 = precision != "highest"
@@ -50,8 +48,7 @@ def release_cache() -> None:
 def scheduled_garbage(on: bool = True) -> Iterator[Callable[[], object]]:
     """Disable automatic garbage collection in this context, and yield a function that collects.
 
-    Objects that exist at the start (modules, the model) are frozen, so that no collection visits them.
-    """
+    Objects that exist at the start (modules, the model) are frozen, so that no collection visits them."""
     before = gc.isenabled()
     if on:
         gc.freeze()

@@ -18,8 +18,7 @@ def diagnosis(
     after a colon, what to change, if ``shares`` cover :data:`LONG_ENOUGH` and a change helps in a run of ``steps``.
 
     ``shares`` are those of a :class:`~oneloop.measure.clock.Clock`, ``workers`` those of this process, ``cores`` those
-    that could load data (0: they train). ``eval_every`` and ``save_every`` are in steps (0: at the end only).
-    """
+    that could load data (0: they train). ``eval_every`` and ``save_every`` are in steps (0: at the end only)."""
     if not any(shares.values()):
         return ""  # nothing was measured yet
 

@@ -76,8 +76,7 @@ class Clock:
         """Return metrics since the last read, and restart. On a GPU, call it after a device sync.
 
         These are shares of the time, which sum to 1, the median and interquartile range of the seconds per step, and
-        the total ``seconds`` without evaluation and saving.
-        """
+        the total ``seconds`` without evaluation and saving."""
         self._sum()
         spent = dict(self._spent)
         if self._on_device:

@@ -27,8 +27,7 @@ class Operations(FlopCounterMode):
     """Counts the floating-point operations in its context; a multiply-add counts as two.
 
     Unlike torch's counter, it does not count activation checkpointing's recomputation, which runs in the backward with
-    gradients enabled.
-    """
+    gradients enabled."""
 
     def __init__(self, *, modules: bool = False) -> None:
         super().__init__(display=False, custom_mapping=IN_PLACE)
@@ -51,8 +50,7 @@ class Operations(FlopCounterMode):
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """Return the peak FLOP/s of the device, and the source of that number.
 
-    The source is :data:`PEAKS` if it has the device; else the peak is measured with square matrix products.
-    """
+    The source is :data:`PEAKS` if it has the device; else the peak is measured with square matrix products."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for known, peaks in PEAKS.items():

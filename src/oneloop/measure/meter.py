@@ -19,8 +19,7 @@ from oneloop.measure.update_ratio import ExactUpdateRatio, UpdateRatio
 class Sums:
     """Sums over one step of the loss and of named metrics (0-dim outputs), weighted by the micro-batch.
 
-    ``apart`` keeps one row per micro-batch, so that the order of the sum is the same under every parallel layout.
-    """
+    ``apart`` keeps one row per micro-batch, so that the order of the sum is the same under every parallel layout."""
 
     def __init__(self, names: Sequence[str] = (), *, apart: bool = False) -> None:
         self._names, self._apart = names, apart
@@ -30,8 +29,7 @@ class Sums:
     def add(self, loss: Tensor, outputs: Mapping[str, Tensor], weight: float) -> None:
         """Add one micro-batch; no host sync, and no device work except the sums.
 
-        If a metric is missing in any micro-batch, its mean is NaN.
-        """
+        If a metric is missing in any micro-batch, its mean is NaN."""
         if self._apart:
             self.loss = _with(self.loss, loss.detach())
         else:
@@ -57,16 +55,12 @@ OWN_METRICS = frozenset(f"train/{name}" for name in _OWN)  # training metrics of
 class Meter:
     """Metrics since the last :meth:`read`: loss, throughput, gradient norm, update ratio, memory and time shares.
 
-    Args:
-        accelerator: its ranks share the metrics.
-        parameters: parameters whose update ratio is measured.
-        flops: floating-point operations of training on one sample (0: unknown).
-        peak: peak FLOP/s of one device (0: unknown).
-        tokens: whether the weight counts tokens.
-        metrics: names of the metrics that :meth:`step` gets; their weighted means are logged as train/NAME.
-        leaf: with batch.grain, maps (rank, n) to the index of the rank's n-th leaf in the step; makes metrics
-            bit-identical under every parallel layout.
-        leaves: leaves per step on each rank.
+    Args: ``accelerator``: its ranks share the metrics. ``parameters``: parameters whose update ratio is measured.
+    ``flops``: floating-point operations of training on one sample (0: unknown). ``peak``: peak FLOP/s of one device (0:
+    unknown). ``tokens``: whether the weight counts tokens. ``metrics``: names of the metrics that :meth:`step` gets;
+    their weighted means are logged as train/NAME. ``leaf``: with batch.grain, maps (rank, n) to the index of the rank's
+    n-th leaf in the step; makes metrics bit-identical under every parallel layout. ``leaves``: leaves per step on each
+    rank.
     """
 
     def __init__(
@@ -108,12 +102,9 @@ class Meter:
     def step(self, *, loss: Tensor, weight: float, samples: int, norm: Tensor, metrics: Tensor | None = None) -> None:
         """Add one step; no host sync, and no device work without named metrics.
 
-        Args:
-            loss: this rank's summed loss, 0-dim, kept without a copy; with leaves, shape (leaves,).
-            weight: total weight of the global batch.
-            samples: samples of the global batch.
-            norm: global gradient norm before clipping.
-            metrics: this rank's weighted sums, shape (names,); with leaves, (leaves, names).
+        Args: ``loss``: this rank's summed loss, 0-dim, kept without a copy; with leaves, shape (leaves,). ``weight``:
+        total weight of the global batch. ``samples``: samples of the global batch. ``norm``: global gradient norm
+        before clipping. ``metrics``: this rank's weighted sums, shape (names,); with leaves, (leaves, names).
         """
         if self._leaf is not None:
             self._metrics += torch.cat([loss[:, None], *(() if metrics is None else [metrics])], dim=1)
@@ -171,8 +162,7 @@ class Meter:
     def _gathered(self, values: list[Tensor], host: list[float]) -> tuple[list[float], list[list[float]]]:
         """Gather each rank's summed loss, and its other metrics: 0-dim tensors ``values`` and numbers ``host``.
 
-        The host adds the losses one by one, so that their sum does not depend on when the run saved.
-        """
+        The host adds the losses one by one, so that their sum does not depend on when the run saved."""
         single = torch.stack([*self._losses, *values])
         mine = torch.cat([*self._chunks, single]) if self._chunks else single
         self._losses, self._chunks = [], []

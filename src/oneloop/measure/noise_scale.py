@@ -36,12 +36,10 @@ class Sensor:
     A part is a micro-batch of one rank. Under FSDP2, which first sums a rank's micro-batches, it is the rank's share of
     the step, unless ``exact``.
 
-    Args:
-        accelerator: its ranks share the step; the loss scale of its scaler is undone.
-        model: as prepared.
-        exact: results are bit-identical under every parallel layout. Gradients of each micro-batch are summed over the
-            ranks separately; under FSDP2 the caller passes them to :meth:`see`.
-        summed: gradients are summed over the ranks, not averaged as DDP and FSDP2 do by default.
+    Args: ``accelerator``: its ranks share the step; the loss scale of its scaler is undone. ``model``: as prepared.
+    ``exact``: results are bit-identical under every parallel layout. Gradients of each micro-batch are summed over the
+    ranks separately; under FSDP2 the caller passes them to :meth:`see`. ``summed``: gradients are summed over the
+    ranks, not averaged as DDP and FSDP2 do by default.
     """
 
     def __init__(
@@ -105,8 +103,7 @@ class Sensor:
         ``samples`` over all ranks. Collective; one all-reduce and one host sync.
 
         They are the mean squared norm of the parts' mean gradients, the mean of 1 / samples of a part, and 1 / samples
-        of the step. NaN if all parts have weight 0; :meth:`NoiseScale.add` ignores NaN.
-        """
+        of the step. NaN if all parts have weight 0; :meth:`NoiseScale.add` ignores NaN."""
         # Parts' gradients are divided by the step's weight, and scaled: undo both, and divide by the part's weight.
         squares = [square.double().cpu() for square, _ in self._parts]
         undone = [(weight / (self._means * own * self._scale)) ** 2 for _, own in self._parts]
@@ -159,8 +156,7 @@ class _MeasuredReduceScatter(DefaultReduceScatter):
 class NoiseScale:
     """Estimator of the noise scale: the ratio of the means of tr(S) and |G|^2 over the last ``window`` measurements.
 
-    Single measurements are far too noisy.
-    """
+    Single measurements are far too noisy."""
 
     def __init__(self, window: int = 64) -> None:
         self._measured: deque[tuple[float, float]] = deque(maxlen=window)
@@ -168,11 +164,8 @@ class NoiseScale:
     def add(self, small_square: float, small_inverse: float, big_inverse: float, *, norm: float) -> None:
         """Add the measurement of one step.
 
-        Args:
-            small_square: mean squared gradient norm of the parts.
-            small_inverse: mean of 1 / samples of the parts.
-            big_inverse: 1 / samples of the step.
-            norm: gradient norm of the step.
+        Args: ``small_square``: mean squared gradient norm of the parts. ``small_inverse``: mean of 1 / samples of the
+        parts. ``big_inverse``: 1 / samples of the step. ``norm``: gradient norm of the step.
         """
         noise = (small_square - norm**2) / (small_inverse - big_inverse)
         signal = norm**2 - noise * big_inverse

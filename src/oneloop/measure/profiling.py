@@ -27,13 +27,10 @@ _SENDING = ("nccl", "gloo:", "c10d::", "record_param_comms")
 class Profiling:
     """Profiles a range of steps on this process.
 
-    Args:
-        folder: output folder, created when there is something to write.
-        device: device to profile in addition to the host.
-        profile: steps of the trace, ``10-15`` or ``10``, counted from 1.
-        memory: steps of the memory snapshot; without a GPU, only the peak is printed.
-        say: prints a message for the user.
-        log: gets the share of exposed communication, as a metric.
+    Args: ``folder``: output folder, created when there is something to write. ``device``: device to profile in addition
+    to the host. ``profile``: steps of the trace, ``10-15`` or ``10``, counted from 1. ``memory``: steps of the memory
+    snapshot; without a GPU, only the peak is printed. ``say``: prints a message for the user. ``log``: gets the share
+    of exposed communication, as a metric.
     """
 
     def __init__(
@@ -114,8 +111,7 @@ def memory_snapshot(file: Path) -> Path:
 def exposed(events: Iterable[Any]) -> tuple[float, float]:
     """Return the microseconds of communication without computation, and of the whole span, from profiler events.
 
-    On a GPU this compares kernels; without one, host threads, since gloo runs on separate threads.
-    """
+    On a GPU this compares kernels; without one, host threads, since gloo runs on separate threads."""
     found = list(events)
     kernels = [event for event in found if str(event.device_type).endswith("CUDA")]
     compared = kernels or found

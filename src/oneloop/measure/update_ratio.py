@@ -18,8 +18,7 @@ class UpdateRatio:
     """The ratio of the norms of update and weights.
 
     For models with more than some thousand weights it is estimated from a fixed sample, if possible the same share of
-    each parameter. Each sampled weight counts for the weights of its parameter that it represents.
-    """
+    each parameter. Each sampled weight counts for the weights of its parameter that it represents."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         mine = [_dense(as_real(local(parameter.detach()))) for parameter in parameters]
@@ -43,8 +42,7 @@ class UpdateRatio:
     def values(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the squared norms of the change since :meth:`before` and of the weights then, 0-dim.
 
-        Both are 0 if :meth:`before` was not called, and on a rank that holds no weights.
-        """
+        Both are 0 if :meth:`before` was not called, and on a rank that holds no weights."""
         each = [sample.squares() for sample in self._samples] if self._begun else []
         self._begun = False
         moved, size = reduce(torch.add, each) if each else like.new_zeros(2)

@@ -32,8 +32,7 @@ class AdamW(torch.optim.AdamW):
     In every step, torch gathers the state, sorts it by device and dtype and adds a profiler record. For a small model
     this takes longer than the update, so this class does it once. It calls torch's own step in unusual cases: a
     parameter without a gradient, hooks, a closure, mixed dtypes. If ``found_inf``, a 0-dim tensor set before
-    :meth:`step`, is 1, the step changes nothing.
-    """
+    :meth:`step`, is 1, the step changes nothing."""
 
     elementwise = False  # whether to update element by element, not fused: bit-identical for every sharding
 

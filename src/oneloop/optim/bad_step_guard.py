@@ -22,8 +22,7 @@ _SMALLEST_SCALE = 2.0**-10
 def contagious(loss: Tensor, factor: float = 1.0) -> Tensor:
     """Return ``loss * factor``; if the loss is not finite, its gradient is not finite either.
 
-    So the global gradient norm shows all ranks a loss that is NaN on one rank, or infinite with a finite gradient.
-    """
+    So the global gradient norm shows all ranks a loss that is NaN on one rank, or infinite with a finite gradient."""
     return loss * (factor + 0 * loss.detach())
 
 
@@ -48,12 +47,9 @@ class Guard:
     With fp16 loss scaling (``scaler``, a torch GradScaler) a non-finite gradient lowers the scale. The step is bad only
     if the scale falls below 2^-10. torch's scaler makes a host sync in every step.
 
-    Args:
-        optimizer: of the sharded or whole parameters.
-        device: device of the parameters.
-        scaler: GradScaler of fp16, or None.
-        policy: defines bad steps.
-        total: sums a 0-dim tensor over the ranks; required to find spikes of the loss. (One process: identity.)
+    Args: ``optimizer``: of the sharded or whole parameters. ``device``: device of the parameters. ``scaler``:
+    GradScaler of fp16, or None. ``policy``: defines bad steps. ``total``: sums a 0-dim tensor over the ranks; required
+    to find spikes of the loss. (One process: identity.).
     """
 
     def __init__(
@@ -92,8 +88,7 @@ class Guard:
 
         ``norm`` is the global gradient norm, equal on all ranks; ``loss`` this rank's summed loss (0-dim), to find
         spikes; ``weight`` the total weight of the global batch. :meth:`resolve` returns ``metrics``. Raise RuntimeError
-        if the previous step is still pending.
-        """
+        if the previous step is still pending."""
         if self.pending:
             raise RuntimeError("the previous step is still pending: call resolve() first")
         mean = None if loss is None or self._window is None else loss.detach() / weight
@@ -167,8 +162,7 @@ class Window:
         """Return 1 if a value is more than ``sigma`` deviations above the mean, else 0, as a 0-dim tensor.
 
         ``values`` are one or two numbers. ``known``, 0-dim: whether they are finite; only then they are compared, and
-        join the window unless they spike.
-        """
+        join the window unless they spike."""
         values = values.to(self._values.dtype)
         kept = self._values[: len(values)]
         deviation, mean = torch.std_mean(kept, dim=1)

@@ -46,10 +46,8 @@ class Policy:
 class BadSteps:
     """Chooses the action for each bad step, and counts bad steps in a row.
 
-    Args:
-        policy: defines the actions.
-        patience: bad steps in a row that do not end the run. An accepted step resets the count of skips. Only a
-            checkpoint resets the count of rewinds, since each rewind repeats accepted steps.
+    Args: ``policy``: defines the actions. ``patience``: bad steps in a row that do not end the run. An accepted step
+    resets the count of skips. Only a checkpoint resets the count of rewinds, since each rewind repeats accepted steps.
     """
 
     def __init__(self, policy: Policy, patience: int) -> None:

@@ -18,9 +18,8 @@ def global_norm(parameters: Iterable[Tensor], *, exact: bool = False) -> Tensor:
 
     Sharded gradients (FSDP2) cost one small all-reduce; other gradients are already reduced.
 
-    Args:
-        parameters: their ``.grad`` is read.
-        exact: round once, at the end: bit-identical for every sharding. Sharded gradients then cost two all-reduces.
+    Args: ``parameters``: their ``.grad`` is read. ``exact``: round once, at the end: bit-identical for every sharding.
+    Sharded gradients then cost two all-reduces.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]

@@ -29,8 +29,7 @@ def adamw_(
 
     Gradients and moments have the shapes of ``parameters``, this rank's shards. ``steps`` are the numbers of updates
     (0-dim, float32), ``betas`` the decay rates of the moments. ``eps`` is added to the root of the second moment, and
-    ``weight_decay`` is a factor of ``lr``. If ``found_inf`` (0-dim) is 1, nothing changes.
-    """
+    ``weight_decay`` is a factor of ``lr``. If ``found_inf`` (0-dim) is 1, nothing changes."""
     if not parameters:
         return
     counted = torch.stack([*steps]) + (1 if found_inf is None else 1 - found_inf)
@@ -69,8 +68,7 @@ def sgd_(
 
     Gradients and momentum ``buffers`` (zero before the first step; None without momentum) have the shapes of
     ``parameters``, this rank's shards. ``momentum`` is the share of the previous update to keep; the share
-    ``weight_decay`` of the parameters is added to the gradients. If ``found_inf`` (0-dim) is 1, nothing changes.
-    """
+    ``weight_decay`` of the parameters is added to the gradients. If ``found_inf`` (0-dim) is 1, nothing changes."""
     moved = torch._foreach_add(gradients, parameters, alpha=weight_decay) if weight_decay else [*gradients]
     if buffers is not None:
         new = torch._foreach_mul(buffers, momentum)

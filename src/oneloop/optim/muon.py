@@ -47,8 +47,7 @@ class Muon(Optimizer):
     """Muon for parameter groups with ``muon=True`` (matrices), fused AdamW for the other groups.
 
     Under FSDP2 each matrix is gathered once per step, orthogonalized on every rank, and sharded again. If
-    ``found_inf``, a 0-dim tensor set before :meth:`step`, is 1, the step changes nothing.
-    """
+    ``found_inf``, a 0-dim tensor set before :meth:`step`, is 1, the step changes nothing."""
 
     _step_supports_amp_scaling = True
     elementwise = False

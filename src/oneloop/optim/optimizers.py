@@ -62,12 +62,8 @@ def build(
 def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[str, Any]) -> float:
     """Build the optimizer over a matrix and a vector, and make one step with it, to find errors early.
 
-    Returns:
-        Approximate bytes of optimizer state per byte of parameters.
-
-    Raises:
-        ValueError: an argument is out of range, or the optimizer needs a closure.
-    """
+    Returns approximate bytes of optimizer state per byte of parameters. Raises ValueError: an argument is out of range,
+    or the optimizer needs a closure."""
     if "model" in inspect.signature(make).parameters and make is not muon:
         return 2.0  # it works with its own model only; assume the state of Adam
     toy = nn.Linear(2, 2)

@@ -64,8 +64,7 @@ def layer_decay(model: nn.Module, blocks: Sequence[nn.Module], decay: float) -> 
 
     Depth, in the model's order: 0 before the first block (embeddings, stem), the number of the block inside or after
     a block, and n + 1 after the last block (final norm, head). (Clark et al. 2020, ELECTRA; Bao et al. 2022, BEiT.) The
-    model is not yet wrapped; its ``blocks`` are in order. Raise ValueError if there are none.
-    """
+    model is not yet wrapped; its ``blocks`` are in order. Raise ValueError if there are none."""
     if not blocks:
         none = f"{type(model).__name__} has no repeated blocks"
         raise ValueError(f"optimizer.layer_decay {decay}: {none}; set machine.blocks, or optimizer.groups")

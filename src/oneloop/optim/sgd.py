@@ -13,8 +13,7 @@ from oneloop.optim.elementwise import sgd_
 class SGD(torch.optim.SGD):
     """torch's fused SGD on each rank's shards, which is correct because the update is element-wise.
 
-    If ``found_inf``, a 0-dim tensor set before :meth:`step`, is 1, the step changes nothing.
-    """
+    If ``found_inf``, a 0-dim tensor set before :meth:`step`, is 1, the step changes nothing."""
 
     elementwise = False  # as :attr:`oneloop.optim.adamw.AdamW.elementwise`
 

@@ -60,8 +60,7 @@ class StepCosts:
     """The parts of a run, built as ``train`` builds them, and its step on the largest samples of the data set.
 
     A step has at most two micro-batches, of which the first one counts for all others; with ``batch.grain`` it has all
-    of them, since the sums in its tree need memory. Without ``mode``, tensors are real, and all ranks take part.
-    """
+    of them, since the sums in its tree need memory. Without ``mode``, tensors are real, and all ranks take part."""
 
     def __init__(self, job: Job, run: Run, mode: FakeTensorMode | None = None) -> None:
         layout, self._repeats = job.layout, 1

@@ -68,8 +68,7 @@ def measured(
 
     ``only`` names techniques (default: the first eight that this machine and model support). Each run trains for about
     ``seconds``; each of the ``rounds`` has one run per variant. A run of more than ``timeout`` seconds counts as hung.
-    Raise BadInput if the recipe or a name is wrong, or if the recipe does not train at all.
-    """
+    Raise BadInput if the recipe or a name is wrong, or if the recipe does not train at all."""
     recipe = read(words)
     known = {technique.name: technique for technique in TECHNIQUES}
     if strange := [name for name in only if name not in known]:

@@ -35,7 +35,9 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
     path, attribute = _split(group, name)
     try:
         with _importing(path):
-            module = module_of(Path(path)) if ":" in name else _imported(path)
+            if ":" not in name:
+                _add_current_folder()
+            module = module_of(Path(path)) if ":" in name else import_module(path)
         chosen = getattr(module, attribute)
     except ModuleNotFoundError as error:
         lacks = f"needs the module {error.name!r}, which is not installed and not found from this folder"
@@ -226,11 +228,6 @@ def _reloaded(module: ModuleType, file: Path) -> ModuleType:
         _IMPORTED_FILES[file] = now
         return reload(module)
     return module
-
-
-def _imported(module: str) -> ModuleType:
-    _add_current_folder()
-    return import_module(module)
 
 
 def _add_current_folder() -> None:

@@ -63,11 +63,9 @@ def _check_without_imports(chosen: dict[str, str], written: dict[str, Any], type
 def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any) -> Recipe:
     """Build a recipe in Python: ``recipe("digits", batch={"size": 128}, duration="5ep")``. Raise BadInput on errors.
 
-    Args:
-        source: a packaged name, the path of a YAML file, ``my_file.py:MyTask``, another recipe, or its keys by group;
-            None: the defaults, for the ``task`` in ``groups``.
-        groups: keys by group, or ``seed``, ``duration`` and ``track``. A ``task`` may be a class, or
-            ``{"name": MyTask, "width": 32}``.
+    Args: ``source``: a packaged name, the path of a YAML file, ``my_file.py:MyTask``, another recipe, or its keys by
+    group; None: the defaults, for the ``task`` in ``groups``. ``groups``: keys by group, or ``seed``, ``duration`` and
+    ``track``. A ``task`` may be a class, or ``{"name": MyTask, "width": 32}``.
     """
     given = from_python(groups)
     if isinstance(source, Recipe):
@@ -184,7 +182,7 @@ def _reject_unknown(given: Iterable[str], known: Collection[str]) -> None:
 
 def _argument(key: str, value: Any, made: ArgumentParser) -> str:
     kind = _types(made)[key]
-    if value is None and key not in _nullable(made):
+    if value is None and type(None) not in getattr(kind, "__args__", ()):
         if kind is not bool:
             raise BadInput(f"{key} needs a value: --{key} VALUE")
         value = True
@@ -194,10 +192,6 @@ def _argument(key: str, value: Any, made: ArgumentParser) -> str:
 
 
 @cache
-def _nullable(made: ArgumentParser) -> set[str]:
-    return {key for key, kind in _types(made).items() if type(None) in getattr(kind, "__args__", ())}
-
-
 def _reworded(error: Exception, given: Mapping[str, Any], made: ArgumentParser) -> str:
     """Return a message for a parser error; for a wrong type, name the expected type."""
     match = re.match(r'Parser key "([^"]+)":', str(error))

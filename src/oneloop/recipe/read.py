@@ -30,8 +30,7 @@ def find_recipe(source: str | None, given: dict[str, Any]) -> tuple[str, dict[st
 
     ``source`` is a packaged name, the path of a YAML file, or a task's ``file.py:Name``, which is added to ``given``;
     without ``:Name`` the file's only task.
-    Without a source the recipe is the defaults for the task in ``given``, which overrides the recipe.
-    """
+    Without a source the recipe is the defaults for the task in ``given``, which overrides the recipe."""
     if source is not None and re.search(r"\.py(:\w*)?$", source):
         if given.setdefault("task.name", source) != source:
             raise BadInput(f"two tasks given, {source!r} and {given['task.name']!r}; give one")

@@ -106,8 +106,7 @@ def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 def inputs_of(job: Job, run: Run, optimizer: Optimizer) -> dict[str, Any]:
     """Return the inputs of the job as plain data. Call it on rank 0 only; it loads some samples.
 
-    A data set has no checksum if its samples differ each time they are loaded.
-    """
+    A data set has no checksum if its samples differ each time they are loaded."""
     named = [(bare_name(name), parameter) for name, parameter in job.model.named_parameters()]
     trained = [name for name, parameter in named if parameter.requires_grad]
     structure = job.built.structure

@@ -38,8 +38,7 @@ def write_final(
     """Write ``model.safetensors``, a file for each EMA, and the task's files. Collective: call on every rank.
 
     Call ``task.save`` on rank 0, with a model of whole tensors; with an ``origin`` (base model), the model as it is.
-    ``about`` goes into MANIFEST.json, which also holds the size and checksum of every file.
-    """
+    ``about`` goes into MANIFEST.json, which also holds the size and checksum of every file."""
     origin: BaseModel | None = getattr(task, "origin", None)
     weights = gathered_weights(model, origin)
     if weights:  # on rank 0
@@ -85,8 +84,7 @@ def export_checkpoint(
     ``weights`` is ``raw``, the name of an EMA, or ``power:SIGMA``: the power-function EMA of that width, combined from
     the EMAs in this checkpoint and in earlier ones of the run. ``merge`` adds adapters to their base model, whose
     matrices had ``base_dtype`` in the run. Raise ValueError if the checkpoint is of another model or base model, if the
-    EMA does not exist, or if there is nothing to merge.
-    """
+    EMA does not exist, or if there is nothing to merge."""
     load_task_state(task, checkpoint)
     model = task.model()
     one_element(model)
@@ -236,8 +234,7 @@ def check_push(name: str) -> None:
 def push(run: Path, folder: Path, name: str, *, licence: str | None, public: bool) -> str:
     """Commit what ``oneloop export`` wrote to ``folder`` to the repository ORG/NAME, which is created if it is missing.
 
-    Return a line with the commit's address. Raise BadInput if the hub rejects the push, or cannot be reached.
-    """
+    Return a line with the commit's address. Raise BadInput if the hub rejects the push, or cannot be reached."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     manifest = read_manifest(folder)
@@ -251,13 +248,11 @@ def push(run: Path, folder: Path, name: str, *, licence: str | None, public: boo
         stale = [file for file in there if file.endswith(_REPLACED) and "/" not in file and file not in files]
         operations: list[Any] = [CommitOperationDelete(file) for file in stale]
         operations += [CommitOperationAdd(file, content) for file, content in files.items()]
-        done = api.create_commit(name, operations, commit_message=f"oneloop: {run.name}, {_what(manifest['about'])}")
+        about = manifest["about"]
+        what = about.get("checkpoint") or f"step {about.get('step')}"
+        what += "" if about.get("weights") in ("raw", None) else f", {about['weights']}"
+        done = api.create_commit(name, operations, commit_message=f"oneloop: {run.name}, {what}")
     return f"{name}: {done.commit_url}"
-
-
-def _what(about: dict[str, Any]) -> str:
-    place = about.get("checkpoint") or f"step {about.get('step')}"
-    return f"{place}{'' if about.get('weights') in ('raw', None) else ', ' + str(about['weights'])}"
 
 
 @contextmanager

@@ -121,8 +121,7 @@ class Gradients:
     def total(self, losses: Tensor) -> Tensor:
         """Return a step's loss summed over all ranks, 0-dim, on the device. Collective: call on every rank.
 
-        With ``batch.grain`` each leaf has its own slot in the all-reduce, so that the tree adds them in one order.
-        """
+        With ``batch.grain`` each leaf has its own slot in the all-reduce, so that the tree adds them in one order."""
         if not self._job.exact:
             return self._run.total(losses)
         slots = losses.new_zeros(self._run.ranks * len(self._leaves))

@@ -62,8 +62,7 @@ class Examples:
     ) -> None:
         """Load and show the chosen samples of a set of ``number`` samples. Collective: call on every rank.
 
-        ``load`` returns the samples of some indices, and their batch on the device. The model must be in eval mode.
-        """
+        ``load`` returns the samples of some indices, and their batch on the device. The model must be in eval mode."""
         worst = self._gathered(accelerator) if self._most else {}
         fixed = sorted({place * number // self._fixed for place in range(self._fixed)})
         for indices, known in ((list(worst), worst), (fixed, {})):

@@ -45,8 +45,7 @@ class Lines:
         """Truncate the file to ``state``, but keep later complete lines that contain ``kept``.
 
         If the file does not match the state (it was truncated or damaged), keep the readable lines up to its step, and
-        report that.
-        """
+        report that."""
         if self._move_invalid() or not self._holds(state):
             good = [line for line in self._readable() if json.loads(line)["step"] <= state.get("step", float("inf"))]
             rest = f"the {len(good)} readable lines before it are kept; the curves have a gap"

@@ -21,8 +21,7 @@ def model_card(run: Path, name: str, about: Mapping[str, Any], *, licence: str |
     """Return the card of a run's weights in the repository ``name``.
 
     ``about`` is the manifest's entry of the weights; its ``base`` is the base model of adapters. ``licence`` is the
-    hub's identifier, or None. ``language_model``: whether transformers, or peft, can load the weights.
-    """
+    hub's identifier, or None. ``language_model``: whether transformers, or peft, can load the weights."""
     from huggingface_hub import EvalResult, ModelCardData
 
     record = read_record(run)
@@ -31,7 +30,9 @@ def model_card(run: Path, name: str, about: Mapping[str, Any], *, licence: str |
     kind = _KINDS.get(str(task.get("name")))
     metrics = {key: value for key, value in record.summary.items() if key.startswith(("eval/", "test/"))}
     metrics = {key: value for key, value in metrics.items() if isinstance(value, int | float) and math.isfinite(value)}
-    data = _data(record)
+    named = task.get("data")
+    sources = [entry.get("data") for entry in named] if isinstance(named, list) else [named]
+    data = [str(source) for source in sources if source is not None]
     library: str | None = ("peft" if "base" in about else "transformers") if language_model else None
     library = "sentence-transformers" if kind == "sentence-similarity" else library
     results = [
@@ -58,12 +59,6 @@ def model_card(run: Path, name: str, about: Mapping[str, Any], *, licence: str |
 def _repository_of(source: Any) -> str | None:
     """Return the hub repository of a source; None for a local path."""
     return source.removeprefix(_HUB).partition("@")[0] if isinstance(source, str) and source.startswith(_HUB) else None
-
-
-def _data(record: Record) -> list[str]:
-    data = record.recipe.get("task", {}).get("data")
-    sources = [entry.get("data") for entry in data] if isinstance(data, list) else [data]
-    return [str(source) for source in sources if source is not None]
 
 
 def _sentence(record: Record, about: Mapping[str, Any], base: str | None) -> str:

@@ -38,8 +38,7 @@ def picture(image: Tensor) -> Image.Image:
 def side_by_side(images: Sequence[Tensor]) -> Tensor:
     """Return images and masks from left to right, as high as the highest, each over its own range: (3, height, width).
 
-    A two-dimensional tensor of whole numbers is a mask, whose classes get a colour each (0: black).
-    """
+    A two-dimensional tensor of whole numbers is a mask, whose classes get a colour each (0: black)."""
     drawn = [_rgb(image) for image in images]
     height = max(len(one[0]) for one in drawn)
     sized = [

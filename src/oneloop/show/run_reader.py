@@ -204,8 +204,7 @@ def differences(records: Sequence[Record]) -> list[tuple[Any, ...]]:
 class Follower:
     """The lines of a run in progress: each :meth:`read` reads new lines, or all if the file was truncated.
 
-    The first read of a long file takes samples that are spread over it, and its end.
-    """
+    The first read of a long file takes samples that are spread over it, and its end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

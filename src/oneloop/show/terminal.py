@@ -35,8 +35,7 @@ _BAR = 60  # columns of the other fields of a progress bar
 class _Bars(Progress):
     """Progress bars that read the current step when they are drawn, so that a step costs nothing.
 
-    A redraw holds the interpreter for about 2 ms, so it happens once a second (default of rich: ten times).
-    """
+    A redraw holds the interpreter for about 2 ms, so it happens once a second (default of rich: ten times)."""
 
     def __init__(self, *columns: Any, console: Console) -> None:
         self.steps: tuple[TaskID, Callable[[], int]] | None = None
@@ -61,8 +60,7 @@ class Display:
     """The display of steps, metrics and other progress; ``with Display(...) as display``.
 
     ``shown`` is False on all ranks but one. ``quiet`` leaves only :meth:`say`. ``as_json`` prints JSON lines for other
-    programs. A terminal shows bars; other output gets plain lines, at least ``interval`` seconds apart.
-    """
+    programs. A terminal shows bars; other output gets plain lines, at least ``interval`` seconds apart."""
 
     def __init__(
         self,

@@ -39,8 +39,7 @@ class Tracking:
     continues.
 
     ``resumed`` is the state of an earlier start at ``step``; later lines are deleted (None: all lines). At the first
-    start trackers receive ``config``, the resolved recipe, and TensorBoard also ``graph``, a ``GraphDef``.
-    """
+    start trackers receive ``config``, the resolved recipe, and TensorBoard also ``graph``, a ``GraphDef``."""
 
     def __init__(
         self,
@@ -165,8 +164,7 @@ class Tracking:
     def _flush(self) -> None:
         """Write to TensorBoard, with one event for all metrics of a step.
 
-        accelerate writes one event per metric and waits for the disk, which takes thirty times as long.
-        """
+        accelerate writes one event per metric and waits for the disk, which takes thirty times as long."""
         buffered, self._buffered, self._flushed = self._buffered, [], time.monotonic()
         if not buffered:
             return

@@ -25,8 +25,7 @@ PlotCurve = tuple[Sequence[float], Sequence[float], str | None]
 def plotted(curves: Sequence[PlotCurve], *, width: int, height: int) -> list[str]:
     """Return the lines of a chart of one or more curves; colours become terminal escape codes.
 
-    ``width`` (characters) and ``height`` (lines) are the size of the area inside the axes.
-    """
+    ``width`` (characters) and ``height`` (lines) are the size of the area inside the axes."""
     low = min(min(values) for _, values, _ in curves)
     high = max(max(values) for _, values, _ in curves)
     row = _round((high - low or max(abs(high) * 0.1, 1e-9)) / (height - 1.5))  # between two labels
@@ -73,8 +72,7 @@ def watch(
     """Draw the runs until all are done; draw them once if ``once``, if they are done, or without a terminal.
 
     Each of the ``metrics`` gets a chart (none given: losses, the first metric, gradient norm, throughput). The runs are
-    read again after ``every`` seconds.
-    """
+    read again after ``every`` seconds."""
     console = console or Console()
     runs = [Follower(folder) for folder in folders]
     if once or not console.is_terminal or all(run.read() and run.done for run in runs):

@@ -40,8 +40,7 @@ class RankStatus:
 def hung_ranks(statuses: Sequence[RankStatus]) -> list[RankStatus]:
     """Return the ranks that hang; empty if any rank makes progress or may still do so.
 
-    These are the ranks that do not report, else those that do not wait in a collective, else the furthest behind.
-    """
+    These are the ranks that do not report, else those that do not wait in a collective, else the furthest behind."""
     if not statuses or any(status.held for status in statuses) or (len(statuses) == 1 and statuses[0].stopped):
         return []  # the user has stopped a run of one process, and can continue it
     stop_requested = any(status.stop_requested for status in statuses)

@@ -76,8 +76,7 @@ class Supervisors:
     def listen(self) -> None:
         """Open a port, on rank 0 of several, and leave its address to the training process in the environment.
 
-        It listens on loopback only; if there are several hosts, only on the interface of ``MASTER_ADDR``.
-        """
+        It listens on loopback only; if there are several hosts, only on the interface of ``MASTER_ADDR``."""
         local = os.environ.get("LOCAL_WORLD_SIZE") == str(self.ranks)
         host = "127.0.0.1" if local else os.environ.get("MASTER_ADDR", "127.0.0.1")
         self._token = secrets.token_hex(8)

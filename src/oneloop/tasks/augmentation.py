@@ -91,11 +91,6 @@ class Augmentation:
             if not 0 <= getattr(self, name) <= limit:
                 raise ValueError(f"task.{name} {getattr(self, name)} must be between 0 and {limit}")
 
-    @property
-    def needs_stored_pixels(self) -> bool:
-        """Whether an augmentation needs the stored pixels."""
-        return bool(self.crop or self.randaugment)
-
 
 def prepared(
     size: int | None, mean: Sequence[float], std: Sequence[float], how: Augmentation | None = None
@@ -107,7 +102,7 @@ def prepared(
         raise ValueError(f"task.mean {list(mean)} and task.std {list(std)} must both have 3 channels, or both 1")
 
     def make(image: Any) -> Tensor:
-        if not isinstance(image, Tensor) or how.needs_stored_pixels or size not in (None, image.shape[-1]):
+        if not isinstance(image, Tensor) or how.crop or how.randaugment or size not in (None, image.shape[-1]):
             image = _pipeline(size, tuple(mean), tuple(std), how)(_as_bytes(image, mean, std))
         if how.shift and not how.crop:
             image = shifted(image, max(1, image.shape[-1] // 8))
@@ -169,8 +164,7 @@ class Blended(Mapped):
     Beta parameters (0: off; both above 0: each sample uses one of the two with probability 0.5).
 
     The partner is drawn from the whole set, or from the same row group if the set is read in windows. The label becomes
-    the share of each class, shape (classes,).
-    """
+    the share of each class, shape (classes,)."""
 
     def __init__(self, images: Any, classes: int, *, mixup: float, cutmix: float) -> None:
         super().__init__(images, None)  # type: ignore[arg-type]

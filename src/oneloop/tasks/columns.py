@@ -211,10 +211,15 @@ def repeated(texts: Iterable[str]) -> int:
     return len(numbers) - len(np.unique(numbers))
 
 
+def texts_of(rows: Any, column: str) -> Iterator[str]:
+    """Yield the texts of a column."""
+    yield from (text for array in rows.values(column) for text in array.to_pylist())
+
+
 def duplicates(rows: Any, column: str) -> int:
     """Return how many texts of a column are equal to an earlier one, cached by the rows' content."""
     with alone(f"duplicates/{key_of(_CACHE_VERSION, rows.fingerprint(), column)}.json") as file:
         if not file.exists():
             with replacing(file) as draft:
-                draft.write_text(str(repeated(text for array in rows.values(column) for text in array.to_pylist())))
+                draft.write_text(str(repeated(texts_of(rows, column))))
         return int(file.read_text())

@@ -35,10 +35,8 @@ class ClassCounts:
     """Accuracy, macro F1 (with two classes also the F1 of the second), Matthews correlation coefficient, and the
     confusion matrix (rows are true classes).
 
-    Args:
-        classes: number of classes.
-        top: k of an additional top-k accuracy (0: none).
-        matrix_limit: maximum number of classes for a confusion matrix.
+    Args: ``classes``: number of classes. ``top``: k of an additional top-k accuracy (0: none). ``matrix_limit``:
+    maximum number of classes for a confusion matrix.
     """
 
     def __init__(self, classes: int, *, top: int = 0, matrix_limit: int = 100) -> None:
@@ -57,10 +55,8 @@ class ClassCounts:
     def update(self, logits: Tensor, target: Tensor) -> None:
         """Add samples to the counts, without a host sync.
 
-        Args:
-            logits: (samples, classes).
-            target: (samples,), the true classes; negative targets are ignored. Or (samples, classes), class
-                probabilities; the class with the largest one counts as true.
+        Args: ``logits``: (samples, classes). ``target``: (samples,), the true classes; negative targets are ignored. Or
+        (samples, classes), class probabilities; the class with the largest one counts as true.
         """
         target = target.argmax(1) if target.ndim == 2 else target
         prediction = logits.argmax(1)
@@ -97,9 +93,8 @@ class ClassCounts:
 class TextSums:
     """Perplexity and accuracy per token, bits per byte of text, and the share of texts with only correct tokens.
 
-    Args:
-        by_bytes: whether the number of bytes of each token is known.
-        whole: whether to count fully correct texts (``exact``).
+    Args: ``by_bytes``: whether the number of bytes of each token is known. ``whole``: whether to count fully correct
+    texts (``exact``).
     """
 
     def __init__(self, *, by_bytes: bool = True, whole: bool = False) -> None:
@@ -118,12 +113,9 @@ class TextSums:
     ) -> None:
         """Add the sums of a micro-batch, without a host sync.
 
-        Args:
-            nats: summed loss, 0-dim.
-            tokens: number of target tokens, 0-dim.
-            right: number of target tokens with the largest logit, 0-dim.
-            text: number of bytes of the target tokens, 0-dim.
-            whole: (texts,), whether all target tokens of a text are correct.
+        Args: ``nats``: summed loss, 0-dim. ``tokens``: number of target tokens, 0-dim. ``right``: number of target
+        tokens with the largest logit, 0-dim. ``text``: number of bytes of the target tokens, 0-dim. ``whole``:
+        (texts,), whether all target tokens of a text are correct.
         """
         zero = torch.zeros_like(tokens)
         sums = [nats, tokens, right, zero if text is None else text]
@@ -159,10 +151,8 @@ class Retrieval:
     def update(self, queries: Tensor, documents: Tensor, *, ids: Sequence[Tensor] = ()) -> None:
         """Add a set of pairs: query and right document have the same index. Call it with the whole set.
 
-        Args:
-            queries: (samples, width).
-            documents: (samples, width); the similarity is the scalar product.
-            ids: integers (samples,). Documents of samples with the same number are not counted as wrong.
+        Args: ``queries``: (samples, width). ``documents``: (samples, width); the similarity is the scalar product.
+        ``ids``: integers (samples,). Documents of samples with the same number are not counted as wrong.
         """
         for sums, (own, others) in zip(self._sums, ((queries, documents), (documents, queries)), strict=True):
             for rows in row_blocks(len(own), len(others)):

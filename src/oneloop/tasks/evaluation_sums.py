@@ -27,8 +27,7 @@ class Together:
         """Compute and add a micro-batch; without a ``source`` it is not counted. Return the outputs.
 
         An ``idle`` rank has only such a micro-batch. Its metrics see it, so that their lists have the dtypes that the
-        reduction over ranks needs; then they are reset.
-        """
+        reduction over ranks needs; then they are reset."""
         loss, outputs = self._task.loss(model, batch)
         if self._metrics is not None and (idle or source is not None):
             self._task.update(self._metrics, batch, outputs)
@@ -109,8 +108,7 @@ class Windows:
     """Losses over whole batches: windows of neighbouring samples of a source. Metrics see the whole set at once.
 
     ``cut``: source and samples of each micro-batch (of up to ``micro`` samples) of all ranks; ``seed``: device and seed
-    of the random numbers of a loss.
-    """
+    of the random numbers of a loss."""
 
     def __init__(
         self,

@@ -174,7 +174,8 @@ class ImageClassification(Task):
         check_image_types([source])
         number: Callable[[Any], Any] = int
         if labelled and are_shares([source]):
-            self._same_classes(shares_of([source]), data)
+            if (found := len(shares_of([source]))) != len(self.classes):
+                raise ValueError(f"{data}: probabilities of {found} classes, but the model has {len(self.classes)}")
             number = torch.tensor
         elif labelled:
             number = numbers_of(source, "label", self.classes)
@@ -185,10 +186,6 @@ class ImageClassification(Task):
             return transform(image), label
 
         return Files(source.parts["all"], sample, source.columns["image"])
-
-    def _same_classes(self, classes: Sequence[str], data: str) -> None:
-        if len(classes) != len(self.classes):
-            raise ValueError(f"{data}: probabilities of {len(classes)} classes, but the model has {len(self.classes)}")
 
     def _class_weights(self, setting: str | list[float]) -> Tensor | None:
         """Return the weight of each class, shape (classes,); None if all are 1."""
@@ -257,8 +254,7 @@ class CNN(nn.Module):
     """Three convolutions with GroupNorm, without batch statistics; dropout is off by default.
 
     It uses average pooling: in max pooling, rounding can decide a near-tie and so redirect the gradient. Two parallel
-    layouts would then differ by 1e-3 after 40 float32 steps instead of 1e-7.
-    """
+    layouts would then differ by 1e-3 after 40 float32 steps instead of 1e-7."""
 
     def __init__(self, channels: int, classes: int, *, width: int = 32, dropout: float = 0.0) -> None:
         super().__init__()

@@ -27,48 +27,15 @@ class Objective(Protocol):
 class Task(Objective, Protocol):
     """What a run trains. Avoid ``.item()``, boolean indexing and other data-dependent shapes: each is a device sync.
 
-    Optional members:
-        ``sample_weight: float``: weight of every sample, if all are equal; training then skips ``weight``.
-        ``unit: str``: the unit of the weight, "samples" (default) or "tokens".
+    The page docs/reference/task.md describes the optional members: ``embed`` with ``batch_loss`` and ``batch_columns``
+    instead of ``loss``, ``metrics`` with ``update``, ``show``, ``generate``, ``writes``, ``samples_of``, ``predicted``,
+    ``save``, ``state_dict`` with ``load_state_dict``, ``sample_weight``, ``unit``, ``additive``, ``classes``, ``notes``
+    and ``progress``. Packaged tasks also have:
         ``needs: dict[str, str]``: class attribute; arguments that require a value of another argument, such as
         ``{"width": "model=cnn", "held_out": "data!=digits|mnist"}``; otherwise they are rejected.
-        ``notes: list[str]``: lines for the start-up log.
-        ``embed(model, batch) -> dict[str, Tensor]`` with ``batch_loss(parts, columns) -> (sum, outputs)``, instead of
-        ``loss``: a loss over the whole global batch (contrastive losses; see :mod:`oneloop.tasks.whole_batch`). Each
-        part is (samples, …), a row per sample that depends on this sample only, or 0-dim (a logit scale). ``parts`` are
-        those of the global batch in sample order, and ``columns`` the tensors of the batch that ``batch_columns``
-        names (labels, ids). ``update`` gets columns and parts of the whole evaluation set.
-        ``additive: bool``: False if the loss of a batch is not the sum of the losses of its samples (mixup drawn in
-        ``loss``, auxiliary losses over the batch). A run is then bit-identical only on the same parallel layout, and
-        the start-up log says so.
-        ``metrics()`` with ``update(metrics, batch, outputs) -> None``: evaluation metrics besides the loss, a new
-        :class:`oneloop.tasks.evaluation_metrics.Metrics` (sums over samples, and the metrics computed from them) or a
-        ``torchmetrics.MetricCollection``.
-        ``save(model, folder) -> None``: more files for ``final/`` (a tokenizer, a config).
         ``origin``: set by ``model``, an :class:`oneloop.basics.base_models.BaseModel` if the frozen parameters are
         those of a base model. Checkpoints and ``final/`` then name the base model, and hold only the other parameters.
-        ``merge(model) -> nn.Module``: an equivalent model without an origin.
-        ``show(sample, outputs) -> dict``: what the report shows of an evaluation sample, given its rows of ``outputs``.
-        Any of "image" (a tensor of (channels, height, width) or (height, width), of any range), "text", "tokens" (pairs
-        of text and loss), "target" and "prediction" (text, numbers, or images and masks, which are shown next to the
-        image), "right" (whether the prediction is correct), "confidence", "prompt" and "continuation". The worst
-        samples are those with the largest mean ``outputs["loss"]`` (samples, or samples x positions).
-        ``generate(model, batch) -> dict[str, Tensor]``: more outputs, for the few fixed samples that every evaluation
-        shows (not the worst ones). Every process calls it with the same samples, and must call the model equally often.
-        Under FSDP2 only ``model(...)`` itself can be called.
-        ``writes: bool``: if True, ``oneloop predict`` also calls ``generate``, for every sample. The number of model
-        calls must then not depend on the samples.
-        ``progress``: an attribute (None in the class) that a run sets to a :class:`Progress`, for a ``loss`` that
-        changes during the run (such as the warm-up of a term).
-        ``samples_of(data, *, labelled) -> Dataset``: all rows of another data set, in order, for ``oneloop evaluate``
-        (labelled) and ``predict`` (not labelled: any label is fine).
-        ``predicted(batch, outputs) -> dict[str, list]``: columns that ``predict`` writes, with an entry per sample.
-        Without it, ``predict`` writes the outputs.
-        ``state_dict() -> dict`` with ``load_state_dict(state) -> None``: state besides weights and buffers, as plain
-        numbers, strings, lists and dicts, saved in checkpoints and ``final/``. It must be equal on every process, so
-        ``collate`` must not change it: it runs ahead, in worker processes.
-        ``classes: list[str]``: names of the rows and columns of a confusion matrix among ``metrics``.
-    """
+        ``merge(model) -> nn.Module``: an equivalent model without an origin."""
 
     def model(self) -> nn.Module:
         """Return a new model, with weights from torch's global generator."""
@@ -83,10 +50,8 @@ class Task(Objective, Protocol):
 class Progress:
     """Progress of a run: the same for any parallel layout, and after a resume.
 
-    Args:
-        position: returns how many samples were drawn before this step.
-        batch: global batch size in samples.
-        total: steps of the run.
+    Args: ``position``: returns how many samples were drawn before this step. ``batch``: global batch size in samples.
+    ``total``: steps of the run.
     """
 
     def __init__(self, position: Callable[[], int], batch: int, total: int) -> None:

@@ -94,8 +94,7 @@ def check_signatures(task: Any) -> None:
 class Contract:
     """Calls and checks a task's methods.
 
-    Args:
-        task: the task.
+    Args: ``task``: the task.
 
     Every method raises BadInput with file, line and method, what it returned and how to fix it.
     """
@@ -198,11 +197,8 @@ class Contract:
     def check_doubling(self, member: str, once: float, twice: float, tolerance: float) -> None:
         """Check that a batch with a sample twice has twice the value of the sample.
 
-        Args:
-            member: ``weight`` or ``loss``.
-            once: value for one sample.
-            twice: value for a batch with this sample twice.
-            tolerance: relative tolerance for rounding.
+        Args: ``member``: ``weight`` or ``loss``. ``once``: value for one sample. ``twice``: value for a batch with this
+        sample twice. ``tolerance``: relative tolerance for rounding.
         """
         if self.is_double(once, twice, tolerance):
             return

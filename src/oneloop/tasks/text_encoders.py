@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,35 +76,7 @@ def padded(texts: list[Any]) -> Tensor:
 _BETWEEN = "\n\0\n"  # separator of the two texts of a pair
 
 
-class Reader(Protocol):
-    """Converts texts to model inputs, and builds and calls the model."""
-
-    notes: list[str]  # lines about the model for the log
-
-    def encode(self, text: str, second: str | None = None) -> Any:
-        """Encode a text or a pair of texts, cut to the maximum length."""
-
-    def encode_words(self, words: Sequence[str]) -> tuple[Any, list[int], int]:
-        """Return encoded words, starts of uncut words, and the length. Raise ValueError if a word has no tokens."""
-
-    def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
-        """Return one batch, padded to its longest sample."""
-
-    def model(self, classes: Sequence[str] | None, *, words: bool = False) -> nn.Module:
-        """Return a new model with an output per class, for each text, or for each position if ``words``. None: a
-        transformers model whose outputs are hidden states."""
-
-    def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Return logits of shape (texts, outputs) or (texts, positions, outputs)."""
-
-    def decode(self, sample: Any, start: int = 0, stop: int | None = None) -> str:
-        """Return an encoded sample, or a range of it, as text."""
-
-    def save(self, model: nn.Module, folder: Path) -> None:
-        """Save the files that transformers needs to load the weights."""
-
-
-def reader(name: str, shape: dict[str, Any], **options: Any) -> Reader:
+def reader(name: str, shape: dict[str, Any], **options: Any) -> "ByteReader | TokenReader":
     """Return the reader for a model name: ``bytes`` (an encoder of this ``shape``), a folder of transformers, or
     ``hf:ID[@REVISION]`` (with options of :class:`TokenReader`). Raise ValueError if there is no such model."""
     if name == "bytes":
@@ -115,7 +87,7 @@ def reader(name: str, shape: dict[str, Any], **options: Any) -> Reader:
 
 
 class ByteReader:
-    """Reads bytes, with an encoder from scratch."""
+    """Converts texts to bytes, and builds and calls an encoder from scratch. ``notes``: lines for the log."""
 
     def __init__(self, shape: dict[str, Any]) -> None:
         if shape["width"] % shape["heads"]:
@@ -123,9 +95,11 @@ class ByteReader:
         self.shape, self.length, self.notes = shape, int(shape["length"]), list[str]()
 
     def encode(self, text: str, second: str | None = None) -> Tensor:
+        """Encode a text or a pair of texts, cut to the maximum length."""
         return as_bytes(text if second is None else text + _BETWEEN + second, self.length)
 
     def encode_words(self, words: Sequence[str]) -> tuple[Tensor, list[int], int]:
+        """Return encoded words, starts of uncut words, and the length. Raise ValueError if a word has no tokens."""
         text, starts = b"", list[int]()
         for word in words:
             if len(text) < self.length:
@@ -137,8 +111,9 @@ class ByteReader:
     def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         return {"text": padded(list(samples))}
 
-    def model(self, classes: Sequence[str] | None, *, words: bool = False) -> nn.Module:
-        return (ByteEncoder if words else Encoder)(len(classes or ()), **self.shape)
+    def model(self, classes: Sequence[str], *, words: bool = False) -> nn.Module:
+        """Return a new model with an output per class, for each text, or for each position if ``words``."""
+        return (ByteEncoder if words else Encoder)(len(classes), **self.shape)
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return model(batch["text"])  # type: ignore[no-any-return]
@@ -151,7 +126,7 @@ class ByteReader:
 
 
 class TokenReader:
-    """Reads tokens, with a transformers model. Raises ValueError without a fast tokenizer (maps tokens to words)."""
+    """The same with tokens of a transformers model. Raises ValueError without a fast tokenizer (tokens to words)."""
 
     def __init__(self, name: str, *, length: int, pretrained: bool = True, trust_remote_code: bool = False) -> None:
         self.name, self.length, self.notes = name, length, list[str]()
@@ -164,6 +139,9 @@ class TokenReader:
         if tokenizer.pad_token_id is None:
             raise ValueError(f"task.model {self.name!r}: its tokenizer has no padding token and no end token")
         self.tokenizer = tokenizer
+
+    def learn(self, texts: Callable[[], Iterable[str]]) -> None:
+        """Do nothing: the tokens are known."""
 
     def encode(self, text: str, second: str | None = None) -> dict[str, list[int]]:
         return self._encoded(text, second)[0]
@@ -199,6 +177,7 @@ class TokenReader:
         return {**batch, "attention_mask": (torch.arange(longest) < lengths[:, None]).long()}
 
     def model(self, classes: Sequence[str] | None, *, words: bool = False) -> nn.Module:
+        """As above; None: a model whose outputs are hidden states."""
         kind = f"AutoModelFor{'Token' if words else 'Sequence'}Classification" if classes is not None else "AutoModel"
         model, self.notes = auto_model(kind, self.name, classes, **self._options)
         config: Any = model.config

@@ -3,7 +3,7 @@
 import ast
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from oneloop.data.rows.open_data import Source
 from oneloop.data.rows.rows import Row
-from oneloop.tasks.columns import check_texts, columns_of, duplicates, number_of_text, repeated
+from oneloop.tasks.columns import check_texts, columns_of, duplicates, number_of_text, repeated, texts_of
 from oneloop.tasks.contrastive import info_nce
 from oneloop.tasks.evaluation_metrics import Retrieval
 from oneloop.tasks.labels import RECORDED
@@ -23,6 +23,7 @@ from oneloop.tasks.text_rows import TextRows
 from oneloop.tasks.transformers_models import is_transformers
 
 _POOLINGS = {"mean": "mean", "cls": "cls", "last": "lasttoken"}  # names of sentence-transformers
+_POOLING = "1_Pooling"  # folder of sentence-transformers
 _NEEDS = {key: needed.replace("bytes", WORDPIECE) for key, needed in TextRows.needs.items()}
 _NEEDS |= {"held_out": "data!=stdlib", "vocab": f"model={WORDPIECE}"}
 _NONE = -(1 << 63)  # a number that no text has
@@ -81,7 +82,7 @@ class TextPairs(TextRows):
         super().__init__(None if data == "stdlib" else data, columns, model=model, **reading)
         if data == "stdlib" and not RECORDED.get():
             pairs = _docstrings()
-            self._learn(lambda: (text for pair in pairs["train"] for text in pair))
+            self.reader.learn(lambda: (text for pair in pairs["train"] for text in pair))
             make = self._maker([0, 1])
             self._sets = {split: [make(pair) for pair in pairs[split]] for split in pairs}
             self._data_notes = self._duplicates([repeated(texts) for texts in zip(*pairs["train"], strict=True)])
@@ -92,34 +93,25 @@ class TextPairs(TextRows):
         if name == WORDPIECE:
             return NewReader(shape, vocab=self._vocab, written=(RECORDED.get() or {}).get("tokenizer"))
         if not is_transformers(name):
-            raise ValueError(
-                f"task.model {name!r} is not a folder saved by transformers; give one, wordpiece, or hf:ID"
-            )
+            fix = f"give one, {WORDPIECE}, or hf:ID"
+            raise ValueError(f"task.model {name!r} is not a folder saved by transformers; {fix}")
         return TokenReader(name, length=shape["length"], **options)
-
-    def _learn(self, texts: Callable[[], Iterable[str]]) -> None:
-        if isinstance(self.reader, NewReader):
-            self.reader.learn(texts)
 
     def _check(self, sources: Sequence[Source]) -> None:
         for key in self.columns:
             check_texts(sources, key)
         texts = [part for key in ("anchor", "positive") for part in columns_of(sources, key) if part[1] == "train"]
         if texts:
-            self._learn(
-                lambda: (text for *_, rows, name in texts for some in rows.values(name) for text in some.to_pylist())
-            )
-            counts = [duplicates(rows, column) for _, _, rows, column in texts]
+            self.reader.learn(lambda: (text for *_, rows, column in texts for text in texts_of(rows, column)))
+            counts = [duplicates(rows, column) for *_, rows, column in texts]
             sources[0].notes += self._duplicates([sum(counts[: len(sources)]), sum(counts[len(sources) :])])
 
     def _duplicates(self, counts: Sequence[int]) -> list[str]:
         """Return the line for the log about training texts that are equal to an earlier one."""
-        if not any(counts):
-            return []
         found = f"{counts[0]:,} anchors and {counts[1]:,} positives of the training pairs are equal to an earlier one"
-        if self.mask_duplicates:
-            return [f"{found}; in a batch, they are not negatives of each other"]
-        return [f"{found}; in a batch, they are negatives of each other: --task.mask_duplicates true prevents this"]
+        effect = "are negatives of each other: --task.mask_duplicates true prevents this"
+        effect = "are not negatives of each other" if self.mask_duplicates else effect
+        return [f"{found}; in a batch, they {effect}"] if any(counts) else []
 
     def _numbers(self, sources: Sequence[Source]) -> Any:
         return {source.name: None for source in sources}
@@ -178,10 +170,9 @@ class TextPairs(TextRows):
         ids = [(candidate_id[:, 0], key_id), (anchor_id, of_anchor)] if self.mask_duplicates else []
         total = anchor.new_zeros(())
         for size in (*self.matryoshka, anchor.shape[1]):
-            queries = F.normalize(anchor[:, :size], dim=-1)
-            keys = F.normalize(candidate[..., :size], dim=-1)
-            positive = keys[:, 0]
-            loss = info_nce(queries, torch.cat([positive, keys[:, 1:].flatten(0, 1)]), self.scale, ids=ids)
+            queries, keys = (F.normalize(value[..., :size], dim=-1) for value in (anchor, candidate))
+            positive, negatives = keys[:, 0], keys[:, 1:].flatten(0, 1)
+            loss = info_nce(queries, torch.cat([positive, negatives]), self.scale, ids=ids)
             if self.symmetric:
                 both = [(numbers, numbers) for numbers, _ in ids]
                 loss = (loss + info_nce(positive, queries, self.scale, ids=both)) / 2
@@ -208,29 +199,24 @@ class TextPairs(TextRows):
         self.reader.tokenizer.model_max_length = self.reader.length  # sentence-transformers also cuts texts there
         self.reader.save(model, folder)
         width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
+        kinds = {"": "base.modules.transformer.Transformer", _POOLING: "sentence_transformer.modules.pooling.Pooling"}
         modules = [
-            ("", "base.modules.transformer.Transformer"),
-            ("1_Pooling", "sentence_transformer.modules.pooling.Pooling"),
-        ]
-        listed = [
             {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.{kind}"}
-            for number, (path, kind) in enumerate(modules)
+            for number, (path, kind) in enumerate(kinds.items())
         ]
-        (folder / "modules.json").write_text(json.dumps(listed, indent=1))
-        (folder / "1_Pooling").mkdir(exist_ok=True)
         pooling = {"embedding_dimension": width, "pooling_mode": _POOLINGS[self.pooling], "include_prompt": True}
-        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling, indent=1))
         about = {"model_type": "SentenceTransformer", "similarity_fn_name": "cosine"}
-        (folder / "config_sentence_transformers.json").write_text(json.dumps(about, indent=1))
+        (folder / _POOLING).mkdir(exist_ok=True)
+        files = {"modules": modules, f"{_POOLING}/config": pooling, "config_sentence_transformers": about}
+        for name, content in files.items():
+            (folder / f"{name}.json").write_text(json.dumps(content, indent=1))
 
 
 def _docstrings() -> dict[str, list[tuple[str, str]]]:
-    """Return pairs by split: the first paragraph of a docstring, and its function without it. No file is in two splits.
-    Only functions of at least two more lines."""
-    return {
-        split: [pair for file in files for pair in _functions(file.text)]
-        for split, files in held_out(stdlib(), percent=10).items()
-    }
+    """Return pairs by split: the first paragraph of a docstring, and its function without it, if it has two more lines.
+    No file is in two splits."""
+    files = held_out(stdlib(), percent=10)
+    return {split: [pair for file in files[split] for pair in _functions(file.text)] for split in files}
 
 
 def _functions(source: str) -> Iterator[tuple[str, str]]:
@@ -243,9 +229,7 @@ def _functions(source: str) -> Iterator[tuple[str, str]]:
     lines = source.splitlines()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
-            body = [
-                lines[at] for part in node.body[1:] for at in range(part.lineno - 1, part.end_lineno or part.lineno)
-            ]
+            body = [line for part in node.body[1:] for line in lines[part.lineno - 1 : part.end_lineno]]
             if len(body) >= 2 and text.strip():
                 head = f"def {node.name}({ast.unparse(node.args)}):"
                 yield " ".join(text.strip().split("\n\n")[0].split()), "\n".join([head, *body])

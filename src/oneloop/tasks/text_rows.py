@@ -13,7 +13,7 @@ from oneloop.tasks.columns import check_texts
 from oneloop.tasks.evaluation_metrics import ClassCounts
 from oneloop.tasks.labels import RECORDED, classes_of, numbers_of
 from oneloop.tasks.protocol import Task
-from oneloop.tasks.text_encoders import Reader, reader
+from oneloop.tasks.text_encoders import ByteReader, TokenReader, reader
 
 
 class TextRows(Task):
@@ -69,7 +69,7 @@ class TextRows(Task):
         self.recorded = {"classes": self.classes}
         self.notes = self._data_notes = notes_of(sources)
 
-    def _reader(self, name: str, shape: dict[str, Any], **options: Any) -> Reader:
+    def _reader(self, name: str, shape: dict[str, Any], **options: Any) -> ByteReader | TokenReader:
         return reader(name, shape, **options)
 
     def _samples(self, sources: Sequence[Source], *, labelled: bool = True) -> dict[str, Any]:

@@ -56,8 +56,7 @@ def content_of(files: Sequence[Path], root: Path) -> dict[str, Any]:
 
     Checksums are cached by path, size, mtime, ctime and inode, so that a file is read again if one of them differs: a
     copy that keeps size and mtime (``rsync -t``, a restored backup) is noticed. Raises ValueError if a file cannot be
-    read.
-    """
+    read."""
     with alone(f"checksums/{xxh3_64_hexdigest(str(root.absolute()).encode())}.json") as cache_file:
         known = _known(cache_file)
         fresh = {}

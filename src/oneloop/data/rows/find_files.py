@@ -138,8 +138,7 @@ def image_rows(there: Found, split: str) -> Any:
 
     If a ``metadata.csv`` (.jsonl, .parquet) is next to them or in a folder above, its columns replace the label: each
     row has a relative ``file_name``, as in ``datasets``. Raises ValueError if a metadata file is unreadable or lacks an
-    image.
-    """
+    image."""
     from datasets import Dataset, Image
 
     files = there.parts[split]

@@ -26,8 +26,7 @@ class Parquet:
     """The rows of Parquet files, in the order of :class:`oneloop.data.row_group_order.Windows`.
 
     A process caches ``window`` megabytes. ``content`` is the fingerprint. Raises ValueError if a file or column is
-    missing, or a group exceeds the window.
-    """
+    missing, or a group exceeds the window."""
 
     def __init__(self, files: Sequence[Path], root: Path, columns: Sequence[str], *, window: int, content: Any) -> None:
         self.files, self.columns = list(files), list(columns)

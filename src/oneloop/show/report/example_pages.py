@@ -12,8 +12,7 @@ from oneloop.show.run_reader import number
 def of_classes(confusion: Mapping[str, Any]) -> list[tuple[str, int, str, str, str]]:
     """Return for each class its name, its samples, precision, recall and F1; a dash if there is nothing to divide by.
 
-    The rows of ``counts`` are the true classes.
-    """
+    The rows of ``counts`` are the true classes."""
     counts = confusion["counts"]
     found = []
     for index, name in enumerate(confusion["classes"]):

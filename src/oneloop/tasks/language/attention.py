@@ -61,9 +61,8 @@ def causal(device: torch.device) -> Tensor:
 def borders(documents: Tensor, cuts: Tensor) -> Tensor:
     """Return a mask for causal attention within documents.
 
-    Args:
-        documents: (rows, positions), the document number of each position; padding is a separate document.
-        cuts: int32, the starts of the documents in all rows concatenated; the rest is filled with the total length.
+    Args: ``documents``: (rows, positions), the document number of each position; padding is a separate document.
+    ``cuts``: int32, the starts of the documents in all rows concatenated; the rest is filled with the total length.
     """
     if cuts.device.type == "cuda":
         return cuts[None, None, None]

@@ -33,13 +33,10 @@ _PROBE: list[dict[str, Any]] = [
 class Chat:
     """A tokenizer's chat template for training.
 
-    Args:
-        tokenizer: a tokenizer of transformers.
-        template: Jinja template to use instead of the tokenizer's template.
-        day: date (YYYY-MM-DD) for a template that inserts the current date.
+    Args: ``tokenizer``: a tokenizer of transformers. ``template``: Jinja template to use instead of the tokenizer's
+    template. ``day``: date (YYYY-MM-DD) for a template that inserts the current date.
 
-    Raises:
-        ValueError: there is no template, its tags do not enclose the answers, or the day is not a date.
+    Raises ValueError: there is no template, its tags do not enclose the answers, or the day is not a date.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None, *, day: str = DAY) -> None:
@@ -81,13 +78,10 @@ class Chat:
     def encode(self, messages: Sequence[Any], tools: Any = None, *, given: int = 0) -> NDArray[np.int32]:
         """Return the tokens of a conversation; untrained tokens are stored as bitwise complements.
 
-        Args:
-            messages: messages with role and content, in transformers' format.
-            tools: JSON schemas for the template.
-            given: number of leading messages that are a prompt and not trained.
+        Args: ``messages``: messages with role and content, in transformers' format. ``tools``: JSON schemas for the
+        template. ``given``: number of leading messages that are a prompt and not trained.
 
-        Raises:
-            ValueError: the template raises, does not show what is trained, or ends a turn without a special token.
+        Raises ValueError: the template raises, does not show what is trained, or ends a turn without a special token.
         """
         text, spans = self._rendered(messages, tools, marks=self.marked)
         if not self.marked:

@@ -31,8 +31,7 @@ class Losses(NamedTuple):
     Attributes:
         total: sum of the losses; differentiable.
         each: loss of each target; detached.
-        right: whether the target has the largest logit.
-    """
+        right: whether the target has the largest logit."""
 
     total: Tensor
     each: Tensor
@@ -53,17 +52,11 @@ def chunked_cross_entropy(
 
     Matrix products use the autocast dtype; the loss of half-precision logits is computed in float32.
 
-    Args:
-        hidden: (tokens, width).
-        weight: (vocabulary, width).
-        target: (tokens,), int64.
-        bias: (vocabulary,).
-        ignore: value of ignored targets.
-        change: what the model applies to the logits; it must act on each logit or each row separately.
-        entries: maximum number of logits in memory.
+    Args: ``hidden``: (tokens, width). ``weight``: (vocabulary, width). ``target``: (tokens,), int64. ``bias``:
+    (vocabulary,). ``ignore``: value of ignored targets. ``change``: what the model applies to the logits; it must act
+    on each logit or each row separately. ``entries``: maximum number of logits in memory.
 
-    Raises:
-        ValueError: the products are in float16, in which small gradients of the logits underflow.
+    Raises ValueError: the products are in float16, in which small gradients of the logits underflow.
     """
     if _product_dtype(hidden) is torch.float16:
         why = "small gradients of the logits underflow in fp16"
@@ -163,12 +156,10 @@ def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
 
     Scaling and soft-capping of logits are read from the config, and tested on eight tokens unless the model is on meta.
 
-    Args:
-        model: a model with transformers' ``base_model`` and ``get_output_embeddings``.
-        ignore: value of ignored targets.
+    Args: ``model``: a model with transformers' ``base_model`` and ``get_output_embeddings``. ``ignore``: value of
+    ignored targets.
 
-    Raises:
-        ValueError: the model has no linear output layer, or computes its logits in an unknown way.
+    Raises ValueError: the model has no linear output layer, or computes its logits in an unknown way.
     """
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if not isinstance(head, nn.Linear):

@@ -21,12 +21,9 @@ def written(
     Prompts are padded on the left. Padding is masked and positions start at each prompt, so that the answer to a prompt
     does not depend on the other prompts.
 
-    Args:
-        model: in eval mode, sharded or not.
-        prompts: 1-D token tensors, each with at least one token.
-        count: number of tokens of each answer.
-        ends: end tokens; after one, the rest of the row repeats it.
-        choose: function from logits to tokens.
+    Args: ``model``: in eval mode, sharded or not. ``prompts``: 1-D token tensors, each with at least one token.
+    ``count``: number of tokens of each answer. ``ends``: end tokens; after one, the rest of the row repeats it.
+    ``choose``: function from logits to tokens.
     """
     device, longest = prompts[0].device, max(map(len, prompts))
     tokens = torch.zeros(len(prompts), longest, dtype=torch.int64, device=device)

@@ -49,7 +49,9 @@ def add_adapters(model: nn.Module, wanted: Adapters, *, stats: object = None) ->
     settings_text = {"lora_alpha": settings.alpha, "use_rslora": settings.rslora, "quantize": _quantization(settings)}
     peft_name = lambda name: PEFT_PREFIX + _OWN_NAME.sub(r"\1", name)  # noqa: E731
     content, quick_check = (lambda: content_of_model(wanted.base, commit)), (lambda: file_stats(wanted.base))
-    origin = BaseModel(wanted.base, _frozen_names(model), content, WEIGHTS, peft_name, settings_text, quick_check)
+    own = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    frozen = frozenset(model.state_dict().keys() - own - {name for name, _ in model.named_buffers()})
+    origin = BaseModel(wanted.base, frozen, content, WEIGHTS, peft_name, settings_text, quick_check)
     if stats not in (None, file_stats(wanted.base)):
         raise ValueError(f"task.model {wanted.base!r} was changed while it was loaded; start again")
     before = None if wanted.given is None else _load_adapters(model, wanted.given, origin)
@@ -60,11 +62,6 @@ def add_adapters(model: nn.Module, wanted: Adapters, *, stats: object = None) ->
     if before is not None and before != _quantization(settings):
         line += f"; the adapters were trained on the base model {before or 'unquantized'}, see task.lora.quantize"
     return origin, line
-
-
-def _frozen_names(model: nn.Module) -> frozenset[str]:
-    own = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return frozenset(model.state_dict().keys() - own - {name for name, _ in model.named_buffers()})
 
 
 def _quantization(settings: LoRA) -> str:
