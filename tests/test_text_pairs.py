@@ -41,8 +41,15 @@ def folder(tmp_path_factory):
     return made
 
 
+class Indexed(TextPairs):
+    """With the indices that a run adds to each batch."""
+
+    def collate(self, samples):
+        return {**super().collate(samples), "index": torch.arange(len(samples))}
+
+
 def task(folder: Path, **options) -> TextPairs:
-    made = TextPairs(str(folder / "pairs.csv"), layers=1, width=32, length=24, vocab=300, **options)
+    made = Indexed(str(folder / "pairs.csv"), layers=1, width=32, length=24, vocab=300, **options)
     check(made)
     return made
 
@@ -207,8 +214,12 @@ def test_a_run_compares_new_pairs_without_its_training_data(folder, tmp_path):
     [
         ({"pooling": "max"}, "task.pooling 'max' is unknown; known: mean, cls, last"),
         ({"temperature": 0.0}, "task.temperature 0.0 must be positive"),
-        ({"negatives": "wrongs"}, "wrongs"),
-        ({"model": "bytes"}, "is not a folder saved by transformers; give one, wordpiece, or hf:ID"),
+        ({"model": "bytes"}, "is not a folder saved by transformers; give one, bpe, or hf:ID"),
+        ({"temperature": float("nan")}, "task.temperature nan must be positive"),
+        ({"negatives": "positive"}, "'positive' is there twice; name each one once"),
+        ({"matryoshka": [8, 8]}, "task.matryoshka: '8' is there twice"),
+        ({"vocab": 100}, "task.vocab 100 must be at least 300, and task.length 24 at least 3"),
+        ({"negatives": "wrongs"}, "name another with task.negatives"),
         ({"width": 30, "heads": 4}, "task.width 30 cannot be divided by task.heads 4"),
     ],
 )
@@ -216,3 +227,38 @@ def test_bad_keys_are_rejected(folder, options, message):
     shape = {"layers": 1, "width": 32, "length": 24, "vocab": 300} | options
     with pytest.raises(ValueError, match=message):
         TextPairs(str(folder / "pairs.csv"), **shape)
+
+
+def test_a_row_that_is_twice_in_a_batch_is_not_its_own_negative(folder):
+    made = task(folder)
+    samples = [made.train_set()[index] for index in range(5)]
+    batch = made.collate([*samples, samples[0]])
+    batch["index"][5] = 0
+    model = made.model().eval()
+    with torch.no_grad():
+        parts = made.embed(model, batch)
+        loss = made.batch_loss(parts, columns_of(made, batch))[0]
+    a, b = (F.normalize(value, dim=1) for value in (parts["anchor"], parts["candidate"][:, 0]))
+    expected = 0.0
+    for row in range(6):
+        others = [j for j in range(6) if j == row or {j, row} != {0, 5}]
+        expected -= (20 * a[row] @ b[others].T).log_softmax(0)[others.index(row)]
+    torch.testing.assert_close(loss, expected)
+
+
+def learned(folder: Path) -> str:
+    return TextPairs(str(folder / "pairs.csv"), layers=1, width=32, length=24, vocab=320).reader.written()
+
+
+def test_the_tokens_are_the_same_without_a_common_cache(folder, tmp_path):
+    made = [
+        run(learned, folder, variables={"ONELOOP_CACHE": str(tmp_path / name), "RAYON_NUM_THREADS": threads}).ok()
+        for name, threads in (("one", "1"), ("two", "2"), ("three", "2"))
+    ]
+    assert made[0] == made[1] == made[2] and (tmp_path / "one" / "words").is_dir()
+
+
+def test_a_csv_without_rows_is_named(tmp_path):
+    (tmp_path / "pairs.csv").write_text("anchor,positive\n")
+    with pytest.raises(ValueError, match=r"pairs.csv has no rows; remove it"):
+        TextPairs(str(tmp_path / "pairs.csv"))

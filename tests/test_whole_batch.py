@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import whole_batches
+from oneloop.cli import main
 from worlds import back_to, run, timeless, train
 
 LOSSES = ("infonce", "clip", "siglip", "supcon")
@@ -118,6 +119,14 @@ WRONG = {
     "noise": ["embed returned 'a'", "has other values for the same sample"],
     "table": ["embed returned 'a'", "does not depend on the batch"],
     "scalar of batch": ["embed returned 'scale'", "is 0-dim, but depends on the batch"],
+    "scalar of batch in training": ["embed returned 'scale'", "is 0-dim, but depends on the batch"],
+    "others in training": ["embed returned 'a'", "depends on the other samples"],
+    "changes the batch": ["embed changes 'x' of the batch in place"],
+    "complex": ["embed returned 'a', which is complex"],
+    "ragged": ["embed returned 'a' with rows of shape (5,) for 4 samples, and (2,) for one"],
+    "parameter in the loss": ["batch_loss uses a parameter of the model; return it from embed as a 0-dim tensor"],
+    "column": ["batch_loss failed: KeyError: 'x'", "parts are a, b, scale, bias, and columns are label"],
+    "update": ["update failed: KeyError: 'x'"],
     "one row": ["embed returned 'scale' of shape (1,) for 4 samples"],
 }
 
@@ -165,16 +174,22 @@ def lines(folder: Path) -> list[dict]:
     return [timeless(line) for line in found if line.get("event") not in ("resume", "save")]
 
 
-def test_the_same_bits_with_a_grain_also_after_a_kill_on_another_layout(tmp_path):
+def test_the_same_bits_with_a_grain_also_after_a_kill_on_another_layout(tmp_path, monkeypatch):
     """Weights, EMA weights, log and evaluation are equal; a 0-dim parameter keeps its shape in files."""
     words = [*COMMON, "--batch.grain", "4", "--duration", "8", "--save.every", "2", "--save.keep", "9"]
     for config, ranks in (("single", 1), ("ddp", 2), ("fsdp2", 2)):
         world = run(train, [*words, "--run.dir", config], ranks=ranks, config=config, folder=tmp_path)
         assert world.codes == [0] * ranks, world.output
-    shutil.copytree(tmp_path / "ddp", tmp_path / "killed")
-    back_to(tmp_path / "killed", 4)
-    words += ["--run.dir", "killed"]
-    assert run(train, words, ranks=2, config="fsdp2", folder=tmp_path).codes == [0, 0]
+    for first, name, config, ranks in (("ddp", "killed", "fsdp2", 2), ("fsdp2", "again", "single", 1)):
+        shutil.copytree(tmp_path / first, tmp_path / name)
+        back_to(tmp_path / name, 4)
+        world = run(train, [*words, "--run.dir", name], ranks=ranks, config=config, folder=tmp_path)
+        assert world.codes == [0] * ranks, world.output
+    monkeypatch.chdir(tmp_path)
+    words = ["export", "fsdp2", "--checkpoint", "8", "--weights", "ema", "--to", "exported", "--task", COMMON[0]]
+    assert main(words) == 0
+    exported, ema = load_file("exported/model.safetensors"), load_file("ddp/final/ema.safetensors")
+    assert all(torch.equal(value, exported[name]) for name, value in ema.items())
     for name in ("model", "ema"):
         first, *others = (load_file(tmp_path / folder / f"final/{name}.safetensors") for folder in FOLDERS)
         assert first["scale"].shape == ()
@@ -187,7 +202,49 @@ def test_the_same_bits_with_a_grain_also_after_a_kill_on_another_layout(tmp_path
     assert not any("noise_scale" in name for name in logged)
 
 
-FOLDERS = ("single", "ddp", "fsdp2", "killed")
+FOLDERS = ("single", "ddp", "fsdp2", "killed", "again")
+
+
+def tied(config: str) -> dict[str, torch.Tensor]:
+    """Return the gradients of a 0-dim parameter that two modules share, and of one that a list holds."""
+    from torch.distributed.fsdp import FSDPModule
+
+    from oneloop.basics.tensors import one_element
+    from oneloop.launch.processes import start
+
+    class Inner(torch.nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.scale = scale
+
+        def forward(self, x):
+            assert self.scale.ndim == 0
+            return self.scale**2 * x
+
+    class Outer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(3.0))
+            self.inner, self.linear = Inner(self.scale), torch.nn.Linear(1, 1, bias=False)
+            self.powers = torch.nn.ParameterList([torch.tensor(0.5)])
+
+        def forward(self, x):
+            return self.inner(x) + self.scale * x + self.powers[0] * self.linear(x)
+
+    there, model = start(), Outer()
+    if config == "fsdp2":
+        one_element(model)
+    prepared = there.prepare(model)
+    assert isinstance(prepared, FSDPModule) == (config == "fsdp2")
+    prepared(torch.full((1, 1), 2.0)).sum().backward()
+    grads = {name.removeprefix("module."): p.grad for name, p in prepared.named_parameters()}
+    return {name: (g.full_tensor() if hasattr(g, "full_tensor") else g).reshape(-1) for name, g in grads.items()}
+
+
+def test_tied_scalars_and_lists_of_scalars_are_sharded():
+    whole, sharded = (run(tied, config, ranks=2, config=config).ok()[0] for config in ("ddp", "fsdp2"))
+    assert whole["scale"] == 2 * 3.0 * 2.0 + 2.0
+    assert whole.keys() == sharded.keys() and all(torch.equal(value, sharded[name]) for name, value in whole.items())
 
 
 def test_the_logged_loss_and_the_evaluation_are_those_of_the_whole(tmp_path):
@@ -218,7 +275,7 @@ def test_the_logged_loss_and_the_evaluation_are_those_of_the_whole(tmp_path):
 
 
 def odd(words: list[str]) -> dict[str, object]:
-    """Return the running statistics after one step, and the error of a model with its own generator."""
+    """Return the running statistics after one step, and the errors of a model with its own generator or scalar."""
     from oneloop.basics.exit_codes import Inexact
     from oneloop.job.build import build_job
     from oneloop.job.preflight import preflight
@@ -229,7 +286,7 @@ def odd(words: list[str]) -> dict[str, object]:
     from oneloop.train import accumulate
 
     there, found = start(), {}
-    for fault in ("norm", "private generator"):
+    for fault in ("norm", "private generator", "random scalar"):
         job = build_job(read([*words, "--task.fault", fault]), ranks=1)
         there.accelerator.gradient_accumulation_steps = job.layout.accumulate
         model = there.prepare(job.model)
@@ -254,6 +311,7 @@ def test_batch_statistics_are_updated_once_and_a_private_generator_is_found():
         expected = 0.9 * expected + 0.1 * torch.stack([x for x, _ in samples[start : start + 8]]).mean(0)
     assert count == 4
     torch.testing.assert_close(mean, expected)
+    assert "embed returned 'scale', which is 0-dim and differs between micro-batches" in found["random scalar"]
     assert "the method embed returned a with other values for the same micro-batch" in found["private generator"]
 
 

@@ -75,7 +75,7 @@ class Contrast:
         if self.fault == "private generator":
             model.a.register_forward_hook(_noisy)
         if self.fault == "noise":
-            model.a.register_forward_hook(lambda *given: _noisy(*given) + torch.rand((), generator=PRIVATE))
+            model.a.register_forward_hook(lambda *given: given[2] + torch.rand((), generator=PRIVATE))
         if self.lora:
             from peft import LoraConfig, inject_adapter_in_model
 
@@ -104,6 +104,9 @@ class Contrast:
         return torch.tensor(float(len(batch["x"])))
 
     def embed(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        self.net = model
+        if self.fault == "changes the batch":
+            batch["x"].mul_(2.0)
         a, b, scale, bias = model(batch["x"], batch["y"])
         if self.fault == "order":
             a = a[a[:, 0].argsort()]
@@ -115,6 +118,16 @@ class Contrast:
             a = self.table[: len(a)] + 0 * a.sum()
         elif self.fault == "scalar of batch":
             scale = a.mean()
+        elif self.fault == "scalar of batch in training" and model.training:
+            scale = scale + a.var(0).sum()
+        elif self.fault == "others in training" and model.training:
+            a = a - a.mean(0)
+        elif self.fault == "complex":
+            a = torch.complex(a, a)
+        elif self.fault == "ragged":
+            a = a[:, : len(a) + 1]
+        elif self.fault == "random scalar" and model.training:
+            scale = scale * (1 + torch.rand(()))
         elif self.fault == "one row":
             scale = scale.reshape(1)
         return {"a": a, "b": b, "scale": scale, "bias": bias}
@@ -123,6 +136,10 @@ class Contrast:
         from oneloop.tasks.contrastive import info_nce, sigmoid_loss, supervised
 
         a, b, scale = parts["a"], parts["b"], parts["scale"]
+        if self.fault == "parameter in the loss":
+            scale = self.net.scale.exp()
+        if self.fault == "column":
+            columns["x"]
         if self.kind == "infonce":
             loss = info_nce(a, b, scale)
         elif self.kind == "clip":
@@ -139,6 +156,8 @@ class Contrast:
         return Retrieval()
 
     def update(self, metrics: Any, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+        if self.fault == "update":
+            batch["x"]
         metrics.update(outputs["a"], outputs["b"])
 
 
@@ -146,7 +165,7 @@ PRIVATE = torch.Generator().manual_seed(7)
 
 
 def _noisy(module: nn.Module, given: object, output: Tensor) -> Tensor:
-    return output + torch.rand((), generator=PRIVATE) if module.training else output
+    return output + torch.rand((), generator=PRIVATE) if torch.is_grad_enabled() else output
 
 
 def plain_loss(kind: str, a: Tensor, b: Tensor, scale: Tensor, bias: Tensor, label: Tensor) -> Tensor:

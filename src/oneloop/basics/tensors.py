@@ -93,12 +93,16 @@ def share_buffers(model: nn.Module) -> None:
 
 
 def one_element(model: nn.Module) -> None:
-    """Store each 0-dim parameter with the shape (1,), in place, since FSDP2 cannot shard a scalar. The module's
-    attribute remains 0-dim (under FSDP2, in the forward): it is a view, defined by a subclass of the same name."""
-    for module in model.modules():
-        if names := [name for name, value in module._parameters.items() if value is not None and not value.ndim]:
-            for name in names:
-                module._parameters[name].data = module._parameters[name].data.reshape(1)  # type: ignore[union-attr]
+    """Store each 0-dim parameter with the shape (1,), in place, since FSDP2 cannot shard a scalar. In the forward, the
+    module's attribute is still 0-dim: a view, defined by a subclass of the same name."""
+    held = [
+        (module, [n for n, p in module._parameters.items() if p is not None and not p.ndim])
+        for module in model.modules()
+    ]
+    for module, names in held:
+        for name in names:
+            module._parameters[name].data = module._parameters[name].data.reshape(1)  # type: ignore[union-attr]
+        if names:
             views = {name: property(partial(_as_scalar, name)) for name in names}
             kind = type(module)
             module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, _SCALARS: names, **views})
@@ -119,5 +123,9 @@ def scalar_names(model: nn.Module) -> set[str]:
 
 
 def of_shape(target: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a view of a whole one-element tensor in the shape of a 0-dim one; any other tensor unchanged."""
-    return target.reshape(()) if not len(shape) and target.shape == (1,) and type(target) is Tensor else target
+    """Return a view of a one-element tensor in a saved shape, () or (1,), also if only the other has one dimension; any
+    other tensor unchanged. On a rank without the element of a DTensor: a new tensor, which is not used."""
+    if {tuple(shape), tuple(target.shape)} != {(), (1,)}:
+        return target
+    own = local(target)
+    return own.reshape(tuple(shape)) if own.numel() else own.new_zeros(tuple(shape))

@@ -62,7 +62,8 @@ def build_model(
         init = recipe.init
         left_out = load_weights(model, recipe.init.source, init.weights, leave_out=init.leave_out, origin=origin)
         notes += [f"init.leave_out: {len(left_out)} tensors keep the task's initial values"] if left_out else []
-    one_element(model)
+    if sharded:
+        one_element(model)
     modules = blocks(model, recipe.machine.blocks)
     settings, setting_notes = _parameters(model, recipe, modules, origin, sharded=sharded)
     names = class_names(modules)

@@ -23,12 +23,12 @@ from oneloop.evaluation import evaluating
 from oneloop.job.build import Job
 from oneloop.job.trial_passes import Pass, Samples, Wrapped, has_drawn, make_batch, one_pass, random_states, restored
 from oneloop.launch.processes import Run
-from oneloop.machine.blocks import has_batch_statistics, has_dropout
+from oneloop.machine.blocks import DROPOUT, has_batch_statistics, has_dropout
 from oneloop.machine.layout_checks import Checks, changed, content, other_units
 from oneloop.measure.meter import OWN_METRICS
 from oneloop.show.graph import Drawing
 from oneloop.tasks.protocol_checks import Contract, theirs
-from oneloop.tasks.whole_batch import check_not_mean, check_rows, columns_of, parts_of
+from oneloop.tasks.whole_batch import check_loss, check_rows, columns_of, parts_of
 
 SAMPLED = 4  # maximum number of samples; each is loaded twice
 
@@ -81,9 +81,12 @@ def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, sample
     """Check in eval mode: one sample, the same sample twice, and evaluation samples with metrics. Return the graph."""
     first = samples[0]
     tolerance = tolerance_of(job, run, model)
+    if contract.whole:
+        dropouts = nn.ModuleList(module for module in model.modules() if isinstance(module, DROPOUT))
+        for quiet in (model, *([] if has_batch_statistics(model) else [dropouts])):  # in eval mode; as in training
+            with evaluating(quiet):
+                _check_parts(contract, job, run, model, samples)
     with evaluating(model):
-        if contract.whole:
-            _check_parts(contract, job, run, model, samples)
         one, weight = make_batch(contract, job, run, [first])
         two, twice = make_batch(contract, job, run, [first, first])
         if (contract.additive or contract.whole) and not contract.draws:
@@ -106,13 +109,16 @@ def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, sample
             evaluated = theirs(job.task, "eval_sets()", lambda: [evaluation_set[position] for position in positions])  # noqa: B023
             evaluation_contract = Contract(job.task)  # whose batches may have other keys
             batch, _ = make_batch(evaluation_contract, job, run, evaluated, trained=False)
-            evaluation_contract.check_metrics(batch, evaluation_contract.loss(model, batch)[1], run.device)
+            outputs = evaluation_contract.loss(model, batch)[1]
+            if contract.whole:  # an evaluation gives it nothing else
+                batch, outputs = columns_of(job.task, batch), parts_of(contract, model, batch, len(evaluated))
+            evaluation_contract.check_metrics(batch, outputs, run.device)
             break
     return graph_drawing.graph if graph_drawing is not None else None
 
 
 def _check_parts(contract: Contract, job: Job, run: Run, model: nn.Module, samples: Samples) -> None:
-    """Check ``embed`` and ``batch_loss`` in eval mode: each sample alone, and all of them in both orders."""
+    """Check ``embed`` and ``batch_loss``: each sample alone, and all of them in both orders."""
     before = random_states(run.device)
     first, *alone = (
         parts_of(contract, model, make_batch(contract, job, run, [one])[0], 1) for one in samples[:1] + samples
@@ -121,7 +127,7 @@ def _check_parts(contract: Contract, job: Job, run: Run, model: nn.Module, sampl
     together, back = (parts_of(contract, model, batch, len(samples)) for batch in batches)
     if not contract.draws and not has_drawn(before, run.device):
         check_rows(contract, (together, back), alone, first, tolerance_of(job, run, model))
-    check_not_mean(contract, together, columns_of(job.task, batches[0]))
+    check_loss(contract, together, columns_of(job.task, batches[0]))
 
 
 def _check_training(

@@ -57,12 +57,15 @@ class TwoPasses:
         parts = self._job.task.embed(model, {**batch})  # type: ignore[attr-defined]
         names = [name for name, part in parts.items() if part.requires_grad and name in gradients]
         differ = torch.stack([apart(parts[name].detach(), expected[name]) for name in parts]) > self._tolerance
-        readable = type(differ) is Tensor and (self._first_step or not differ.is_cuda)  # a plan has no values
-        if readable and differ.any():  # on a GPU a host sync; later, the loss is NaN
+        if self._readable(differ) and differ.any():  # later on a GPU, the loss is NaN
             raise Inexact(_differ([name for name, one in zip(parts, differ.tolist(), strict=True) if one]))
         value, outputs = self._result
         value = torch.where(differ.any(), torch.nan, value)
         return _Continued.apply(value, [gradients[name] for name in names], *(parts[name] for name in names)), outputs
+
+    def _readable(self, tensor: Tensor) -> bool:
+        """Whether to read a value: on a GPU only in the first step, because it is a host sync. A plan has no values."""
+        return type(tensor) is Tensor and (self._first_step or not tensor.is_cuda)
 
     def _differentiate(self, parts: dict[str, Tensor], columns: dict[str, Tensor]) -> None:
         """Compute the loss of the whole batch and its gradients of the parts, and divide them among micro-batches."""
@@ -87,11 +90,14 @@ class TwoPasses:
         """Return the tensors of the global batch, in the order of its samples."""
         layout, whole = self._job.layout, {}
         for name, first in micro_batches[0].items():
-            if not first.ndim:
-                whole[name] = first.clone()
-                continue
-            own = torch.cat([one[name] for one in micro_batches])
+            own = torch.cat([one[name] if first.ndim else one[name][None] for one in micro_batches])
             rows = self._run.accelerator.gather(own) if self._run.ranks > 1 else own
+            if not first.ndim:
+                whole[name] = rows[0].clone()
+                if self._readable(differ := apart(rows, whole[name]) > self._tolerance) and differ:
+                    problem = f"embed returned {name!r}, which is 0-dim and differs between micro-batches"
+                    raise Inexact(f"the method {problem}; give it one row per sample")
+                continue
             if layout.leaf(0, layout.accumulate - 1) != layout.accumulate - 1:  # neighbouring leaves are on other ranks
                 by_rank = rows.unflatten(0, (self._run.ranks, layout.accumulate, layout.each))
                 rows = by_rank.transpose(0, 1).flatten(0, 2)

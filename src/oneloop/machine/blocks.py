@@ -50,7 +50,7 @@ def _repeated(model: nn.Module) -> set[str]:
 
 
 _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
-_DROPOUT = (nn.modules.dropout._DropoutNd,)
+DROPOUT = (nn.modules.dropout._DropoutNd,)
 
 
 def has_batch_statistics(model: nn.Module) -> bool:
@@ -62,4 +62,4 @@ def has_dropout(model: nn.Module) -> bool:
     """Return whether the model has dropout: a dropout layer, or a rate of attention dropout in its config."""
     config = getattr(model, "config", None)
     rates = [getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")]
-    return any(isinstance(m, _DROPOUT) and m.p > 0 for m in model.modules()) or any(rate for rate in rates if rate)
+    return any(isinstance(m, DROPOUT) and m.p > 0 for m in model.modules()) or any(rate for rate in rates if rate)

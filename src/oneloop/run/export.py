@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.tensors import one_element
 from oneloop.checkpoint.mirror import complete
 from oneloop.checkpoint.named_checkpoint import FILE, FINAL, base_model_of, base_of
 from oneloop.checkpoint.state_dict import load_tensors
@@ -87,7 +86,6 @@ def export_checkpoint(
     EMA does not exist, or if there is nothing to merge."""
     load_task_state(task, checkpoint)
     model = task.model()
-    one_element(model)
     origin: BaseModel | None = getattr(task, "origin", None)
     _reject_both(folder, adapters=origin is not None and not merge)
     _reject_foreign(folder)

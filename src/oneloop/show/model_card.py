@@ -27,6 +27,7 @@ def model_card(run: Path, name: str, about: Mapping[str, Any], *, licence: str |
     record = read_record(run)
     task = record.recipe.get("task", {})
     base = (about.get("base") or {}).get("place") or task.get("model")
+    base = None if base in ("bytes", "bpe") else base  # new encoders
     kind = _KINDS.get(str(task.get("name")))
     metrics = {key: value for key, value in record.summary.items() if key.startswith(("eval/", "test/"))}
     metrics = {key: value for key, value in metrics.items() if isinstance(value, int | float) and math.isfinite(value)}

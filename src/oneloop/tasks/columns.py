@@ -31,8 +31,8 @@ def columns_of(sources: Sequence[Source], key: str) -> Iterator[tuple[Source, st
 
 def wrong_type(source: Source, key: str, kind: Any, wanted: str) -> ValueError:
     """Return the error for a column of the wrong type."""
-    column = source.columns[key]
-    return ValueError(f"{source.where}: {column!r} holds {type_name(kind)}; expected {wanted}; set another task.{key}")
+    found = f"{source.where}: {source.columns[key]!r} holds {type_name(kind)}; expected {wanted}"
+    return ValueError(f"{found}; set another task.{key.rstrip('_0123456789')}")
 
 
 def check_texts(sources: Sequence[Source], key: str) -> None:
@@ -202,7 +202,7 @@ def _non_numbers(values: Any) -> Iterator[int]:
 
 def number_of_text(text: str) -> int:
     """Return a 64-bit number of a text: the same on every machine, and equal only for equal texts."""
-    return xxh3_64_intdigest(text.encode()) - (1 << 63)
+    return xxh3_64_intdigest(text.encode(errors="surrogatepass")) - (1 << 63)
 
 
 def repeated(texts: Iterable[str]) -> int:
@@ -213,7 +213,8 @@ def repeated(texts: Iterable[str]) -> int:
 
 def texts_of(rows: Any, column: str) -> Iterator[str]:
     """Yield the texts of a column."""
-    yield from (text for array in rows.values(column) for text in array.to_pylist())
+    for array in rows.values(column):
+        yield from (text.encode(errors="replace").decode() for text in array.to_pylist())
 
 
 def duplicates(rows: Any, column: str) -> int:

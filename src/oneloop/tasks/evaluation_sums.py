@@ -169,6 +169,9 @@ class Windows:
                 continue
             own = first.new_zeros(len(micro_batches), self._micro, *first.shape[1:])
             for number, one in enumerate(micro_batches):
+                if one[name].shape[1:] != first.shape[1:]:
+                    shapes = f"{tuple(first.shape[1:])} and {tuple(one[name].shape[1:])}"
+                    raise ValueError(f"embed returned {name!r} with rows of {shapes}; let all rows have one shape")
                 own[number, : len(one[name])] = one[name]
             own = own.flatten(0, 1)
             whole[name] = (accelerator.gather(own) if accelerator.num_processes > 1 else own)[rows]

@@ -73,7 +73,8 @@ _NEEDED = ("model", "train_set", "eval_sets", "collate", "weight")
 
 def check(task: Any) -> None:
     """Raise ValueError if a method of a task is missing, or cannot be called with its arguments."""
-    loss = ("embed", "batch_loss") if hasattr(task, "batch_loss") else ("loss",)
+    whole = hasattr(task, "batch_loss") or (hasattr(task, "embed") and not hasattr(task, "loss"))
+    loss = ("embed", "batch_loss") if whole else ("loss",)
     methods = {name: getattr(task, name, None) for name in (*_NEEDED, *loss)}  # a stub of the protocol is inherited
     stubs = {name for name, method in methods.items() if getattr(method, "__func__", None) is getattr(Task, name, ())}
     missing = [name for name, method in methods.items() if not callable(method) or name in stubs]

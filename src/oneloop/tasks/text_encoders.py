@@ -13,7 +13,8 @@ from oneloop.basics.progress import Working
 from oneloop.data.rows.cache import alone, key_of
 from oneloop.tasks.transformers_models import auto_model, is_transformers, tokenizer_of
 
-WORDPIECE = "wordpiece"  # model name of :class:`NewReader`
+LEARNED = "bpe"  # model name of :class:`NewReader`
+_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PAD = 256  # padding value, after the 256 bytes
 
 
@@ -202,30 +203,40 @@ class TokenReader:
 
 
 class NewReader(TokenReader):
-    """Reads word pieces in lower case, which it learns or which were ``written``, with a DistilBERT from scratch."""
+    """Reads lower-case words as byte-pair encoding, which it learns or which was ``written``, with a new DistilBERT."""
 
     def __init__(self, shape: dict[str, Any], *, vocab: int, written: str | None = None) -> None:
-        self.name, self.length, self.notes = WORDPIECE, int(shape["length"]), list[str]()
+        self.name, self.length, self.notes = LEARNED, int(shape["length"]), list[str]()
         self._shape, self._vocab, self.tokenizer = shape, vocab, None
         if shape["width"] % shape["heads"]:
             raise ValueError(f"task.width {shape['width']} cannot be divided by task.heads {shape['heads']}")
+        if vocab < 300 or self.length < 3:
+            raise ValueError(f"task.vocab {vocab} must be at least 300, and task.length {self.length} at least 3")
         if written is not None:
             self._wrap(written)
 
     def learn(self, texts: Callable[[], Iterable[str]]) -> None:
-        """Learn the word pieces of these texts, unless they are known; cached by the texts."""
-        from tokenizers import BertWordPieceTokenizer
+        """Learn the tokens of these texts, unless they are known; cached by the texts."""
+        from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
         if self.tokenizer is not None:
             return
         content = xxh3_64()
         for text in texts():
             content.update(text.encode() + b"\0")
-        with alone(f"wordpiece/{key_of(content.hexdigest(), self._vocab)}.json") as path:
+        with alone(f"words/{key_of(content.hexdigest(), self._vocab)}.json") as path:
             if not path.exists():
-                model = BertWordPieceTokenizer(lowercase=True)
-                with Working("learning the word pieces"), replacing(path) as draft:
-                    model.train_from_iterator(texts(), vocab_size=self._vocab, show_progress=False)
+                model, byte_level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel
+                model.normalizer, model.decoder = normalizers.BertNormalizer(), decoders.ByteLevel()
+                words = [pre_tokenizers.BertPreTokenizer(), byte_level(add_prefix_space=True, use_regex=False)]
+                model.pre_tokenizer = pre_tokenizers.Sequence(words)  # a word has the same tokens everywhere
+                how: Any = {
+                    "special_tokens": _SPECIAL,
+                    "initial_alphabet": byte_level.alphabet(),
+                    "show_progress": False,
+                }
+                with Working("learning the tokens"), replacing(path) as draft:
+                    model.train_from_iterator(texts(), trainers.BpeTrainer(vocab_size=self._vocab, **how))
                     model.save(str(draft))
             self._wrap(path.read_text())
 
@@ -241,7 +252,7 @@ class NewReader(TokenReader):
         model: Any = Tokenizer.from_str(written)
         end, start = ((token, model.token_to_id(token)) for token in ("[SEP]", "[CLS]"))
         model.post_processor = BertProcessing(end, start)
-        special = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "pad", "cls", "sep", "mask")}
+        special: Any = {f"{token.strip('[]').lower()}_token": token for token in _SPECIAL}
         how = {"model_max_length": self.length, "model_input_names": ["input_ids", "attention_mask"]}
         self._use(PreTrainedTokenizerFast(tokenizer_object=model, **special, **how))
 

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,14 +19,14 @@ from oneloop.tasks.contrastive import info_nce
 from oneloop.tasks.evaluation_metrics import Retrieval
 from oneloop.tasks.labels import RECORDED
 from oneloop.tasks.language.texts import held_out, stdlib
-from oneloop.tasks.text_encoders import WORDPIECE, NewReader, TokenReader
+from oneloop.tasks.text_encoders import LEARNED, NewReader, TokenReader
 from oneloop.tasks.text_rows import TextRows
 from oneloop.tasks.transformers_models import is_transformers
 
 _POOLINGS = {"mean": "mean", "cls": "cls", "last": "lasttoken"}  # names of sentence-transformers
 _POOLING = "1_Pooling"  # folder of sentence-transformers
-_NEEDS = {key: needed.replace("bytes", WORDPIECE) for key, needed in TextRows.needs.items()}
-_NEEDS |= {"held_out": "data!=stdlib", "vocab": f"model={WORDPIECE}"}
+_NEEDS = {key: needed.replace("bytes", LEARNED) for key, needed in TextRows.needs.items()}
+_NEEDS |= {"held_out": "data!=stdlib", "vocab": f"model={LEARNED}"}
 _NONE = -(1 << 63)  # a number that no text has
 
 
@@ -39,9 +40,9 @@ class TextPairs(TextRows):
         anchor: column of the first text, such as a question.
         positive: column of the text that belongs to it, such as its answer.
         negatives: columns of texts that do not belong to it (hard negatives), separated by commas.
-        model: wordpiece (a new encoder of lower-case word pieces, which are learned from the training texts), a folder
-            saved by transformers, or hf:ID[@REVISION].
-        vocab: number of word pieces.
+        model: bpe (a new encoder; its lower-case byte-pair encoding is learned from the training texts), a folder saved
+            by transformers, or hf:ID[@REVISION].
+        vocab: number of tokens of bpe.
         pooling: mean, cls (first token) or last: which hidden states make the embedding.
         temperature: divides the similarities.
         symmetric: average the loss of both directions (without the hard negatives in the other one).
@@ -52,7 +53,7 @@ class TextPairs(TextRows):
 
     reader: TokenReader
     sample_weight = 1.0
-    batch_columns = ("anchor_id", "candidate_id")
+    batch_columns = ("index", "anchor_id", "candidate_id")
     needs = _NEEDS
 
     def __init__(
@@ -61,7 +62,7 @@ class TextPairs(TextRows):
         anchor: str = "anchor",
         positive: str = "positive",
         negatives: str = "",
-        model: str = WORDPIECE,
+        model: str = LEARNED,
         vocab: int = 4000,
         pooling: str = "mean",
         temperature: float = 0.05,
@@ -72,13 +73,17 @@ class TextPairs(TextRows):
     ) -> None:
         if pooling not in _POOLINGS:
             raise ValueError(f"task.pooling {pooling!r} is unknown; known: {', '.join(_POOLINGS)}")
-        if temperature <= 0:
+        if not 0 < temperature < math.inf:
             raise ValueError(f"task.temperature {temperature} must be positive; common values are 0.01 to 0.1")
         self.pooling, self.scale, self.symmetric = pooling, 1 / temperature, symmetric
         self.matryoshka, self.mask_duplicates, self._vocab = [int(size) for size in matryoshka], mask_duplicates, vocab
         self._negatives = [name.strip() for name in negatives.split(",") if name.strip()]
         columns = {"anchor": anchor, "positive": positive}
-        columns |= {f"negative_{number}": name for number, name in enumerate(self._negatives, 1)}
+        columns |= {f"negatives_{number}": name for number, name in enumerate(self._negatives, 1)}
+        sizes = [*map(str, self.matryoshka)]
+        for key, names in (("anchor, positive and negatives", [*columns.values()]), ("matryoshka", sizes)):
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ValueError(f"task.{key}: {twice[0]!r} is there twice; name each one once")
         super().__init__(None if data == "stdlib" else data, columns, model=model, **reading)
         if data == "stdlib" and not RECORDED.get():
             pairs = _docstrings()
@@ -90,10 +95,10 @@ class TextPairs(TextRows):
             self.recorded |= {"tokenizer": self.reader.written()}
 
     def _reader(self, name: str, shape: dict[str, Any], **options: Any) -> TokenReader:
-        if name == WORDPIECE:
+        if name == LEARNED:
             return NewReader(shape, vocab=self._vocab, written=(RECORDED.get() or {}).get("tokenizer"))
         if not is_transformers(name):
-            fix = f"give one, {WORDPIECE}, or hf:ID"
+            fix = f"give one, {LEARNED}, or hf:ID"
             raise ValueError(f"task.model {name!r} is not a folder saved by transformers; {fix}")
         return TokenReader(name, length=shape["length"], **options)
 
@@ -166,8 +171,9 @@ class TextPairs(TextRows):
         anchor, candidate = parts["anchor"], parts["candidate"]
         anchor_id, candidate_id = columns["anchor_id"], columns["candidate_id"]
         key_id = torch.cat([candidate_id[:, 0], candidate_id[:, 1:].flatten()])
-        of_anchor = F.pad(anchor_id, (0, len(key_id) - len(anchor_id)), value=_NONE)
-        ids = [(candidate_id[:, 0], key_id), (anchor_id, of_anchor)] if self.mask_duplicates else []
+        of_rows = [columns["index"], *([anchor_id] if self.mask_duplicates else [])]  # a row is not its own negative
+        ids = [(number, F.pad(number, (0, len(key_id) - len(number)), value=_NONE)) for number in of_rows]
+        ids += [(candidate_id[:, 0], key_id)] if self.mask_duplicates else []
         total = anchor.new_zeros(())
         for size in (*self.matryoshka, anchor.shape[1]):
             queries, keys = (F.normalize(value[..., :size], dim=-1) for value in (anchor, candidate))

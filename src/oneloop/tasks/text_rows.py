@@ -32,7 +32,7 @@ class TextRows(Task):
         heads: number of attention heads.
         width: hidden size.
         length: maximum bytes or tokens of a text; longer texts are cut.
-        dropout: dropout of embeddings, attention and residuals (bytes).
+        dropout: dropout of embeddings, attention and residuals (of a new encoder).
     """
 
     needs: dict[str, str] = dict.fromkeys(("layers", "heads", "width", "dropout"), "model=bytes") | dict.fromkeys(

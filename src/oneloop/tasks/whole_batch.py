@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oneloop.basics.exit_codes import BadInput
 from oneloop.tasks.protocol_checks import Contract, theirs
 
 Parts = Mapping[str, Tensor]
@@ -35,19 +36,26 @@ def loss_alone(task: Any, model: nn.Module, batch: Mapping[str, Any]) -> tuple[T
 def parts_of(contract: Contract, model: nn.Module, batch: Mapping[str, Any], samples: int) -> dict[str, Tensor]:
     """Return the checked result of ``embed``. Raise BadInput if parts or columns are not rows per sample."""
     task = contract.task
+    versions = {name: value._version for name, value in batch.items() if isinstance(value, Tensor)}
     parts = theirs(task, "embed", lambda: task.embed(model, batch))
+    if changed := [name for name, version in versions.items() if batch[name]._version != version]:
+        raise contract.wrong(
+            "embed", f"changes {changed[0]!r} of the batch in place", "it runs twice: make a new tensor"
+        )
     if not isinstance(parts, Mapping) or not parts or not all(isinstance(part, Tensor) for part in parts.values()):
         raise contract.wrong("embed", f"returned a {type(parts).__name__}", _PARTS)
     for name, part in parts.items():
         if part.ndim and len(part) != samples:
             found = f"returned {name!r} of shape {tuple(part.shape)} for {samples} samples"
             raise contract.wrong("embed", found, f"{_PARTS} (use reshape(()))")
+        if part.is_complex():
+            raise contract.wrong("embed", f"returned {name!r}, which is complex", "return torch.view_as_real of it")
     for name in getattr(task, "batch_columns", ()):
         value = batch.get(name)
         if not isinstance(value, Tensor) or not value.ndim or len(value) != samples:
-            found = "nothing" if value is None else f"a {type(value).__name__} {tuple(getattr(value, 'shape', ()))}"
-            problem = f"names {name!r}, for which collate returned {found} for {samples} samples"
-            raise contract.wrong("batch_columns", problem, "it must be a tensor with one row per sample")
+            found = f"returned {', '.join(batch)}" if value is None else f"returned for it a {type(value).__name__}"
+            problem = f"names {name!r}, but collate {found} for {samples} samples"
+            raise contract.wrong("batch_columns", problem, 'name tensors with one row per sample: ("label",)')
     return dict(parts)
 
 
@@ -58,6 +66,11 @@ def check_rows(
     part of its sample ``alone``. ``again`` are those of the first sample, computed once more."""
     for name, part in together[0].items():
         rows = [one[name] if not part.ndim else one[name][0] for one in alone]
+        if part.ndim and (other := next((row for row in rows if row.shape != part.shape[1:]), None)) is not None:
+            found_ = f"rows of shape {tuple(part.shape[1:])} for {len(part)} samples, and {tuple(other.shape)} for one"
+            raise contract.wrong(
+                "embed", f"returned {name!r} with {found_}", "let all rows have one shape, for example padded"
+            )
         found, back = ([one[name]] * len(rows) if not part.ndim else [*one[name]] for one in together)
         if _same(found, rows, tolerance) and _same(back, rows[::-1], tolerance):
             continue
@@ -75,9 +88,21 @@ def check_rows(
         raise contract.wrong("embed", f"returned {name!r}, which {problem}", fix)
 
 
-def check_not_mean(contract: Contract, parts: Parts, columns: Parts) -> None:
-    """Check that ``batch_loss`` is no mean. If all samples have the same embeddings, then a sum over twice as many
-    samples is at least twice as large: the terms of a sample do not get smaller if there are more others."""
+def check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:
+    """Check that ``batch_loss`` uses no parameter itself, and is no mean. If all embeddings are equal, a sum over twice
+    as many samples is at least twice as large: with more others, the terms of a sample do not get smaller."""
+    try:
+        with torch.enable_grad():
+            loss_of_parts = theirs(contract.task, "batch_loss", lambda: contract.task.batch_loss(parts, columns))[0]
+    except BadInput as error:
+        if not isinstance(error.__cause__, KeyError):
+            raise
+        fix = "name entries of the batch that it needs in batch_columns"
+        has = f"parts are {', '.join(parts)}, and columns are {', '.join(columns) or 'none'}"
+        raise BadInput(f"{error}; {has}; {fix}") from error
+    if isinstance(loss_of_parts, Tensor) and loss_of_parts.requires_grad:
+        fix = "return it from embed as a 0-dim tensor; otherwise it would get no gradient"
+        raise contract.wrong("batch_loss", "uses a parameter of the model", fix)
 
     def loss(copies: int) -> float:
         constant = {
@@ -97,20 +122,21 @@ def check_not_mean(contract: Contract, parts: Parts, columns: Parts) -> None:
 
 
 def _same(some: Sequence[Tensor], others: Sequence[Tensor], tolerance: float) -> bool:
+    """Whether the tensors are equal up to the tolerance."""
     pairs = [(a.detach().double().cpu(), b.detach().double().cpu()) for a, b in zip(some, others, strict=True)]
     return all(apart(a, b) <= tolerance for a, b in pairs)
 
 
 def apart(some: Tensor, others: Tensor) -> Tensor:
-    """Return the largest difference of two tensors, relative to their largest value, 0-dim; 0 if one is not finite."""
+    """Return the largest difference of two tensors, relative to their largest finite value, 0-dim. Two values that are
+    not finite are equal; it is infinite if only one of them is finite."""
     if not some.numel():
         return torch.zeros((), device=some.device)
-    some, others = (
-        some.float() if not some.is_floating_point() else some,
-        others.float() if not others.is_floating_point() else others,
-    )
-    difference = (some - others).abs().max() / torch.maximum(some.abs().max(), others.abs().max())
-    return difference.float().nan_to_num(0.0)
+    some, others = (value if value.is_floating_point() else value.float() for value in (some, others))
+    alike = torch.where(some.isfinite() == others.isfinite(), 0.0, torch.inf)
+    difference = torch.where(some.isfinite() & others.isfinite(), (some - others).abs(), alike)
+    size = torch.maximum(*(value.nan_to_num(0.0, 0.0, 0.0).abs().max() for value in (some, others)))
+    return (difference.max() / size).float().nan_to_num(0.0, torch.inf)
 
 
 def _listed(values: Sequence[Tensor]) -> str:

@@ -101,8 +101,11 @@ def _csv(files: Sequence[Path], *, tabs: bool) -> Iterator[Any]:
                 raise ValueError(f"{file} has the columns {', '.join(own)}, and {files[0].name} has {', '.join(names)}")
             text = csv.ConvertOptions(column_types=dict.fromkeys(own, pyarrow.large_string()), include_columns=names)
             with csv.open_csv(file, read_options=read, parse_options=parse, convert_options=text) as opened:
+                batch = None
                 for batch in opened:
                     yield batch
+            if batch is None:
+                raise ValueError(f"{file} has no rows; remove it, or write rows below the names of the columns")
             if not tabs and _is_open(file, batch.column(own[-1])[-1].as_py() or ""):
                 begins = f"it begins with {batch.column(own[-1])[-1].as_py()[:40]!r}"
                 raise ValueError(f"{file} ends within a quoted text: a quote is not closed; {begins}")

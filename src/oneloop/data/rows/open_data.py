@@ -105,7 +105,8 @@ def _named(source: Source, window: int, kinds: Sequence[str], *, whole: bool = F
     try:
         return _rows_of(source, window, kinds, whole=whole)
     except NoColumn as error:
-        keys = " or ".join(f"task.{key}" for key, name in source.columns.items() if name == error.column)
+        named = [key.rstrip("_0123456789") for key, name in source.columns.items() if name == error.column]
+        keys = " or ".join(f"task.{key}" for key in dict.fromkeys(named))  # negatives_1 is the first of task.negatives
         raise ValueError(f"{error}; name another with {keys}") from error
 
 
