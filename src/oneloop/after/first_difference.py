@@ -93,7 +93,8 @@ def _recipe(folder: Path) -> dict[str, Any]:
 def _tensors(one: Path, other: Path, left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[list[str], int, str]:
     """Return the names of the tensors that differ, the number of all tensors, and a reason if there are no names."""
     try:
-        hashes = [_hashes(line["bits_of"]) for line in (left, right)]
+        raw = [base64.b64decode(line["bits_of"]) for line in (left, right)]
+        hashes = [struct.unpack(f"<{len(text) // 2}H", text) for text in raw]
     except (KeyError, ValueError, TypeError, struct.error):
         return [], 0, "the logs do not name the tensors"
     number = len(hashes[0])
@@ -103,11 +104,6 @@ def _tensors(one: Path, other: Path, left: Mapping[str, Any], right: Mapping[str
     names = _names(one, number) or _names(other, number)
     differ = dict(zip(sorted(names), apart, strict=False))
     return [name for name in names if differ[name]], number, f"{sum(apart) or 'some'} of {number} tensors"
-
-
-def _hashes(text: str) -> tuple[int, ...]:
-    raw = base64.b64decode(text)
-    return struct.unpack(f"<{len(raw) // 2}H", raw)
 
 
 def _names(folder: Path, number: int) -> list[str]:

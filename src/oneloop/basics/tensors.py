@@ -95,17 +95,12 @@ def share_buffers(model: nn.Module) -> None:
 def one_element(model: nn.Module) -> None:
     """Store each 0-dim parameter with the shape (1,), in place, since FSDP2 cannot shard a scalar. In the forward, the
     module's attribute is still 0-dim: a view, defined by a subclass of the same name."""
-    held = [
-        (module, [n for n, p in module._parameters.items() if p is not None and not p.ndim])
-        for module in model.modules()
-    ]
-    for module, names in held:
-        for name in names:
-            module._parameters[name].data = module._parameters[name].data.reshape(1)  # type: ignore[union-attr]
-        if names:
-            views = {name: property(partial(_as_scalar, name)) for name in names}
-            kind = type(module)
-            module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, _SCALARS: names, **views})
+    found = [(module, *one) for module in model.modules() for one in module._parameters.items()]
+    for module, name in [(module, name) for module, name, value in found if value is not None and not value.ndim]:
+        module._parameters[name].data = module._parameters[name].data.reshape(1)  # type: ignore[union-attr]
+        kind, names = type(module), [*getattr(module, _SCALARS, ()), name]
+        own = {"__module__": kind.__module__, _SCALARS: names, name: property(partial(_as_scalar, name))}
+        module.__class__ = type(kind.__name__, (kind,), own)
 
 
 def _as_scalar(name: str, module: nn.Module) -> Tensor:

@@ -162,7 +162,10 @@ def load_tensors(
     held = [reader.read_metadata().state_dict_metadata for reader in readers]
     saved = {name: about for several in held for name, about in several.items()}
     targets = {name: tensor for name, tensor in model_tensors(model).items() if name not in elsewhere}
-    _same_names({name for name in saved if name.startswith("model.")}, set(targets), folder)
+    if (there := {name for name in saved if name.startswith("model.")}) != (here := set(targets)):
+        missing, strange = sorted(here - there)[:3], sorted(there - here)[:3]
+        apart = f"missing in the checkpoint: {missing}; unknown to the model: {strange}"
+        raise ValueError(f"{folder} is of another model ({apart}); use the same task.* settings, or another run.dir")
     for name, target in targets.items():
         about: Any = saved[name]
         targets[name] = target = of_shape(target, about.size)
@@ -255,10 +258,3 @@ def _empty_entry(saved: Any, parameter: Tensor, key: str, group: Mapping[str, An
         return torch.zeros_like(parameter, dtype=kind)
     on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
     return torch.zeros(tuple(saved.size), dtype=kind, device="cpu" if on_host else parameter.device)
-
-
-def _same_names(there: set[str], here: set[str], folder: Path) -> None:
-    if there != here:
-        missing, strange = sorted(here - there)[:3], sorted(there - here)[:3]
-        apart = f"missing in the checkpoint: {missing}; unknown to the model: {strange}"
-        raise ValueError(f"{folder} is of another model ({apart}); use the same task.* settings, or another run.dir")

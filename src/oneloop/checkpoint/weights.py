@@ -113,8 +113,8 @@ def load_weights(
     left = [name for name in own if any(matches(pattern, name) for pattern in leave_out)]
     loaded = {name: tensor for name, tensor in loaded.items() if not any(matches(p, name) for p in leave_out)}
     _reject_others(own, loaded, tied_names(model) | set(left), source, file)
-    if origin is not None:
-        _reject_other_settings(about, source, origin)
+    if origin is not None and (other := origin.other_settings(about)):
+        raise ValueError(f"init.from {source!r}: its adapters have another scale ({other}); set task.lora.* to match")
     with torch.no_grad():
         model.load_state_dict(loaded, strict=False)
     return left
@@ -145,11 +145,6 @@ def _config_next_to(weights: Path, source: str) -> dict[str, Any]:
             fetched(source, name)
     file = weights.parent / _CONFIG
     return dict(json.loads(file.read_text())) if file.is_file() else {}
-
-
-def _reject_other_settings(about: Mapping[str, Any], source: str, origin: BaseModel) -> None:
-    if other := origin.other_settings(about):
-        raise ValueError(f"init.from {source!r}: its adapters have another scale ({other}); set task.lora.* to match")
 
 
 def _reject_other_origin(folder: Path, source: str, origin: BaseModel, about: Mapping[str, Any]) -> None:

@@ -65,8 +65,8 @@ class Trial:
             collated = [job.collate(samples) for _ in range(layout.accumulate if whole else accumulate)]
             batches = [*transferred((batch for batch, _ in collated), run.device, pinned=False)]
             if whole:
-                seed = partial(reseed, run.device, self.recipe.seed, others=True)
-                passes = TwoPasses(replace(job, layout=layout), run, model, lambda _: seed())
+                again = replace(job, layout=layout)
+                passes = TwoPasses(again, run, model, lambda _: reseed(run.device, self.recipe.seed, others=True))
                 loss_of, batches = passes.loss, passes.first(batches)
             for batch, (_, weight) in zip(batches[:accumulate], collated, strict=False):
                 with run.accelerator.accumulate(model):

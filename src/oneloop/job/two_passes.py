@@ -26,7 +26,7 @@ class TwoPasses:
     def __init__(self, job: Job, run: Run, model: nn.Module, seed: Callable[[int | None], None]) -> None:
         self._job, self._run, self._model, self._seed = job, run, model, seed
         self._tolerance = tolerance_of(job, run, model)
-        self._shapes: dict[str, Any] = {}  # shape of a row and dtype of each part and column
+        self._shapes: dict[str, str] = {}  # of each part and column
         self._micro = 0  # number of the next micro-batch of the second pass
         self._expected: list[dict[str, Tensor]] = []  # of each micro-batch: the parts of the first pass
         self._gradients: list[dict[str, Tensor]] = []  # of each micro-batch: the loss's gradients of its parts
@@ -55,13 +55,15 @@ class TwoPasses:
         expected, gradients = self._expected[self._micro], self._gradients[self._micro]
         self._micro += 1
         parts = self._job.task.embed(model, {**batch})  # type: ignore[attr-defined]
-        names = [name for name, part in parts.items() if part.requires_grad and name in gradients]
         differ = torch.stack([apart(parts[name].detach(), expected[name]) for name in parts]) > self._tolerance
         if self._readable(differ) and differ.any():  # later on a GPU, the loss is NaN
-            raise Inexact(_differ([name for name, one in zip(parts, differ.tolist(), strict=True) if one]))
-        value, outputs = self._result
-        value = torch.where(differ.any(), torch.nan, value)
-        return _Continued.apply(value, [gradients[name] for name in names], *(parts[name] for name in names)), outputs
+            names = ", ".join(name for name, one in zip(parts, differ.tolist(), strict=True) if one)
+            found = f"the method embed returned {names} with other values for the same micro-batch and random numbers"
+            fix = "use torch's global generator"
+            raise Inexact(f"{found}; the model or embed keeps its own generator or counter: {fix}")
+        known = {name: part for name, part in parts.items() if part.requires_grad and name in gradients}
+        value, outputs = torch.where(differ.any(), torch.nan, self._result[0]), self._result[1]
+        return _Continued.apply(value, [gradients[name] for name in known], *known.values()), outputs
 
     def _readable(self, tensor: Tensor) -> bool:
         """Whether to read a value: on a GPU only in the first step, because it is a host sync. A plan has no values."""
@@ -105,23 +107,11 @@ class TwoPasses:
         return whole
 
     def _check_shapes(self, tensors: dict[str, Tensor]) -> None:
-        each = self._job.layout.each
-        shapes = {name: (part.shape[1:] if part.ndim else None, part.dtype) for name, part in tensors.items()}
-        if not self._shapes:
-            self._shapes = self._run.from_main(shapes)
-        for name, part in tensors.items():
-            if shapes[name] != self._shapes.get(name) or (part.ndim and len(part) != each):
-                was = self._shapes.get(name, (None, None))
-                found = f"{name!r} is {tuple(part.shape)} ({part.dtype}) for {each} samples"
-                raise Inexact(f"{found}, but rows were {was[0]} ({was[1]}) before; they must not depend on the batch")
-        if missing := [*self._shapes.keys() - shapes.keys()]:
-            raise Inexact(f"the result of embed lacks {missing[0]!r}, which it had before; return the same names")
-
-
-def _differ(names: Sequence[str]) -> str:
-    same = "for the same micro-batch and the same random numbers"
-    found = f"the method embed returned {', '.join(names)} with other values {same}"
-    return f"{found}; the model or embed keeps its own generator or counter: use torch's global generator"
+        shapes = {name: f"{name} {tuple(part.shape)} {part.dtype}" for name, part in tensors.items()}
+        self._shapes = self._shapes or self._run.from_main(shapes)
+        if shapes != self._shapes:
+            now, before = (", ".join(values.values()) for values in (shapes, self._shapes))
+            raise Inexact(f"the results of embed and collate were {before}, and now {now}; let all rows have one shape")
 
 
 class _Continued(torch.autograd.Function):

@@ -44,7 +44,8 @@ def diagnosis(
 
 def _rarer(key: str, every: int, times: float, steps: int) -> str:
     """Raise ``every`` (in steps) by this factor; nothing if that is beyond the end of the run."""
-    fewer = _rounder(every * times)
+    scale = 10 ** max(0, math.floor(math.log10(max(1.0, every * times))) - 1)
+    fewer = int(math.ceil(every * times / scale) * scale)
     return f"raise {key} from {every} steps to {fewer}" if every and (not steps or fewer < steps) else ""
 
 
@@ -84,8 +85,3 @@ def _more_workers(share: float, workers: int, cores: int) -> str:
         more = f"make the samples cheaper to load; {needed} would be needed"
         return f"raise machine.workers from {workers} to {cores}, and {more}"
     return "all cores load already; store the samples in a form that is cheaper to load"
-
-
-def _rounder(number: float) -> int:
-    scale = 10 ** max(0, math.floor(math.log10(max(1.0, number))) - 1)
-    return int(math.ceil(number / scale) * scale)

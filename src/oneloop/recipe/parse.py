@@ -191,14 +191,15 @@ def _argument(key: str, value: Any, made: ArgumentParser) -> str:
     return f"--{key}={value}" if isinstance(value, str) else f"--{key}={json.dumps(value)}"
 
 
-@cache
 def _reworded(error: Exception, given: Mapping[str, Any], made: ArgumentParser) -> str:
     """Return a message for a parser error; for a wrong type, name the expected type."""
     match = re.match(r'Parser key "([^"]+)":', str(error))
     key = match[1] if match else ""
     takes = wanted(_types(made).get(key))
     if key not in given or not takes:
-        return _worded(error)
+        text = re.sub(r'Parser key "([^"]+)":', r"\1:", str(error))
+        text = re.sub(r"the following arguments are required: (.*)", r"\1 has no default; give a value", text)
+        return one_line(re.sub(r"<class '([^']+)'>", r"\1", text))
     value = given[key]
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     new = f"; {text} is now called {_RENAMED[text]}" if key == "task.pack" and _RENAMED.get(text, "-") in takes else ""
@@ -206,12 +207,6 @@ def _reworded(error: Exception, given: Mapping[str, Any], made: ArgumentParser) 
 
 
 _RENAMED = {"joined": "concat", "documents": "packed", "none": "padded"}  # old values of task.pack
-
-
-def _worded(error: Exception) -> str:
-    text = re.sub(r'Parser key "([^"]+)":', r"\1:", str(error))
-    text = re.sub(r"the following arguments are required: (.*)", r"\1 has no default; give a value", text)
-    return one_line(re.sub(r"<class '([^']+)'>", r"\1", text))
 
 
 def _build(name: str, namespace: Namespace, resolved: dict[str, Any]) -> Recipe:

@@ -88,7 +88,9 @@ def export_checkpoint(
     model = task.model()
     origin: BaseModel | None = getattr(task, "origin", None)
     _reject_both(folder, adapters=origin is not None and not merge)
-    _reject_foreign(folder)
+    there = [name for name in ("README.md", "config.json", "preprocessor_config.json") if (folder / name).exists()]
+    if there and not (folder / MANIFEST).exists():  # files of the user
+        raise ValueError(f"--to {folder} holds {there[0]}, which an export would replace; use another folder")
     reject_other_origin(checkpoint, origin)
     about = {"weights": weights, "checkpoint": checkpoint.name}
     if checkpoint.name == FINAL:
@@ -116,13 +118,6 @@ def _reject_both(folder: Path, *, adapters: bool) -> None:
     if (folder / other).exists():
         one, there = ("adapters", "a whole model") if adapters else ("a whole model", "adapters")
         raise ValueError(f"--to {folder} holds {there}, and {one} would be read together with it; use another folder")
-
-
-def _reject_foreign(folder: Path) -> None:
-    """Raise ValueError if the folder holds files of the user that an export would replace."""
-    there = [name for name in ("README.md", "config.json", "preprocessor_config.json") if (folder / name).exists()]
-    if there and not (folder / MANIFEST).exists():
-        raise ValueError(f"--to {folder} holds {there[0]}, which an export would replace; use another folder")
 
 
 def reject_other_origin(folder: Path, origin: BaseModel | None) -> None:

@@ -40,10 +40,8 @@ def reject_other_jobs(job: Job, run: Run) -> None:
 
 
 def _model_of(job: Job) -> dict[str, str]:
-    named = job.model.named_parameters()
-    kinds = {name: f"{tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}" for name, p in named}
-    frozen = {name for name, p in job.model.named_parameters() if not p.requires_grad}
-    return {name: kind + ", frozen" * (name in frozen) for name, kind in kinds.items()}
+    kinds = {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in job.model.named_parameters()}
+    return {n: f"{s} {kind.removeprefix('torch.')}{'' if own else ', frozen'}" for n, (s, kind, own) in kinds.items()}
 
 
 def _compare(name: str, reports: Sequence[Mapping[str, Any] | None]) -> None:

@@ -215,12 +215,3 @@ def texts_of(rows: Any, column: str) -> Iterator[str]:
     """Yield the texts of a column."""
     for array in rows.values(column):
         yield from (text.encode(errors="replace").decode() for text in array.to_pylist())
-
-
-def duplicates(rows: Any, column: str) -> int:
-    """Return how many texts of a column are equal to an earlier one, cached by the rows' content."""
-    with alone(f"duplicates/{key_of(_CACHE_VERSION, rows.fingerprint(), column)}.json") as file:
-        if not file.exists():
-            with replacing(file) as draft:
-                draft.write_text(str(repeated(texts_of(rows, column))))
-        return int(file.read_text())

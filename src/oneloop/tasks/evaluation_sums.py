@@ -1,5 +1,6 @@
 """Sums of losses and weights of an evaluation: in arrival order, or in an order that does not depend on the ranks."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,16 +111,7 @@ class Windows:
     ``cut``: source and samples of each micro-batch (of up to ``micro`` samples) of all ranks; ``seed``: device and seed
     of the random numbers of a loss."""
 
-    def __init__(
-        self,
-        task: Any,
-        metrics: Any,
-        cut: list[tuple[int, range]],
-        *,
-        micro: int,
-        window: int,
-        seed: tuple[torch.device, int],
-    ) -> None:
+    def __init__(self, task: Any, metrics: Any, cut: Any, *, micro: int, window: int, seed: Any) -> None:
         self._task, self._metrics, self._cut = task, metrics, cut
         self._micro, self._window, self._seed = micro, window, seed
         self._parts: list[dict[str, Tensor]] = []
@@ -142,22 +134,20 @@ class Windows:
             self._task.update(self._metrics, columns, parts)
             if not accelerator.is_main_process:
                 reset_metrics(self._metrics)
-        wide = torch.float32 if accelerator.device.type == "mps" else torch.float64
-        known = torch.tensor(self._weights, dtype=wide, device=accelerator.device)
-        known = accelerator.gather(known) if accelerator.num_processes > 1 else known
-        sources = 1 + max(source for source, _ in self._cut)
-        totals, weights = [0.0] * sources, [0.0] * sources
-        for (source, _), weight in zip(self._cut, known.tolist(), strict=False):
+        known = _gathered(accelerator, torch.tensor(self._weights, device=accelerator.device))
+        ends, weights = Counter[int](), Counter[int]()
+        for (source, samples), weight in zip(self._cut, known.tolist(), strict=False):
+            ends[source] += len(samples)
             weights[source] += weight
-        end = 0
-        for source in range(sources):
-            begin, end = end, end + sum(len(samples) for other, samples in self._cut if other == source)
+        totals, end = [0.0] * len(ends), 0
+        for source, number in ends.items():
+            begin, end = end, end + number
             for start in range(begin, end, self._window):
                 rows = slice(start, min(start + self._window, end))
                 window = [{k: v[rows] if v.ndim else v for k, v in whole.items()} for whole in (parts, columns)]
                 reseed(self._seed[0], self._seed[1], start, others=True)
                 totals[source] += float(self._task.batch_loss(*window)[0])
-        return totals, weights
+        return totals, [*weights.values()]
 
     def _whole(self, accelerator: Any, micro_batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return the tensors of the whole set, in the order of its samples."""
@@ -170,12 +160,14 @@ class Windows:
             own = first.new_zeros(len(micro_batches), self._micro, *first.shape[1:])
             for number, one in enumerate(micro_batches):
                 if one[name].shape[1:] != first.shape[1:]:
-                    shapes = f"{tuple(first.shape[1:])} and {tuple(one[name].shape[1:])}"
-                    raise ValueError(f"embed returned {name!r} with rows of {shapes}; let all rows have one shape")
+                    raise ValueError(f"the rows of {name!r} have several shapes; let embed return rows of one shape")
                 own[number, : len(one[name])] = one[name]
-            own = own.flatten(0, 1)
-            whole[name] = (accelerator.gather(own) if accelerator.num_processes > 1 else own)[rows]
+            whole[name] = _gathered(accelerator, own.flatten(0, 1))[rows]
         return whole
+
+
+def _gathered(accelerator: Any, own: Tensor) -> Tensor:
+    return accelerator.gather(own) if accelerator.num_processes > 1 else own  # type: ignore[no-any-return]
 
 
 def reset_metrics(metrics: Any) -> None:

@@ -112,12 +112,6 @@ class SFT(LanguageModel):
         unopened = named_sources(data, self.columns)
         return [first_columns(source, self._column_choices(source.columns), open_) for source in unopened]
 
-    def _get_chat(self) -> Chat:
-        if self._chat is None:
-            self._chat = Chat(self.tokenizer, self._template, day=self._day)
-            self._data_notes.append(self._chat.note)
-        return self._chat
-
     @staticmethod
     def _column_choices(columns: Mapping[str, str], *, labelled: bool = True) -> list[dict[str, str]]:
         none = dict.fromkeys(columns, "")
@@ -129,7 +123,11 @@ class SFT(LanguageModel):
         columns = source.columns
         prompts = (rows[index][columns["prompt"] or columns["messages"]] for index in range(len(rows)))
         first_prompt = next((value for value in prompts if value), None)
-        chat = None if columns["prompt"] and is_text(first_prompt) else self._get_chat()
+        needs_chat = not (columns["prompt"] and is_text(first_prompt))
+        if needs_chat and self._chat is None:
+            self._chat = Chat(self.tokenizer, self._template, day=self._day)
+            self._data_notes.append(self._chat.note)
+        chat = self._chat if needs_chat else None
         if chat is None:
             end_of(self.tokenizer)
             note = "prompts and completions are concatenated unchanged"

@@ -27,8 +27,6 @@ class Encoder(nn.Module):
         super().__init__()
         from transformers import BertConfig, BertModel
 
-        if width % heads:
-            raise ValueError(f"task.width {width} cannot be divided by task.heads {heads}")
         config = BertConfig(
             vocab_size=257,
             hidden_size=width,

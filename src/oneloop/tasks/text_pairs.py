@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oneloop.data.rows.open_data import Source
-from oneloop.data.rows.rows import Row
-from oneloop.tasks.columns import check_texts, columns_of, duplicates, number_of_text, repeated, texts_of
+from oneloop.data.rows.open_data import Source, sets_of
+from oneloop.tasks.columns import check_texts, columns_of, number_of_text, repeated, texts_of
 from oneloop.tasks.contrastive import info_nce
 from oneloop.tasks.evaluation_metrics import Retrieval
 from oneloop.tasks.labels import RECORDED
@@ -80,7 +79,7 @@ class TextPairs(TextRows):
         self._negatives = [name.strip() for name in negatives.split(",") if name.strip()]
         columns = {"anchor": anchor, "positive": positive}
         columns |= {f"negatives_{number}": name for number, name in enumerate(self._negatives, 1)}
-        sizes = [*map(str, self.matryoshka)]
+        sizes = [*map(str, matryoshka)]
         for key, names in (("anchor, positive and negatives", [*columns.values()]), ("matryoshka", sizes)):
             if twice := [name for name in names if names.count(name) > 1]:
                 raise ValueError(f"task.{key}: {twice[0]!r} is there twice; name each one once")
@@ -108,7 +107,7 @@ class TextPairs(TextRows):
         texts = [part for key in ("anchor", "positive") for part in columns_of(sources, key) if part[1] == "train"]
         if texts:
             self.reader.learn(lambda: (text for *_, rows, column in texts for text in texts_of(rows, column)))
-            counts = [duplicates(rows, column) for *_, rows, column in texts]
+            counts = [repeated(texts_of(rows, column)) for *_, rows, column in texts]
             sources[0].notes += self._duplicates([sum(counts[: len(sources)]), sum(counts[len(sources) :])])
 
     def _duplicates(self, counts: Sequence[int]) -> list[str]:
@@ -118,11 +117,9 @@ class TextPairs(TextRows):
         effect = "are not negatives of each other" if self.mask_duplicates else effect
         return [f"{found}; in a batch, they {effect}"] if any(counts) else []
 
-    def _numbers(self, sources: Sequence[Source]) -> Any:
-        return {source.name: None for source in sources}
-
-    def _sample(self, source: Source, number: Any) -> Callable[[Row], Any]:
-        return self._maker([source.columns[key] for key in self.columns])
+    def _samples(self, sources: Sequence[Source], *, labelled: bool = True) -> dict[str, Any]:
+        self._check(sources)
+        return sets_of(sources, lambda source: self._maker([source.columns[key] for key in self.columns]))
 
     def _maker(self, columns: Sequence[Any]) -> Callable[[Any], Any]:
         """Return the function from a row to its sample: the encoded texts, and their numbers."""

@@ -74,14 +74,8 @@ def file_stats(name: str) -> object:
         return None
     folder = Path(place_of(name)[0])
     files = [*sorted(folder.glob("*.safetensors")), folder / "config.json"]
-    return [(file.name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for file in files if (stat := _stat(file))]
-
-
-def _stat(file: Path) -> os.stat_result | None:
-    try:
-        return file.stat()
-    except OSError:
-        return None
+    there = [(file.name, file.stat()) for file in files if file.exists()]
+    return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in there]
 
 
 def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Any:

@@ -77,7 +77,8 @@ def check_rows(
         if not _same([alone[0][name]], [again[name]], tolerance):
             problem, fix = "has other values for the same sample the next time", "use torch's global generator"
         elif not part.ndim:
-            problem, fix = f"is 0-dim, but depends on the batch: {_listed(rows)}", "give it one row per sample"
+            some = ", ".join(f"{float(value):.6g}" for value in rows[:3])
+            problem, fix = f"is 0-dim, but depends on the batch: {some}", "give it one row per sample"
         elif all(any(_same([row], [other], tolerance) for other in rows) for row in found):
             problem, fix = "has its rows in another order than the batch", "keep the order of the samples"
         elif _same(found, back, 0.0):
@@ -97,9 +98,8 @@ def check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:
     except BadInput as error:
         if not isinstance(error.__cause__, KeyError):
             raise
-        fix = "name entries of the batch that it needs in batch_columns"
-        has = f"parts are {', '.join(parts)}, and columns are {', '.join(columns) or 'none'}"
-        raise BadInput(f"{error}; {has}; {fix}") from error
+        has = f"the result of embed has {', '.join(parts)}; batch_columns names {', '.join(columns) or 'nothing'}"
+        raise BadInput(f"{error}; {has}") from error
     if isinstance(loss_of_parts, Tensor) and loss_of_parts.requires_grad:
         fix = "return it from embed as a 0-dim tensor; otherwise it would get no gradient"
         raise contract.wrong("batch_loss", "uses a parameter of the model", fix)
@@ -108,8 +108,7 @@ def check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:
         constant = {
             name: part[:1].expand(copies, *part.shape[1:]) if part.ndim else part for name, part in parts.items()
         }
-        number = {name: len(column) for name, column in columns.items()}
-        at = {name: torch.arange(_COPIES).repeat(copies // _COPIES) % size for name, size in number.items()}
+        at = {name: torch.arange(copies) % min(_COPIES, len(column)) for name, column in columns.items()}
         tiled = {name: column[at[name].to(column.device)] for name, column in columns.items()}
         return float(contract.batch_loss(constant, tiled))
 
@@ -137,7 +136,3 @@ def apart(some: Tensor, others: Tensor) -> Tensor:
     difference = torch.where(some.isfinite() & others.isfinite(), (some - others).abs(), alike)
     size = torch.maximum(*(value.nan_to_num(0.0, 0.0, 0.0).abs().max() for value in (some, others)))
     return (difference.max() / size).float().nan_to_num(0.0, torch.inf)
-
-
-def _listed(values: Sequence[Tensor]) -> str:
-    return ", ".join(f"{float(value):.6g}" for value in values[:3])

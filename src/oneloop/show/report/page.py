@@ -35,7 +35,10 @@ def report(folders: Sequence[Path]) -> str:
     title = " and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs"
     body = [f"<h1>{_safe(title)}</h1>", *(_headline(run, several=several) for run in runs)]
     if several:
-        body.append(_differences(runs))
+        changed = differences(runs)
+        changes = table(["key", *(run.name for run in runs)], changed) if changed else "<p>nothing</p>"
+        title = "Differences between the recipes"
+        body.append(f"<section><h2>{title}</h2>{_region('Differences', changes)}</section>")
     body += [chart_section(number, chart) for number, chart in enumerate(drawn)]
     body += [_classes(run, several=several) for run in runs]
     for run in runs:
@@ -63,7 +66,9 @@ def assembled(title: str, body: Sequence[str], charts: Sequence[Mapping[str, Any
     data = json.dumps(drawn, allow_nan=False)
     here = Path(__file__).parent
     page, style, script = ((here / f"page.{kind}").read_text() for kind in ("html", "css", "js"))
-    plotly = _plotly()
+    package = find_spec("plotly")  # its JavaScript, without the import, which takes a second
+    assert package is not None and package.submodule_search_locations
+    plotly = (Path(package.submodule_search_locations[0]) / "package_data" / "plotly.min.js").read_text()
     hashes = [hashlib.sha256(code.encode()) for code in (plotly, script)]  # for the content security policy
     return page.format(
         title=_safe(title),
@@ -83,13 +88,6 @@ def _escaped(value: Any, key: str = "") -> Any:
     if isinstance(value, Mapping):
         return {name: _escaped(inside, name) for name, inside in value.items()}
     return [_escaped(inside, key) for inside in value] if isinstance(value, list | tuple) else value
-
-
-def _plotly() -> str:
-    """Return plotly's JavaScript from its package, without the import, which takes a second."""
-    package = find_spec("plotly")
-    assert package is not None and package.submodule_search_locations
-    return (Path(package.submodule_search_locations[0]) / "package_data" / "plotly.min.js").read_text()
 
 
 def chart_section(number: int, chart: dict[str, Any]) -> str:
@@ -139,12 +137,6 @@ def _headline(run: Record, *, several: bool) -> str:
     head = f"<h2>{_safe(run.name)}</h2>" if several else ""
     words = "".join(f"<p>{_safe(sentence)}</p>" for sentence in sentences)
     return f'<section>{head}<p class="reason">{_safe(str(reason))}</p><dl class="cards">{shown}</dl>{words}</section>'
-
-
-def _differences(runs: Sequence[Record]) -> str:
-    changed = differences(runs)
-    changes = table(["key", *(run.name for run in runs)], changed) if changed else "<p>nothing</p>"
-    return f"<section><h2>Differences between the recipes</h2>{_region('Differences', changes)}</section>"
 
 
 def _classes(run: Record, *, several: bool) -> str:

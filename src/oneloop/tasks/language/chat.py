@@ -139,7 +139,9 @@ class Chat:
             through = text if index == len(messages) - 1 else self.render(messages[: index + 1], tools)
             if not (text.startswith(through) and through.startswith(before)):
                 why = "the template renders earlier turns differently when more follow, and has no marks"
-                raise ValueError(f"cannot find the assistant's tokens of message {index}: {why}; {_trl_advice()}")
+                has = find_spec("trl")
+                known = "TRL has no training template for it" if has else "install trl for its training templates"
+                raise ValueError(f"cannot find the assistant's tokens of message {index}: {why}; {known}; {_HINT}")
             spans.append((len(before), len(through)))
         return spans
 
@@ -201,11 +203,6 @@ def template_of(file: str) -> str:
     except jinja2.TemplateError as error:
         raise ValueError(f"task.chat_template {file!r} is not a Jinja template: {error}") from error
     return text
-
-
-def _trl_advice() -> str:
-    known = "TRL has no training template for it" if find_spec("trl") else "install trl for its training templates"
-    return f"{known}; {_HINT}"
 
 
 def _trl_template(tokenizer: Any, template: str | None) -> str | None:
