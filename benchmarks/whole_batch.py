@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from datetime import date
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -89,7 +90,7 @@ class SingleForward(TextPairs):
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         parts = self.embed(model, batch)
         a, b = (F.normalize(value, dim=-1) for value in (parts["anchor"], parts["candidate"][:, 0]))
-        return info_nce(a, b, self.scale), {}
+        return info_nce(a, b, self.scale), {name: part.detach() for name, part in parts.items()}
 
 
 def job_of(words: list[str]) -> tuple[Any, Any]:
@@ -125,10 +126,10 @@ def timed(rounds: int) -> Iterator[str]:
     from oneloop.train import accumulate
     from whole_batches import group_of
 
-    yield "batch.size   two passes   one forward   ratio (least, most)   control"
-    common = ["docstrings", "--task.layers", "1", "--task.length", "64", "--duration", "2"]
-    for size in (64, 128, 256, 512):
-        steps = []
+    yield "batch.size  dropout   two passes   one forward   ratio (least, most)   control"
+    shape = ["--task.layers", "1", "--task.width", "128", "--task.length", "64"]  # of the recipe
+    for dropout, size in product(("0.0", "0.2"), (64, 128, 256, 512)):
+        steps, common = [], ["docstrings", *shape, "--task.dropout", dropout, "--duration", "2"]
         for more in ([], ["--task", f"{__file__}:SingleForward"], ["--task", f"{__file__}:SingleForward"]):
             job, run = job_of([*common, *more, "--batch.size", str(size), "--batch.micro", "32"])
             model = run.prepare(job.model)
@@ -149,7 +150,7 @@ def timed(rounds: int) -> Iterator[str]:
         ratios, controls = [two / one for two, one, _ in times], [again / one for _, one, again in times]
         two, one = (median(row[at] for row in times) for at in (0, 1))
         spread = f"x {median(ratios):.3f} ({min(ratios):.3f}, {max(ratios):.3f})"
-        yield f"{size:>10,} {two:>10.3f} s {one:>11.3f} s   {spread}   x {median(controls):.3f}"
+        yield f"{size:>10,} {dropout:>8} {two:>10.3f} s {one:>11.3f} s   {spread}   x {median(controls):.3f}"
 
 
 def base(folder: Path) -> Path:

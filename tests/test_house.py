@@ -139,11 +139,11 @@ def test_nothing_grows_without_bounds():
 
 
 CEILINGS = {  # lines of a package; a ceiling only falls, or rises by the budget of an issue that names it
-    **{"after": 361, "plan": 1615, "launch": 1756, "supervise": 1040, "basics": 1147, "job": 1187, "measure": 1212},
-    **{"optim": 1159, "machine": 1229, "recipe": 1423, "": 1530, "checkpoint": 2478, "run": 2108, "show": 2199},
-    **{"data": 2611, "tasks": 5321},
+    **{"after": 355, "plan": 1613, "launch": 1750, "supervise": 1038, "basics": 1180, "job": 1365, "measure": 1181},
+    **{"optim": 1140, "machine": 1207, "recipe": 1408, "": 1511, "checkpoint": 2451, "run": 2105, "show": 2177},
+    **{"data": 2593, "tasks": 5911},
 }
-CODE, FILES = 20_436, 201  # lines of code in all packages (no blank, comment or docstring), and files
+CODE, FILES = 21_085, 205  # lines of code in all packages (no blank, comment or docstring), and files
 
 
 def code(source: str) -> int:

@@ -223,7 +223,7 @@ def test_from_the_command_line_with_the_launcher(tmp_path):
 
 
 TINY = ["--task.layers", "1", "--task.heads", "2", "--task.width", "32"]
-RECIPES: dict[str, list[str]] = {"docstrings": [*TINY, "--task.length", "16"]}
+RECIPES: dict[str, list[str]] = {"docstrings": [*TINY, "--task.length", "16", "--task.dropout", "0"]}
 RECIPES |= {"digits": [], "gpt": TINY, "llama": TINY, "snippets": TINY, "sft": [], "images": ["--task.data", "images"]}
 
 

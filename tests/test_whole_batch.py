@@ -125,7 +125,10 @@ WRONG = {
     "complex": ["embed returned 'a', which is complex"],
     "ragged": ["embed returned 'a' with rows of shape (5,) for 4 samples, and (2,) for one"],
     "parameter in the loss": ["batch_loss uses a parameter of the model; return it from embed as a 0-dim tensor"],
-    "column": ["batch_loss failed: KeyError: 'x'", "the result of embed has a, b, scale, bias; batch_columns names label"],
+    "column": [
+        "batch_loss failed: KeyError: 'x'",
+        "the result of embed has a, b, scale, bias; batch_columns names label",
+    ],
     "update": ["update failed: KeyError: 'x'"],
     "one row": ["embed returned 'scale' of shape (1,) for 4 samples"],
 }
