@@ -38,15 +38,18 @@ def average_(averages: list[Tensor], weights: list[Tensor], keep: float, *, cast
 class EMA:
     """EMA of a model's parameters, in float32 or better. Give exactly one of half_life, decay and power.
 
-    Args: ``model``: as prepared; under FSDP2 each rank averages its own shards. ``half_life``: samples (or tokens, as
-    :meth:`update` counts) after which the contribution of a weight has halved. ``decay``: share of the average that one
-    update keeps. ``power``: width of a power-function EMA as a share of the run: its relative standard deviation
-    sigma_rel (Karras et al. 2024, section 3). Saved EMAs can be combined into other widths: see :func:`post_hoc`.
-    ``ramp``: upper limit of the half-life as a share of the training so far (Karras et al. 2022), so that the initial
-    weights are forgotten quickly; 0: no limit. Only for ``half_life``. ``every``: calls of :meth:`update` per
-    computation; their amounts are added, so that the half-life is the same. ``device``: ``"cpu"`` keeps the average in
-    host memory; copies overlap with the device's work. ``optimizer``: required for ``device="cpu"`` on an accelerator:
-    its next step waits for the copy. ``name``: name in checkpoints, logs and file names.
+    Args:
+        model: as prepared; under FSDP2 each rank averages its own shards.
+        half_life: samples (or tokens, as :meth:`update` counts) after which the contribution of a weight has halved.
+        decay: share of the average that one update keeps.
+        power: width of a power-function EMA as a share of the run: its relative standard deviation sigma_rel (Karras et
+            al. 2024, section 3). Saved EMAs can be combined into other widths: see :func:`post_hoc`.
+        ramp: upper limit of the half-life as a share of the training so far (Karras et al. 2022), so that the initial
+            weights are forgotten quickly; 0: no limit. Only for ``half_life``.
+        every: calls of :meth:`update` per computation; their amounts are added, so that the half-life is the same.
+        device: ``"cpu"`` keeps the average in host memory; copies overlap with the device's work.
+        optimizer: required for ``device="cpu"`` on an accelerator: its next step waits for the copy.
+        name: name in checkpoints, logs and file names.
 
     Raises ValueError: not exactly one of the three is given, or a value is out of range.
     """

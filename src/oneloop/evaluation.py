@@ -58,14 +58,20 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Return loss (weighted as in training) and the task's metrics over ``dataset``. Collective: call on every rank.
 
-    Args: ``task``: has ``collate``, ``weight``, ``loss`` (or ``embed`` with ``batch_loss``) and, optionally,
-    ``metrics``. ``model``: as prepared for training. ``dataset``: map-style. ``accelerator``: its ranks share the
-    samples. ``micro``: micro-batch size per rank. ``workers``: number of data loading processes. ``dtype``: dtype of
-    floating-point inputs. ``seed``: seed of random data sets. ``interrupted``: called once per micro-batch, with the
-    same result on all ranks; True ends the evaluation. ``examples``: collects samples to show, if the task can show
-    them, and the confusion matrix. ``name``: name of the set, for messages. ``exact``: make sums bit-identical on any
-    number of ranks; ValueError for a metric that does not allow it. ``window``: samples of each loss over a whole
-    batch; the last window may be smaller (default: ``micro``).
+    Args:
+        task: has ``collate``, ``weight``, ``loss`` (or ``embed`` with ``batch_loss``) and, optionally, ``metrics``.
+        model: as prepared for training.
+        dataset: map-style.
+        accelerator: its ranks share the samples.
+        micro: micro-batch size per rank.
+        workers: number of data loading processes.
+        dtype: dtype of floating-point inputs.
+        seed: seed of random data sets.
+        interrupted: called once per micro-batch, with the same result on all ranks; True ends the evaluation.
+        examples: collects samples to show, if the task can show them, and the confusion matrix.
+        name: name of the set, for messages.
+        exact: make sums bit-identical on any number of ranks; ValueError for a metric that does not allow it.
+        window: samples of each loss over a whole batch; the last window may be smaller (default: ``micro``).
 
     Return ``{"loss": …, "accuracy": …}``, equal on all ranks; for a mixture also ``loss/NAME``; None if interrupted.
     """

@@ -44,11 +44,17 @@ def predictions(
 ) -> Iterator[Columns]:
     """Yield columns for each micro-batch of this rank's samples, in order of rank. Collective: call on every rank.
 
-    Args: ``task``: ``loss`` returns the outputs and, if the task ``writes``, ``generate`` returns more; ``predicted``
-    turns them into columns. Without ``predicted``, the outputs are the columns. ``model``: whole or sharded; it is not
-    changed. ``dataset``: map-style. ``accelerator``: its ranks share the samples. ``micro``: micro-batch size per rank.
-    ``workers``: number of data loading processes. ``dtype``: dtype of floating-point inputs. ``seed``: seed of random
-    data sets. ``raw``: add the outputs as columns.
+    Args:
+        task: ``loss`` returns the outputs and, if the task ``writes``, ``generate`` returns more; ``predicted`` turns
+            them into columns. Without ``predicted``, the outputs are the columns.
+        model: whole or sharded; it is not changed.
+        dataset: map-style.
+        accelerator: its ranks share the samples.
+        micro: micro-batch size per rank.
+        workers: number of data loading processes.
+        dtype: dtype of floating-point inputs.
+        seed: seed of random data sets.
+        raw: add the outputs as columns.
 
     Raises ValueError: an output or a column does not have one entry per sample.
     """

@@ -28,12 +28,14 @@ def compile_(
 ) -> int:
     """Compile ``model`` in place; the compilation itself happens at the first call.
 
-    Args: ``model``: not yet wrapped or sharded; activation checkpointing (``recompute``) is already applied. ``scope``:
-    ``none``, ``regional`` (each block; blocks of one shape share one compilation) or ``whole``. ``mode``: of
-    torch.compile: default, reduce-overhead (CUDA graphs), max-autotune, max-autotune-no-cudagraphs. ``names``: class
-    names of the blocks; see :func:`oneloop.machine.blocks.blocks`. ``sharded``: whether FSDP2 will shard the model.
-    ``budget``: share of the activations that the compiler keeps (``recompute budget:SHARE``). ``backend``: of
-    torch.compile.
+    Args:
+        model: not yet wrapped or sharded; activation checkpointing (``recompute``) is already applied.
+        scope: ``none``, ``regional`` (each block; blocks of one shape share one compilation) or ``whole``.
+        mode: of torch.compile: default, reduce-overhead (CUDA graphs), max-autotune, max-autotune-no-cudagraphs.
+        names: class names of the blocks; see :func:`oneloop.machine.blocks.blocks`.
+        sharded: whether FSDP2 will shard the model.
+        budget: share of the activations that the compiler keeps (``recompute budget:SHARE``).
+        backend: of torch.compile.
 
     Return the number of compiled modules. Raise ValueError if the model has no blocks, or if ``whole`` is set and FSDP2
     would shard the model block by block.

@@ -42,9 +42,12 @@ def info_nce(
     den Oord et al. 2018; the loss of multiple-negatives ranking). CLIP's loss (Radford et al. 2021) is the mean of both
     directions: ``(info_nce(a, b, s) + info_nce(b, a, s)) / 2``.
 
-    Args: ``queries``: (samples, width). ``keys``: (samples or more, width); the rest are further negatives. ``scale``:
-    1 / temperature. ``ids``: pairs of integers (samples,) and (keys,). A key with the same number as the query is a
-    duplicate of the right key, and does not count.
+    Args:
+        queries: (samples, width).
+        keys: (samples or more, width); the rest are further negatives.
+        scale: 1 / temperature.
+        ids: pairs of integers (samples,) and (keys,). A key with the same number as the query is a duplicate of the
+            right key, and does not count.
     """
 
     def loss(rows: slice) -> Tensor:
