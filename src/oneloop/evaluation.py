@@ -21,7 +21,7 @@ from oneloop.data.step_batches import Batch, CollateWithWeight, loader, transfer
 from oneloop.ema import EMA
 from oneloop.show.examples import Examples, Shows
 from oneloop.tasks.evaluation_metrics import Metrics, adapted, confusion, prefix, scalars
-from oneloop.tasks.evaluation_sums import Apart, Together, Windows
+from oneloop.tasks.evaluation_sums import Apart, Together, WholeBatches
 from oneloop.tasks.protocol import Objective
 from oneloop.tasks.whole_batch import is_whole_batch
 
@@ -80,9 +80,9 @@ def evaluate(
     keyed, device = SeededSamples(dataset, seed=seed, name=name), accelerator.device
     collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)  # samples may differ in weight
     measured = task.metrics().to(device) if hasattr(task, "metrics") else None
-    sums: Together | Apart | Windows = (Apart if exact else Together)(task, len(sources), device, measured)
+    sums: Together | Apart | WholeBatches = (Apart if exact else Together)(task, len(sources), device, measured)
     if is_whole_batch(task):
-        sums = Windows(task, measured, share.cut, micro=micro, window=window or micro, seed=(device, seed))
+        sums = WholeBatches(task, measured, share.cut, micro=micro, window=window or micro, seed=(device, seed))
     loaded = loader(keyed, collate, share.places, workers=workers, device=device)
     share_buffers(model)
     with evaluating(model), closing(_weighed(loaded, device, (seed, share.first) if exact else None)) as weighed:

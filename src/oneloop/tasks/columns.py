@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
 
 from oneloop.basics.files import replacing
 from oneloop.data.rows.cache import alone, key_of
@@ -202,6 +201,8 @@ def _non_numbers(values: Any) -> Iterator[int]:
 
 def number_of_text(text: str) -> int:
     """Return a 64-bit number of a text: the same on every machine, and equal only for equal texts."""
+    from xxhash import xxh3_64_intdigest
+
     return xxh3_64_intdigest(text.encode(errors="surrogatepass")) - (1 << 63)
 
 

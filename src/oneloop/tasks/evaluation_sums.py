@@ -105,7 +105,7 @@ class Apart(Together):
         return totals, weights
 
 
-class Windows:
+class WholeBatches:
     """Losses over whole batches: windows of neighbouring samples of a source. Metrics see the whole set at once.
 
     ``cut``: source and samples of each micro-batch (of up to ``micro`` samples) of all ranks; ``seed``: device and seed

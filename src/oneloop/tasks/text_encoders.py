@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from xxhash import xxh3_64
 
 from oneloop.basics.files import replacing
 from oneloop.basics.progress import Working
+from oneloop.basics.seeds import mixed
 from oneloop.data.rows.cache import alone, key_of
+from oneloop.tasks.columns import number_of_text
 from oneloop.tasks.transformers_models import auto_model, is_transformers, tokenizer_of
 
 LEARNED = "bpe"  # model name of :class:`NewReader`
@@ -219,10 +220,10 @@ class NewReader(TokenReader):
 
         if self.tokenizer is not None:
             return
-        content = xxh3_64()
+        content = 0
         for text in texts():
-            content.update(text.encode() + b"\0")
-        with alone(f"words/{key_of(content.hexdigest(), self._vocab)}.json") as path:
+            content = mixed(content, number_of_text(text))
+        with alone(f"words/{key_of(content, self._vocab)}.json") as path:
             if not path.exists():
                 model, byte_level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel
                 model.normalizer, model.decoder = normalizers.BertNormalizer(), decoders.ByteLevel()
