@@ -175,10 +175,10 @@ def seeded_by_rank(words: list[str]) -> None:
     from oneloop.basics.seeds import reseed
     from oneloop.run.gradients import Gradients
 
-    def by_rank(own: Gradients) -> None:
-        reseed(own._run.device, own._job.recipe.seed, own._position, own._run.rank, own._micro)
+    def by_rank(own: Gradients, micro: int) -> None:
+        reseed(own._run.device, own._job.recipe.seed, own._at[0], own._run.rank, micro)
 
-    Gradients._reseed = by_rank
+    Gradients._seed = by_rank
     train(words)
 
 

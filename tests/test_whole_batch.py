@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import same_bits
 import whole_batches
 from oneloop.cli import main
 from worlds import back_to, run, timeless, train
@@ -342,3 +344,28 @@ def test_a_scaled_loss_gives_scaled_gradients():
     value = _Continued.apply(torch.tensor(5.0), [torch.tensor([0.5, -1.0])], part)
     (value * 1024).backward()
     assert value == 5.0 and part.grad.tolist() == [512.0, -1024.0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("how", ["regional", "whole"])
+def test_compiled_passes_draw_the_same_numbers(tmp_path, how):
+    """A step compares both passes, and would end the run; each has its own graph, with and without gradients."""
+    words = [*COMMON, "--batch.micro", "8", "--duration", "20", "--machine.compile", how, "--machine.blocks", "[Layer]"]
+    world = run(train, [*words, "--run.dir", "run"], folder=tmp_path, timeout=500.0)
+    assert world.codes == [0], world.output
+    losses = [line["train/loss"] for line in lines(tmp_path / "run") if "train/loss" in line]
+    assert len(losses) == 20 and losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_real_kills_on_changing_layouts_leave_no_trace(tmp_path):
+    words = [*COMMON, "--batch.grain", "4", "--duration", "200", "--save.every", "5", "--machine.workers", "0"]
+    run(train, [*words, "--run.dir", "whole"], folder=tmp_path, timeout=300.0).ok()
+    deaths = [(1, "single", 30), (2, "ddp", 70), (2, "fsdp2", 120), (1, "single", 160)]
+    killed = same_bits.history(tmp_path / "killed", words, deaths, (2, "fsdp2"), random.Random(3))
+    assert killed >= 3
+    for name in ("model", "ema"):
+        whole, again = (load_file(tmp_path / place / f"final/{name}.safetensors") for place in ("whole", "killed/run"))
+        assert all(torch.equal(value, again[key]) for key, value in whole.items())
