@@ -28,7 +28,10 @@ LAYOUTS = {"1 x 32": ("single", 1, 32), "4 x 8": ("single", 1, 8), "DDP 2": ("dd
 LAYOUTS |= {"FSDP2 2": ("fsdp2", 2, 8)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+_SLOW = ("1 x 32", "DDP 4")
+
+
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=pytest.mark.slow) if n in _SLOW else n for n in LAYOUTS])
 def test_the_gradient_is_that_of_one_loss_over_the_batch(layout):
     config, ranks, micro = LAYOUTS[layout]
     words = [*DOUBLE, "--batch.micro", str(micro)]
@@ -40,6 +43,7 @@ def test_the_gradient_is_that_of_one_loss_over_the_batch(layout):
         assert (one_forward < 1e-12) == ("--task.dropout" not in case or layout == "1 x 32"), case
 
 
+@pytest.mark.slow
 def test_dropout_recompute_and_sharding_leave_no_trace_with_a_grain():
     """With batch.grain, the gradient is the reference's, whose leaves are numbered over all ranks."""
     words = [*DOUBLE, "--batch.grain", "4", "--task.dropout", "0.2", "--machine.recompute", "full"]

@@ -536,7 +536,7 @@ class ScalarNet(PlainNet):
         return super().forward(x) * self.scale
 
 
-@animal(fsdp2=rejected("scale", "FSDP2"), fsdp2_grain=rejected("scale", "FSDP2"))
+@animal()
 class Scalar(Animal):
     net = ScalarNet
 
