@@ -141,9 +141,9 @@ def test_nothing_grows_without_bounds():
 CEILINGS = {  # lines of a package; a ceiling only falls, or rises by the budget of an issue that names it
     **{"after": 355, "plan": 1613, "launch": 1750, "supervise": 1038, "basics": 1180, "job": 1365, "measure": 1181},
     **{"optim": 1140, "machine": 1209, "recipe": 1408, "": 1526, "checkpoint": 2451, "run": 2105, "show": 2177},
-    **{"data": 2593, "tasks": 5916},
+    **{"data": 2593, "tasks": 5914},
 }
-CODE, FILES = 21_086, 205  # lines of code in all packages (no blank, comment or docstring), and files
+CODE, FILES = 21_084, 205  # lines of code in all packages (no blank, comment or docstring), and files
 
 
 def code(source: str) -> int:

@@ -135,6 +135,7 @@ WRONG = {
         "batch_loss failed: KeyError: 'x'",
         "the result of embed has a, b, scale, bias; batch_columns names label",
     ],
+    "no outputs": ["batch_loss returned a tensor 0-dim", "return (loss, outputs)"],
     "update": ["update failed: KeyError: 'x'"],
     "one row": ["embed returned 'scale' of shape (1,) for 4 samples"],
 }

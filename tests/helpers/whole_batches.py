@@ -138,6 +138,8 @@ class Contrast:
         a, b, scale = parts["a"], parts["b"], parts["scale"]
         if self.fault == "parameter in the loss":
             scale = self.net.scale.exp()
+        if self.fault == "no outputs":
+            return scale  # type: ignore[return-value]
         if self.fault == "column":
             columns["x"]
         if self.kind == "infonce":

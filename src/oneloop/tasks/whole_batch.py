@@ -39,9 +39,7 @@ def parts_of(contract: Contract, model: nn.Module, batch: Mapping[str, Any], sam
     versions = {name: value._version for name, value in batch.items() if isinstance(value, Tensor)}
     parts = theirs(task, "embed", lambda: task.embed(model, batch))
     if changed := [name for name, version in versions.items() if batch[name]._version != version]:
-        raise contract.wrong(
-            "embed", f"changes {changed[0]!r} of the batch in place", "it runs twice: make a new tensor"
-        )
+        raise contract.wrong("embed", f"changes {changed[0]!r} of the batch in place", "it runs twice: copy it first")
     if not isinstance(parts, Mapping) or not parts or not all(isinstance(part, Tensor) for part in parts.values()):
         raise contract.wrong("embed", f"returned a {type(parts).__name__}", _PARTS)
     for name, part in parts.items():
@@ -68,9 +66,7 @@ def check_rows(
         rows = [one[name] if not part.ndim else one[name][0] for one in alone]
         if part.ndim and (other := next((row for row in rows if row.shape != part.shape[1:]), None)) is not None:
             found_ = f"rows of shape {tuple(part.shape[1:])} for {len(part)} samples, and {tuple(other.shape)} for one"
-            raise contract.wrong(
-                "embed", f"returned {name!r} with {found_}", "let all rows have one shape, for example padded"
-            )
+            raise contract.wrong("embed", f"returned {name!r} with {found_}", "let all rows have one shape")
         found, back = ([one[name]] * len(rows) if not part.ndim else [*one[name]] for one in together)
         if _same(found, rows, tolerance) and _same(back, rows[::-1], tolerance):
             continue
@@ -93,14 +89,16 @@ def check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:
     """Check that ``batch_loss`` uses no parameter itself, and is no mean. If all embeddings are equal, a sum over twice
     as many samples is at least twice as large: with more others, the terms of a sample do not get smaller."""
     try:
+        with torch.no_grad():
+            contract.batch_loss(parts, columns)
         with torch.enable_grad():
-            loss_of_parts = theirs(contract.task, "batch_loss", lambda: contract.task.batch_loss(parts, columns))[0]
+            loss_of_parts = contract.task.batch_loss(parts, columns)[0]
     except BadInput as error:
         if not isinstance(error.__cause__, KeyError):
             raise
         has = f"the result of embed has {', '.join(parts)}; batch_columns names {', '.join(columns) or 'nothing'}"
         raise BadInput(f"{error}; {has}") from error
-    if isinstance(loss_of_parts, Tensor) and loss_of_parts.requires_grad:
+    if loss_of_parts.requires_grad:
         fix = "return it from embed as a 0-dim tensor; otherwise it would get no gradient"
         raise contract.wrong("batch_loss", "uses a parameter of the model", fix)
 
