@@ -38,7 +38,7 @@ PAIRS = 32
 
 
 class Small:
-    """InfoNCE of a small network, over the whole batch or, with ``one``, in one forward of a plain loss."""
+    """InfoNCE of a small network over the whole batch."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
@@ -62,14 +62,19 @@ class Small:
         return info_nce(parts["x"], parts["y"], 10.0), {}
 
 
-class OneForward(Small):
-    batch_loss = None
+class OneLoss:
+    """Hides batch_loss of a base class: the task has a loss for each micro-batch."""
+
     additive = False
 
     def __getattribute__(self, name: str) -> Any:
         if name == "batch_loss":
             raise AttributeError(name)
         return super().__getattribute__(name)
+
+
+class OneForward(OneLoss, Small):
+    """The same loss in one forward of the whole batch, with all similarities at once."""
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         x = F.normalize(model(batch["x"]), dim=1)
@@ -77,15 +82,8 @@ class OneForward(Small):
         return F.cross_entropy(similarity, torch.arange(len(x)), reduction="sum"), {}
 
 
-class SingleForward(TextPairs):
+class SingleForward(OneLoss, TextPairs):
     """The packaged pairs with a loss over each micro-batch: one forward."""
-
-    additive = False
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "batch_loss":
-            raise AttributeError(name)
-        return super().__getattribute__(name)
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         parts = self.embed(model, batch)

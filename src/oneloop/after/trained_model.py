@@ -56,7 +56,7 @@ class Trained:
 def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:
     """Return the recipe of a run for ``command``; print the file from which its task is imported, if it is the user's.
 
-    ``task`` overrides the recorded task (None), whose file must be trusted. Raise BadInput if there is no recipe."""
+    ``task`` overrides the recorded task (None), and you must trust its file. Raise BadInput if there is no recipe."""
     file = run / "recipe.yaml"
     if not file.is_file():
         raise BadInput(f"{run} holds no run (no recipe.yaml)")

@@ -61,11 +61,11 @@ class Trial:
             samples = [dataset[key] for key in keys]
             run.accelerator.gradient_accumulation_steps = accumulate
             whole = is_whole_batch(job.task)  # it keeps the inputs of all micro-batches
-            layout, loss_of = BatchLayout(self.recipe.batch.size, run.ranks, micro), job.task.loss
-            collated = [job.collate(samples) for _ in range(layout.accumulate if whole else accumulate)]
+            loss_of, share = job.task.loss, self.recipe.batch.size // run.ranks
+            collated = [job.collate(samples) for _ in range(share // micro if whole else accumulate)]
             batches = [*transferred((batch for batch, _ in collated), run.device, pinned=False)]
             if whole:
-                again = replace(job, layout=layout)
+                again = replace(job, layout=BatchLayout(self.recipe.batch.size, run.ranks, micro))
                 passes = TwoPasses(again, run, model, lambda _: reseed(run.device, self.recipe.seed, others=True))
                 loss_of, batches = passes.loss, passes.first(batches)
             for batch, (_, weight) in zip(batches[:accumulate], collated, strict=False):

@@ -61,7 +61,7 @@ def is_main() -> bool:
 def supervised() -> None:
     """Fork: the child continues as the training process, and this process becomes its supervisor.
 
-    If a debugger is attached, or fork is not available, there is no supervisor."""
+    If a debugger is attached, or fork is not available, the process has no supervisor."""
     if sys.gettrace() is not None or not hasattr(os, "fork"):
         return
     started_by, own = launcher(), os.getpid()

@@ -86,8 +86,8 @@ def check_rows(
 
 
 def check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:
-    """Check that ``batch_loss`` uses no parameter itself, and is no mean. If all embeddings are equal, a sum over twice
-    as many samples is at least twice as large: with more others, the terms of a sample do not get smaller."""
+    """Check that ``batch_loss`` uses no parameter, and is not a mean. If all embeddings are equal, a sum over twice as
+    many samples is at least twice as large: with more others, the terms of a sample do not get smaller."""
     try:
         with torch.no_grad():
             contract.batch_loss(parts, columns)

@@ -36,7 +36,7 @@ class Chat:
     Args: ``tokenizer``: a tokenizer of transformers. ``template``: Jinja template to use instead of the tokenizer's
     template. ``day``: date (YYYY-MM-DD) for a template that inserts the current date.
 
-    Raises ValueError: there is no template, its tags do not enclose the answers, or the day is not a date.
+    Raises ValueError: the template is missing, its tags do not enclose the answers, or the day is not a date.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None, *, day: str = DAY) -> None:
